@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One-line validators. Each raises a ``ValueError`` that says where, what it got, what is allowed and what to do."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+class Refused(ValueError):
+    """Raised when going on would break exactness or privacy; nothing was released and nothing was lost.
+
+    The message names the culprit (parameter, op, module or argument) and the cure.
+    """
+
+
+def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ValueError(f"{where}: {name}={value!r} must be a finite number.")
+
+
+def positive(where: str, **values: float) -> None:
+    """Raise unless every value is a finite number above zero."""
+    _all_finite_numbers(where, values)
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{where}: {name}={value!r} must be greater than 0.")
+
+
+def non_negative(where: str, **values: float) -> None:
+    """Raise unless every value is a finite number, zero or above."""
+    _all_finite_numbers(where, values)
+    for name, value in values.items():
+        if value < 0:
+            raise ValueError(f"{where}: {name}={value!r} must be 0 or greater.")
+
+
+def in_range(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
+    """Raise unless every value lies in the half-open interval ``(low, high]``."""
+    _all_finite_numbers(where, values)
+    for name, value in values.items():
+        if not low < value <= high:
+            raise ValueError(f"{where}: {name}={value!r} must lie in ({low:g}, {high:g}]. {hint}".rstrip())
+
+
+def strictly_between(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
+    """Raise unless every value lies in the open interval ``(low, high)``."""
+    _all_finite_numbers(where, values)
+    for name, value in values.items():
+        if not low < value < high:
+            raise ValueError(f"{where}: {name}={value!r} must lie in ({low:g}, {high:g}). {hint}".rstrip())
+
+
+def whole(where: str, *, at_least: int = 0, **values: int) -> None:
+    """Raise unless every value is an integer of at least ``at_least`` (a float such as 3.0 is refused, too)."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ValueError(f"{where}: {name}={value!r} must be an integer of at least {at_least}.")
+
+
+def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
+    """Raise unless every value is among the allowed ones."""
+    allowed = list(allowed)
+    for name, value in values.items():
+        if value not in allowed:
+            raise ValueError(f"{where}: {name}={value!r} must be one of {', '.join(map(repr, allowed))}.")

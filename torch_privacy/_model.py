@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the user's model before anything else: whose parameters are trained, and nothing that learns from data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer
+
+from ._check import Refused
+
+
+def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The model's parameters, by dotted name, that the optimizer holds and that require a gradient."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    strangers = held - {id(p) for p in named.values()}
+    if strangers:
+        raise Refused(
+            f"PrivateTraining: the optimizer holds {len(strangers)} parameter(s) that are not the model's. Make it over "
+            "model.parameters(), or pass one model that has all of them."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
+    trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
+    if not trained:
+        raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
+    return trained
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse batch normalisation in training mode: it mixes the examples of a batch, and its statistics learn from data."""
+    offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if offenders:
+        listed = ", ".join(
+            f"{name!r} (use nn.GroupNorm({math.gcd(32, m.num_features)}, {m.num_features}))" for name, m in offenders
+        )
+        raise Refused(
+            f"PrivateTraining: batch normalisation in training mode mixes examples, in module {listed}. Replace it, or "
+            "put it in eval mode and freeze it."
+        )
+
+
+def check_buffers_unchanged(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Refuse a forward that wrote into a buffer: such a buffer learns from the data without noise."""
+    changed = [name for name, buffer in model.named_buffers() if buffer._version != versions.get(name, buffer._version)]
+    if changed:
+        raise Refused(
+            f"PrivateTraining: the forward changed buffer {', '.join(map(repr, changed))}, which would carry data past "
+            "the noise. Use a layer without running statistics, such as GroupNorm, or put that module in eval mode."
+        )

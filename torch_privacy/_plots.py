@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's four plots, as inline SVG whose colors follow the page: light, dark, color-blind safe."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from torch_privacy import privacy
+from torch_privacy.experiments.log import Metrics
+from torch_privacy.summary import FALSE_POSITIVE_RATE, Summary, round_up
+
+Point = tuple[float, float]
+
+# Each color stands for a variable of the page's style sheet, and is replaced by it in the finished SVG.
+INK, FAINT, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
+VARIABLES = {INK: "--ink", FAINT: "--faint", FIRST: "--first", SECOND: "--second", THIRD: "--third"}
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: it takes the page's font and can be read aloud
+    "svg.hashsalt": "torch_privacy",
+    "font.size": 10,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "lines.linewidth": 2,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.color": FAINT,
+    "ytick.labelcolor": INK,
+}
+
+
+def accuracy_plot(rows: Sequence[Metrics]) -> str:
+    """Test accuracy of the private and the non-private training over epochs."""
+    figure, axes = _new("Accuracy on held-out people", "epoch", "test accuracy (%)")
+    for training, color in {"private": FIRST, "non-private": SECOND}.items():
+        course = [(row.epoch, 100 * row.test_accuracy) for row in rows if row.training == training]
+        if course:
+            axes.plot(*zip(*course, strict=True), color=color, marker="o", markersize=3)
+    values = [100 * row.test_accuracy for row in rows]
+    _label_ends(axes, rows)
+    axes.set_ylim(min(values) - 1.5, max(values) + 1.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _svg(figure)
+
+
+def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
+    """Epsilon spent over epochs, as a certified bracket."""
+    figure, axes = _new("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
+    rows = [row for row in rows if row.training == "private"]
+    epochs = [row.epoch for row in rows]
+    low, high = [row.epsilon_low for row in rows], [row.epsilon_high for row in rows]
+    axes.fill_between(epochs, low, high, color=FIRST, alpha=0.25, linewidth=0)
+    axes.plot(epochs, high, color=FIRST, marker="o", markersize=3)
+    _label(axes, f"at most {round_up(high[-1])}", (epochs[-1], high[-1]), (-6, 6), FIRST, ha="right")
+    axes.set_ylim(0, 1.15 * high[-1])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _svg(figure)
+
+
+def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
+    """How many members an attacker must miss at each rate of false alarms, against perfect privacy."""
+    figure, axes = _new("What an attacker can do", "false positives (%)", "members missed (%)")
+    alpha = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
+    curve = profile.tradeoff(alpha)
+    axes.plot([0, 100], [100, 0], color=FAINT, linestyle="--", linewidth=1.2)
+    axes.text(52, 52, "perfect privacy", color=INK, rotation=-38, rotation_mode="anchor", ha="center")
+    axes.fill_between(100 * alpha, 100 * curve.low, 100 * curve.high, color=FIRST, alpha=0.25, linewidth=0)
+    axes.plot(100 * alpha, 100 * curve.low, color=FIRST)
+    missed = 100 * (1 - summary.true_positive_rate_high)
+    axes.plot([100 * FALSE_POSITIVE_RATE], [missed], "o", color=SECOND, clip_on=False, zorder=5)
+    label = f"{FALSE_POSITIVE_RATE:.0%} false positives:\nat least {np.floor(10 * missed) / 10:.1f} % are missed"
+    _label(axes, label, (100 * FALSE_POSITIVE_RATE, missed), (10, 0), SECOND, va="center")
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    return _svg(figure)
+
+
+def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
+    """Epsilon as a function of delta: certified, by the central limit theorem, and by the moments accountant."""
+    figure, axes = _new("Epsilon at every delta", "delta", "epsilon")
+    delta = np.geomspace(1e-9, 1e-2, 29)
+    events = summary.noise_multiplier, summary.sampling_probability, summary.num_steps
+    limit = privacy.clt(*events)
+    brackets = [profile.epsilon(float(d)) for d in delta]
+    high = [bracket.high for bracket in brackets]
+    axes.fill_between(delta, [bracket.low for bracket in brackets], high, color=FIRST, alpha=0.25, linewidth=0)
+    axes.plot(delta, high, color=FIRST, label="certified bracket")
+    approximation = [limit.epsilon(float(d)) for d in delta]
+    axes.plot(delta, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
+    moments = [privacy.moments(*events, float(d)) for d in delta]
+    axes.plot(delta, moments, color=THIRD, linestyle=":", label="moments accountant")
+    axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, labelcolor="linecolor", loc="lower left", handlelength=2.4)
+    return _svg(figure)
+
+
+def _new(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.6, 3.3), layout="constrained")
+        axes = figure.subplots()
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    return figure, axes
+
+
+def _label_ends(axes: Axes, rows: Sequence[Metrics]) -> None:
+    """Name each curve at its end, the higher one above and the lower one below."""
+    ends = sorted({row.training: row for row in rows}.values(), key=lambda row: row.test_accuracy, reverse=True)
+    for row, (shift, align) in zip(ends, [(8, "bottom"), (-8, "top")], strict=False):
+        color = FIRST if row.training == "private" else SECOND
+        text = f"{row.training} {100 * row.test_accuracy:.1f} %"
+        _label(axes, text, (row.epoch, 100 * row.test_accuracy), (0, shift), color, ha="right", va=align)
+
+
+def _label(axes: Axes, text: str, point: Point, shift: Point, color: str, **align: Any) -> None:
+    """Text beside a point, ``shift`` printer's points away from it."""
+    axes.annotate(text, point, shift, textcoords="offset points", color=color, **align)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an ``<svg>`` element, its placeholder colors replaced by the page's."""
+    text = io.StringIO()
+    nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    return svg

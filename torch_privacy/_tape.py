@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tape: it lets every op run untouched and notes where one meets a parameter. Nothing in the model is changed.
+
+A use is (op, parameter, input x, gradient edge of the output y). After the forward, ``jacobian`` walks the autograd
+graph from the losses: every path to a trainable parameter must lead through a noted use, or the call is refused with
+the names of parameter and op. One backward, to the outputs only, then gives every use its b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ._check import Refused
+from ._layout import Layouts, check_input, fresh_generator, random_cotangent
+from .jacobian import Block, Jacobian
+from .ops import OPS, Layout, Op, Use
+from .ops.elementwise import FactorUse, TermUse
+
+# Functions of one tensor that only move its entries about (injectively): the norm of a gradient survives the way back.
+_REARRANGEMENTS = {
+    *(torch.t, Tensor.t, torch.transpose, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__, Tensor.permute),
+    *(torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten),
+    *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.contiguous, Tensor.clone, torch.clone),
+    *(Tensor.movedim, torch.movedim, Tensor.view_as, Tensor.narrow, torch.narrow, Tensor.select, torch.select),
+}
+_EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call that met parameters."""
+
+    op: str
+    edge: GradientEdge
+    shape: torch.Size
+    inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
+    uses: tuple[Use, ...]
+    versions: tuple[tuple[Tensor, int], ...]
+
+
+@dataclass
+class Source:
+    """A parameter (``direct``) or a tensor computed from parameters and constants alone.
+
+    It is what it says only while its version is the one noted: an in-place change may mix data in.
+    """
+
+    tensor: Tensor
+    version: int
+    names: tuple[str, ...]  # the parameters behind it
+    direct: bool
+    rearranged: bool  # the entries of one parameter, only moved about
+    before_expansion: Tensor | None = None
+
+
+class Tape(TorchFunctionMode):
+    """Notes every meeting of an op with one of ``parameters`` while it is active; made by ``record``.
+
+    Args:
+        parameters: name -> tensor, leaves of the autograd graph.
+        constants: other tensors that hold no data of the batch (buffers, frozen parameters).
+        layouts: what earlier batches taught about where the examples sit.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor] = (), layouts: Layouts | None = None
+    ):
+        super().__init__()
+        self.parameters = dict(parameters)
+        self.layouts = layouts if layouts is not None else Layouts()
+        # Tensors are known by identity; holding them keeps the identities from being given away again.
+        self._sources = {
+            id(p): Source(p, p._version, (name,), direct=True, rearranged=True) for name, p in self.parameters.items()
+        }
+        self._constants: dict[int, Tensor] = {id(t): t for t in constants}
+        self._inputs: list[Tensor] = []
+        self._calls: list[Call] = []
+        self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        tensors = list(_tensors((*args, *kwargs.values())))
+        met = [t for t in tensors if self._source(t) is not None]
+        data = [t for t in tensors if id(t) not in self._constants and self._source(t) is None]
+        if data:
+            return self._run_and_note(func, args, kwargs, data, met) if met else func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        for result in _tensors((out,)):
+            self._add_derived(func, args, met, result)
+        return out
+
+    def probe(self, arguments: Any) -> Any:
+        """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
+
+        An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
+        normalisation in front of the first layer.
+        """
+
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.requires_grad:
+                return value
+            leaf = value.detach().requires_grad_()
+            self._inputs.append(leaf)
+            return leaf.clone()  # not the leaf itself, which could not be changed in place
+
+        return tree_map(replaced, arguments)
+
+    def jacobian(
+        self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False
+    ) -> Jacobian:
+        """The Jacobian of the per-example losses in the recorded parameters.
+
+        Args:
+            losses: (n,) one loss per example, computed under this tape; the graph is used up unless retained.
+            retain_graph: keep the graph for further backwards.
+            may_miss: names of parameters that the losses need not reach; their rows are then zero.
+            verify: compare with native backwards whenever layouts had to be measured, as on the first batches.
+
+        Returns:
+            A ``Jacobian`` with n rows, detached from the graph.
+
+        Raises:
+            Refused: losses of another shape; a parameter that is reached past the known ops, or never; an output in
+                which examples cannot be told apart; an input changed in place since it was used; disagreement with
+                a native backward.
+        """
+        _check_losses(losses)
+        calls = self._reached_calls(losses)
+        self._check_all_reached(calls, set(may_miss))
+        layouts = self.layouts.recall(calls, self._names_of, len(losses))
+        measure = layouts is None or bool(self._inputs)
+        edges = [call.edge for call in calls]
+        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or measure)
+        if measure:
+            layouts = self._measure(losses, calls, bs, retain_graph=retain_graph or verify)
+        assert layouts is not None
+        blocks: dict[int, Block] = {}
+        with torch.no_grad():
+            for call, b, layout in zip(calls, bs, layouts, strict=True):
+                _check_versions(call)
+                b = torch.zeros(call.shape, dtype=losses.dtype) if b is None else b.reshape(call.shape)
+                for use in call.uses:
+                    self._add_to_block(blocks, use.weight, use.op(b, layout))
+        jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
+        if measure and verify:
+            verify_against_native(jacobian, losses, self.parameters, retain_graph=retain_graph)
+        return jacobian
+
+    def _measure(
+        self, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
+    ) -> list[Layout]:
+        """The layouts of the calls by a second backward; the model's inputs must have one, too."""
+        c = random_cotangent(losses)
+        edges = [call.edge for call in calls]
+        inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
+        plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
+        scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=retain_graph)
+        for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
+            check_input(leaf, g, g_scaled, c)
+        return self.layouts.measure(calls, self._names_of, bs, scaled[: len(calls)], c)
+
+    def _source(self, tensor: Tensor) -> Source | None:
+        source = self._sources.get(id(tensor))
+        return source if source is not None and source.version == tensor._version else None
+
+    def _names_of(self, tensor: Tensor) -> tuple[str, ...]:
+        return self._sources[id(tensor)].names
+
+    def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        inputs = tuple(t.grad_fn for t in data if t.grad_fn is not None)
+        names = tuple(sorted({name for t in met for name in self._names_of(t)}))
+        y = func(*args, **kwargs)
+        op = getattr(func, "__name__", str(func))
+        nodes = [t.grad_fn for t in _tensors((y,)) if t.grad_fn is not None]
+        uses = self._uses(func, y, args, kwargs, names) if nodes else ()
+        if {id(t) for t in met if t.requires_grad} <= {id(use.weight) for use in uses}:
+            uses = tuple(self._before_expansion(use) for use in uses)
+            versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
+            self._calls.append(Call(op, _output_edge(y), y.shape, inputs, uses, versions))
+        else:
+            self._unknown.update(dict.fromkeys(nodes, (op, names)))
+        return y
+
+    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[Use, ...]:
+        """The uses of sources that the op's recorder finds; none where the op is unknown."""
+        recorder = OPS.get(func)
+        if recorder is None:
+            return ()
+        try:
+            with torch.no_grad():
+                found = tuple(recorder(y, *args, **kwargs))
+        except Refused as error:
+            raise Refused(f"{error} Met by parameter {', '.join(map(repr, names))}.") from None
+        return tuple(use for use in found if use.weight.requires_grad and self._source(use.weight) is not None)
+
+    def _before_expansion(self, use: Use) -> Use:
+        """Adding or multiplying broadcasts by itself: an expanded parameter is as good as the one before ``expand``."""
+        source = self._sources[id(use.weight)]
+        broadcasts = isinstance(use, (TermUse, FactorUse)) and source.before_expansion is not None
+        return replace(use, weight=source.before_expansion) if broadcasts else use
+
+    def _add_derived(self, func: Callable, args: tuple, met: list[Tensor], result: Tensor) -> None:
+        key = id(result)
+        if not result.requires_grad:
+            self._constants[key] = result
+            return
+        known = self._source(result)
+        if known is not None:  # the op gave back its own input, as contiguous() may
+            return
+        sources = [self._sources[id(t)] for t in met]
+        self._sources[key] = Source(
+            result,
+            result._version,
+            tuple(sorted({name for source in sources for name in source.names})),
+            direct=False,
+            rearranged=len(met) == 1 and sources[0].rearranged and _rearranges(func, args),
+            before_expansion=(met[0] if sources[0].before_expansion is None else sources[0].before_expansion) if func in _EXPANSIONS else None,
+        )
+
+    def _add_to_block(self, blocks: dict[int, Block], weight: Tensor, op: Op) -> None:
+        source = self._sources[id(weight)]
+        if id(weight) not in blocks:
+            blocks[id(weight)] = Block(weight, source.names, source.direct, source.rearranged)
+        blocks[id(weight)].add(op)
+
+    def _reached_calls(self, losses: Tensor) -> list[Call]:
+        """The calls between losses and parameters, in the order they were made; refuses any path around them."""
+        by_node: dict[Node, list[Call]] = {}
+        for call in self._calls:
+            by_node.setdefault(call.edge.node, []).append(call)
+        leaves = {get_gradient_edge(p).node: name for name, p in self.parameters.items()}
+        assert losses.grad_fn is not None
+        reached: list[Call] = []
+        stack, seen = [losses.grad_fn], {losses.grad_fn}
+        while stack:
+            node = stack.pop()
+            self._check_known(node, leaves)
+            if node in by_node:
+                reached += by_node[node]
+                following = [n for call in by_node[node] for n in call.inputs]
+            else:
+                following = [n for n, _ in node.next_functions if n is not None]
+            for n in following:
+                if n not in seen:
+                    seen.add(n)
+                    stack.append(n)
+        order = {id(call): i for i, call in enumerate(self._calls)}
+        return sorted(reached, key=lambda call: order[id(call)])
+
+    def _check_known(self, node: Node, leaves: Mapping[Node, str]) -> None:
+        if node in self._unknown:
+            op, names = self._unknown[node]
+            raise Refused(
+                f"tape: parameter {', '.join(map(repr, names))} was used by {op!r}, which has no exact rule. "
+                f"Allowed: {', '.join(sorted({f.__name__.strip('_') for f in OPS}))}. "
+                "Write that step with these, or freeze the parameter."
+            )
+        if node in leaves:
+            raise Refused(
+                f"tape: parameter {leaves[node]!r} reaches the losses by a path that no recorded op explains. Call the "
+                "model as model(x) and use its parameters nowhere else (or put all of it under tp.record / "
+                "training.record()), or freeze the parameter."
+            )
+        if node.name().startswith("CheckpointFunction"):
+            raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
+
+    def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
+        reached = {name for call in calls for use in call.uses for name in self._names_of(use.weight)}
+        missing = [name for name in self.parameters if name not in reached | may_miss]
+        if missing:
+            raise Refused(
+                f"tape: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "
+                "requires_grad_(False), or leave it out of the optimizer."
+            )
+
+
+class record(Tape):  # noqa: N801 - reads as a verb: `with record(model) as tape`
+    """Notes every use of the model's trainable parameters inside the ``with`` block.
+
+    Args:
+        model: any module; its parameters with ``requires_grad`` are recorded.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with record(model) as tape:
+        ...     losses = model(torch.ones(2, 3)).flatten()
+        >>> tape.jacobian(losses).squared_norms()
+        tensor([4., 4.])
+    """
+
+    def __init__(self, model: nn.Module):
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        super().__init__(trainable, constants=(*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the values, lists and tuples included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _output_edge(y: Tensor) -> GradientEdge:
+    """The edge that stays in the graph when y is changed in place, as by ``relu_``.
+
+    Some ops give back a view of what they computed (linear of a rank-3 input, conv1d). Changing that view in place
+    gives it a new history, which hangs on its base; so the base's edge is taken where the two hold the same entries.
+    """
+    base = y._base
+    same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
+    return get_gradient_edge(base if base is not None and same and base.grad_fn is not None else y)
+
+
+def _rearranges(func: Callable, args: tuple) -> bool:
+    if func in _REARRANGEMENTS:
+        return True
+    if func is Tensor.__getitem__:
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) for key in keys)
+    if func is F.embedding:  # a look-up of distinct rows, such as positions 0..t-1
+        return len(args) == 2 and len(args[0].unique()) == args[0].numel()
+    return False
+
+
+def _check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor) or losses.ndim != 1:
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise Refused(
+            f"losses of shape {shape} given: must be (n,), one loss per example. Pass reduction='none' to the loss "
+            "function, and average the losses of one example's positions yourself, e.g. losses.view(n, -1).mean(1)."
+        )
+    if not losses.is_floating_point() or losses.grad_fn is None:
+        raise Refused(
+            f"losses of dtype {losses.dtype} with requires_grad={losses.requires_grad} given: must be floating-point "
+            "and computed from the model with gradients enabled (not under torch.no_grad())."
+        )
+
+
+def _check_versions(call: Call) -> None:
+    if any(tensor._version != version for tensor, version in call.versions):
+        raise Refused(
+            f"tape: an input of {call.op!r} was changed in place after its use, so its Jacobian is lost. "
+            "Write the later step out of place."
+        )
+
+
+def _gradients(
+    losses: Tensor, inputs: Sequence[GradientEdge | Tensor], cotangent: Tensor, *, retain_graph: bool
+) -> list[Tensor | None]:
+    """Gradients of ``cotangent · losses`` in the inputs, in one backward that goes no further than these."""
+    if not inputs:
+        return []
+    return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))
+
+
+def verify_against_native(
+    jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor], *, retain_graph: bool
+) -> None:
+    """Refuse unless the sum of all rows, and two rows drawn at random, equal what ordinary backwards give."""
+    n = len(losses)
+    weights = [torch.ones_like(losses), *torch.eye(n).to(losses)[torch.randperm(n, generator=fresh_generator())[:2]]]
+    norms = jacobian.squared_norms()
+    leaves = list(parameters.values())
+    for i, c in enumerate(weights):
+        retain = retain_graph or i + 1 < len(weights)
+        native = torch.autograd.grad(losses, leaves, c, retain_graph=retain, allow_unused=True)
+        ours = jacobian.weighted_sum(c)
+        scale = (c * norms.to(c.dtype).sqrt()).sum()
+        if not scale.isfinite():
+            continue
+        tolerance = torch.finfo(losses.dtype).eps ** 0.5 * scale
+        wrong = [
+            name
+            for name, grad in zip(parameters, native, strict=True)
+            if (ours[name] - (0 if grad is None else grad)).norm() > tolerance
+        ]
+        if wrong:
+            raise Refused(
+                f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. This "
+                "is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient hook): "
+                "freeze that part, and please report it."
+            )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every op owes: notes taken in the forward (``Use``) and, once the backward is done, its Jacobian block (``Op``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK_FLOATS = 2**21  # temporaries are made in chunks of 8 MiB of float32: larger ones fall out of the cache
+
+
+@dataclass(frozen=True)
+class Method:
+    """One exact way to get the squared norms of a block's rows, with its price.
+
+    ``compute`` takes the op restricted to some examples, so that the caller may go through them in chunks.
+    """
+
+    name: str
+    compute: Callable[[Op], Tensor]
+    flops: float  # multiplications and additions, for all examples
+    floats: float  # numbers held at once, for all examples
+
+
+class Op(ABC):
+    """Row block of the Jacobian for one tensor ``W``: row i is the gradient of example i's loss in ``W``.
+
+    Shapes: n examples; ``W`` has the shape ``op.shape``. Everything is exact up to rounding in the dtype of ``b``;
+    half precision is raised to float32 before any sum.
+    """
+
+    @property
+    @abstractmethod
+    def num_examples(self) -> int:
+        """Number of examples n, the number of rows."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor ``W`` whose gradient the rows are."""
+
+    @abstractmethod
+    def methods(self) -> list[Method]:
+        """Every exact way to get the squared norms (n,); the plan takes the cheapest and can say why."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The rows themselves, (n, *shape)."""
+
+    @abstractmethod
+    def project(self, v: Tensor) -> Tensor:
+        """J v for k directions: (k, *shape) -> (n, k)."""
+
+    @abstractmethod
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        """Jᵀ c: (n,) -> (*shape,)."""
+
+    @abstractmethod
+    def select(self, index: Tensor | slice) -> Op:
+        """The same block for some of the examples only."""
+
+    def merge(self, other: Op) -> Op | None:
+        """One op for two uses of one tensor, cross terms included; None where the two have no common form."""
+        return None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the examples sit in an op's output: dimension ``dim`` of size before·n·after, example number in the middle.
+
+    (1, n, 1) is batch-first; (1, n, m) has m consecutive positions per example, as after ``flatten(0, 1)`` of a
+    batch-first tensor; (m, n, 1) is the same of a time-first one.
+    """
+
+    dim: int
+    before: int
+    num_examples: int
+    after: int
+
+    def examples_first(self, tensor: Tensor) -> Tensor:
+        """(d0, .., before·n·after, ..) -> (n, d0, .., before·after, ..)."""
+        if self.before == self.after == 1:
+            return tensor.movedim(self.dim, 0).unsqueeze(self.dim + 1)
+        split = tensor.unflatten(self.dim, (self.before, self.num_examples, self.after))
+        return split.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
+
+    def explain(self) -> str:
+        """Short name for the plan's table."""
+        kind = {(True, True): "", (True, False): ", positions after"}.get((self.before == 1, self.after == 1))
+        return f"dim {self.dim}{', positions before' if kind is None else kind}"
+
+
+@dataclass(frozen=True)
+class Use(ABC):
+    """What the tape notes where an op meets a parameter ``weight``, to make its ``Op`` once the backward has given b."""
+
+    weight: Tensor
+
+    @abstractmethod
+    def example_dims(self, b_ndim: int) -> Sequence[int]:
+        """The dimensions of the op's output among which the examples are looked for."""
+
+    @abstractmethod
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        """The Jacobian block, from the gradient ``b`` of the losses in the op's output."""
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """Tensors that must not be changed in place before the backward."""
+        return ()
+
+
+def in_sum_dtype(tensor: Tensor) -> Tensor:
+    """Half precision raised to float32, in which norms and sums are taken; anything else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

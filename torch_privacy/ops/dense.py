@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit rows: the form of small parameters (biases, norms' scales) and the fallback where uses have no common one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._base import Method, Op
+
+
+@dataclass(frozen=True)
+class Rows(Op):
+    """The rows of the block as one tensor ``values`` (n, *shape)."""
+
+    values: Tensor
+
+    @property
+    def num_examples(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    def methods(self) -> list[Method]:
+        size = self.values.numel()
+        return [Method("rows", Rows.squared_norms, flops=2 * size, floats=0)]
+
+    def squared_norms(self) -> Tensor:
+        """(n,), from rows that are already there."""
+        return self.values.flatten(1).square().sum(1)
+
+    def rows(self) -> Tensor:
+        return self.values
+
+    def project(self, v: Tensor) -> Tensor:
+        return self.values.flatten(1) @ v.flatten(1).mT
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return (c @ self.values.flatten(1)).view(self.shape)
+
+    def select(self, index: Tensor | slice) -> Rows:
+        return Rows(self.values[index])
+
+    def merge(self, other: Op) -> Op | None:
+        return Rows(self.values + other.values) if isinstance(other, Rows) else None
+
+
+def sum_rows(ops: list[Op]) -> Rows:
+    """Uses of one tensor that have no common form: their rows, added."""
+    return Rows(torch.stack([op.rows() for op in ops]).sum(0)) if len(ops) > 1 else Rows(ops[0].rows())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers: which examples join which step. Only laws that the accountant can price."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ._check import in_range, whole
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Every example joins every step independently with probability ``sampling_probability``.
+
+    A step's batch is a function of the secret key and the step's number, so that a resumed run sees the same batches.
+    The batch's size is drawn first (binomial), then that many distinct examples: the same law as one coin per example,
+    at a cost that grows with the batch instead of the data set.
+
+    Args:
+        num_examples: size n of the data set.
+        sampling_probability: q in (0, 1]; q·n is the expected batch size.
+        key: 32 secret bytes; by default from the operating system. Privacy amplification needs it to stay secret.
+
+    Guarantees:
+        - Inclusions are independent between examples and between steps; each has probability q (to 2^-53).
+        - One (key, step) gives the same batch on every call.
+
+    Example:
+        >>> len(Poisson(num_examples=10, sampling_probability=1.0).indices(step=0))
+        10
+    """
+
+    num_examples: int
+    sampling_probability: float
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+
+    name = "Poisson"  # as the accountant's events call it
+
+    def __post_init__(self) -> None:
+        whole("Poisson", num_examples=self.num_examples, at_least=1)
+        hint = "For a mean batch of 256 out of 60000 pass 256 / 60000."
+        in_range("Poisson", 0, 1, sampling_probability=self.sampling_probability, hint=hint)
+
+    def indices(self, step: int) -> np.ndarray:
+        """Sorted numbers of the examples that join the step, (batch_size,) int64, possibly none."""
+        whole("Poisson.indices", step=step)
+        digest = hashlib.sha256(self.key + step.to_bytes(8, "big")).digest()
+        generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))
+        batch_size = generator.binomial(self.num_examples, self.sampling_probability)
+        chosen = generator.choice(self.num_examples, batch_size, replace=False, shuffle=False)
+        return np.sort(chosen)

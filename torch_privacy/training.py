@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private training: the only place that joins tape, clipping, noise, sampling and ledger, so that they cannot disagree."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from . import __version__, privacy
+from ._batches import Batches, Collate, split
+from ._check import Refused, positive, strictly_between, whole
+from ._layout import Layouts
+from ._model import check_buffers_unchanged, check_model, trained_parameters
+from ._tape import Tape
+from .clipping import ClippingRule
+from .noise import Noise, key_from_test_seed
+from .sampling import Poisson
+
+NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Privacy spent so far; prints as one line.
+
+    ``epsilon`` is a certified bracket (low, high) at ``delta``; ``epsilon.high`` is the one to report.
+    """
+
+    epsilon: privacy.Bracket
+    delta: float
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class _Pending:
+    """The (micro)batch that was handed out and whose losses are awaited."""
+
+    size: int
+    last: bool
+    tape: Tape
+
+
+class PrivateTraining:
+    """Trains a model with differential privacy: Poisson batches, per-example clipping, Gaussian noise, a ledger.
+
+    One step is ``grad = (Σᵢ cᵢ gᵢ + noise_multiplier·sensitivity·z) / expected_batch_size`` over the examples i of a
+    Poisson batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
+    then ``optimizer.step()``. Model, optimizer and schedulers are the user's own and stay as they are.
+
+    Args:
+        model: any module whose trained parameters meet ops with an exact rule (else refused by name).
+        optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
+        dataset: map-style; one item is one example, the unit that is protected. Its size counts as public.
+        expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step.
+        num_steps: number of steps (releases) in all.
+        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``.
+        noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
+        target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
+        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
+            the clipped sum the same up to rounding.
+        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
+        num_workers: processes that fetch examples, as of ``DataLoader``.
+        scheduler: learning-rate scheduler to advance after every step, empty batches included. One that the user's
+            loop advances works as well, but sees no empty batches.
+        run_folder: folder for the ledger (``ledger.jsonl``); every release is on disk before it is used.
+        test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
+
+    Guarantees:
+        - What reaches the optimizer is a function of noisy sums only, each recorded in the ledger before it is used.
+        - One example changes the sum before the noise by at most ``clipping.sensitivity``.
+        - The divisor is the expected batch size, whatever the size of the batch.
+        - An empty batch makes a step of noise alone; the loop does not see it.
+        - Before the first releases the engine proves itself on the user's own batches: the sum of all rows equals the
+          native gradient, two random rows equal backwards of their own, no example's loss depends on another's.
+        - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
+
+    Raises:
+        Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader in place
+            of a dataset, ...; the message names the culprit and the cure.
+        ValueError: a number out of range.
+
+    Source: Abadi et al. (2016), Algorithm 1; Poisson sampling and step counts as the accountant prices them.
+
+    Example:
+        >>> import torch_privacy as tp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(1000, 5), torch.randint(2, (1000,)))
+        >>> model = nn.Linear(5, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> training = tp.PrivateTraining(model, optimizer, data, expected_batch_size=50, num_steps=20,
+        ...                               clipping=tp.Flat(clip_norm=1.0), noise_multiplier=1.0, delta=1e-5)
+        >>> for x, y in training:
+        ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        ...     released = training.step(losses)
+        >>> print(training.spent())
+        epsilon in [2.040, 2.041] at delta = 1e-05 (add/remove one example, Poisson sampling)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Dataset,
+        *,
+        expected_batch_size: float,
+        num_steps: int,
+        clipping: ClippingRule,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        microbatch_size: int | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        scheduler: LRScheduler | None = None,
+        run_folder: Path | str | None = None,
+        test_seed: int | None = None,
+    ):
+        where = "PrivateTraining"
+        self._batches = Batches(dataset, collate_fn, num_workers)
+        self.num_examples = len(dataset)  # type: ignore[arg-type]
+        positive(where, expected_batch_size=expected_batch_size)
+        whole(where, num_steps=num_steps, at_least=1)
+        whole(where, num_workers=num_workers)
+        if microbatch_size is not None:
+            whole(where, microbatch_size=microbatch_size, at_least=1)
+        if expected_batch_size > self.num_examples:
+            raise ValueError(
+                f"{where}: expected_batch_size={expected_batch_size!r} must be at most the {self.num_examples} examples."
+            )
+        if delta is not None:
+            hint = f"It must be below 1/n for the {self.num_examples} examples; 1 / (10 n) or less is usual."
+            strictly_between(where, 0, 1 / self.num_examples, delta=delta, hint=hint)
+        if not isinstance(clipping, ClippingRule):
+            raise ValueError(f"{where}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+        check_model(model)
+        self.model, self.optimizer, self.clipping, self.delta = model, optimizer, clipping, delta
+        self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
+        self.microbatch_size = microbatch_size
+        self.scheduler = scheduler
+        self.step_count = 0
+        self.num_non_finite = 0  # secret: examples left out so far because their gradient was not finite
+        self.test_seed = test_seed
+        keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
+        self.sampling_probability = expected_batch_size / self.num_examples
+        self._sampler = Poisson(
+            self.num_examples, self.sampling_probability, **({"key": keys["sampling"]} if keys else {})
+        )
+        self._noise = Noise(keys.get("noise"))
+        self.noise_multiplier = self._choose_noise(noise_multiplier, target_epsilon)
+        self.target_epsilon = target_epsilon
+        self.event = privacy.SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
+        self.ledger = _open_ledger(run_folder)
+        self._layouts = Layouts()
+        self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
+        self._pending: _Pending | None = None
+        self._clipped_sum: dict[str, Tensor] = {}
+        trained_parameters(model, optimizer)  # refuses strangers now rather than at the first step
+        switch = _Switch(self)
+        model.register_forward_pre_hook(switch.before, with_kwargs=True)
+        model.register_forward_hook(switch.after, always_call=True)
+
+    def __len__(self) -> int:
+        """Number of steps in all."""
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """(Micro)batches from the next step to the last; each must be answered by ``step(losses)``.
+
+        After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
+        """
+        self._pending = None
+        batches = self._batches(self._parts_from(self.step_count))
+        while self.step_count < self.num_steps:
+            self._clipped_sum = {}
+            parts = self._parts(self.step_count)
+            for i, part in enumerate(parts):
+                tape = Tape(*self._watched(), layouts=self._layouts)
+                batch = next(batches)
+                self._pending = _Pending(len(part), i == len(parts) - 1, tape)
+                yield batch
+                if self._pending is not None:
+                    raise Refused("the loop went on without training.step(losses) for its batch. Call it once a batch.")
+            if not parts:
+                self._release()
+
+    def step(self, losses: Tensor) -> bool:
+        """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
+
+        Args:
+            losses: (n,) one loss per example of the batch just handed out (``reduction="none"``).
+
+        Returns:
+            Whether the model was updated (False after all but the last microbatch of a step).
+
+        Raises:
+            Refused: a scalar, the losses of another batch, an op without an exact rule, examples that depend on each
+                other, ...; nothing was released, and the step can be tried again by iterating anew.
+        """
+        pending = self._pending
+        if pending is None:
+            raise Refused("training.step was called without a batch. Call it once for each batch of `for ... in training`.")
+        if isinstance(losses, Tensor) and losses.ndim == 1 and len(losses) != pending.size:
+            raise Refused(
+                f"losses of shape {tuple(losses.shape)} given for a batch of {pending.size} examples: must be "
+                f"({pending.size},), one loss per example."
+            )
+        jacobian = pending.tape.jacobian(losses, may_miss=self._seen, verify=True)
+        self._seen |= set(pending.tape.parameters)
+        with torch.no_grad():
+            norms = jacobian.squared_norms().sqrt()
+            finite = norms.isfinite()
+            if not finite.all():
+                kept = finite.nonzero().flatten()
+                self.num_non_finite += pending.size - len(kept)
+                jacobian, norms = jacobian.select(kept), norms[kept]
+            part = jacobian.weighted_sum(self.clipping.factors(norms))
+            for name, tensor in part.items():
+                self._clipped_sum[name] = self._clipped_sum[name].add_(tensor) if name in self._clipped_sum else tensor
+        self._pending = None
+        if pending.last:
+            self._release()
+        return pending.last
+
+    def record(self) -> Tape:
+        """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
+        if self._pending is None:
+            raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
+        return self._pending.tape
+
+    def spent(self, delta: float | None = None) -> Spent:
+        """Privacy spent by the releases so far, at ``delta`` (by default the one given at the start)."""
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
+        profile = self.profile()
+        text = profile.statement(delta)
+        return Spent(profile.epsilon(delta), delta, text if self.test_seed is None else f"{NOT_PRIVATE}: {text}")
+
+    def profile(self) -> privacy.Profile:
+        """Privacy profile of the releases so far."""
+        return self.ledger.profile()
+
+    def statement(self) -> dict[str, Any]:
+        """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
+        return {
+            "format": 1,
+            "private": self.test_seed is None,
+            **({} if self.test_seed is None else {"warning": NOT_PRIVATE}),
+            "neighboring_relation": self.event.neighboring_relation.value,
+            "sampler": self._sampler.name,
+            "unit": "one item of the dataset",
+            "num_examples": self.num_examples,
+            "expected_batch_size": self.expected_batch_size,
+            "sampling_probability": self.sampling_probability,
+            "num_steps_planned": self.num_steps,
+            "clipping": {"rule": type(self.clipping).__name__, **asdict(self.clipping)},  # type: ignore[call-overload]
+            "sensitivity": self.clipping.sensitivity(self.event.neighboring_relation),
+            "noise_multiplier": self.noise_multiplier,
+            "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
+            "target_epsilon": self.target_epsilon,
+            "delta": self.delta,
+            "releases": [
+                {"event": privacy.event_to_dict(event), "count": count} for event, count in self.ledger.events
+            ],
+            "treated_as_public": ["num_examples", "model architecture", "hyper-parameters", "number of steps"],
+            "not_covered": [
+                "losses, accuracies and counts computed on the training data and shown or logged without noise",
+                "the choice of hyper-parameters by looking at this data",
+                "the test data, on which accuracy is measured",
+            ],
+            "versions": {
+                "torch_privacy": __version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on after a stop: keys of noise and sampler, step, settings and ledger.
+
+        THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
+        Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
+        scheduler have state dicts of their own.
+        """
+        return {
+            "format": 1,
+            "settings": self._settings(),
+            "step_count": self.step_count,
+            "num_non_finite": self.num_non_finite,
+            "noise_key": self._noise.key.hex(),
+            "sampler_key": self._sampler.key.hex(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
+
+        Steps that the ledger on disk has beyond the state (the run was killed after its last checkpoint) are made
+        again with the same batch and the same noise: the same release, recorded once.
+
+        Raises:
+            Refused: the state is of other settings; the ledger on disk is not the state's.
+        """
+        differing = {
+            key: (value, state["settings"].get(key))
+            for key, value in self._settings().items()
+            if state["settings"].get(key) != value
+        }
+        if differing:
+            listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
+            raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
+        self.ledger.load_state_dict(state["ledger"])
+        self._noise = Noise(bytes.fromhex(state["noise_key"]))
+        self._sampler = Poisson(self.num_examples, self.sampling_probability, bytes.fromhex(state["sampler_key"]))
+        self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
+        self._pending = None
+
+    def _release(self) -> None:
+        """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
+        parameters, _ = self._watched()
+        stddev = self.noise_multiplier * self.clipping.sensitivity(self.event.neighboring_relation)
+        noise = self._noise.draw(self.step_count, parameters)
+        private_grads = {}
+        for name, p in parameters.items():
+            private_grad = noise[name].to(p.dtype).mul_(stddev)
+            if name in self._clipped_sum:
+                private_grad += self._clipped_sum[name]
+            private_grads[name] = private_grad.div_(self.expected_batch_size)
+        self._clipped_sum = {}
+        self.ledger.record(self.event, self.step_count, self._fingerprint())
+        self.optimizer.zero_grad(set_to_none=True)
+        for name, p in parameters.items():
+            p.grad = private_grads[name]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_count += 1
+
+    def _fingerprint(self) -> str:
+        """Tells the step's noise and batch from any other without giving them away."""
+        batch = self._sampler.indices(self.step_count).tobytes()
+        text = self._sampler.key + self.step_count.to_bytes(8, "big") + batch
+        return hashlib.blake2b(text, key=self._noise.key, digest_size=8).hexdigest()
+
+    def _parts(self, step: int) -> list[np.ndarray]:
+        return list(split(self._sampler.indices(step), self.microbatch_size))
+
+    def _parts_from(self, step: int) -> Iterator[np.ndarray]:
+        for later in range(step, self.num_steps):
+            yield from self._parts(later)
+
+    def _watched(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Trained parameters by name, and the other tensors of the model, which hold no data of the batch."""
+        parameters = trained_parameters(self.model, self.optimizer)
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        return parameters, [*frozen, *self.model.buffers()]
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "num_examples": self.num_examples,
+            "expected_batch_size": self.expected_batch_size,
+            "num_steps": self.num_steps,
+            "noise_multiplier": self.noise_multiplier,
+            "clipping": repr(self.clipping),
+            "parameters": {name: list(p.shape) for name, p in trained_parameters(self.model, self.optimizer).items()},
+        }
+
+    def _choose_noise(self, noise_multiplier: float | None, target_epsilon: float | None) -> float:
+        if (noise_multiplier is None) == (target_epsilon is None):
+            raise ValueError(
+                f"PrivateTraining: noise_multiplier={noise_multiplier!r} and target_epsilon={target_epsilon!r}: "
+                "give exactly one of the two."
+            )
+        if noise_multiplier is not None:
+            positive("PrivateTraining", noise_multiplier=noise_multiplier)
+            return noise_multiplier
+        if self.delta is None:
+            raise ValueError("PrivateTraining: target_epsilon needs delta, a number below 1/n such as 1e-5.")
+        assert target_epsilon is not None
+        return privacy.calibrate(
+            target_epsilon,
+            self.delta,
+            sampling_probability=self.sampling_probability,
+            num_steps=self.num_steps,
+        )
+
+
+class _Switch:
+    """Turns the tape on while the model's forward runs on a batch that was handed out, and off again.
+
+    It holds the training weakly and is empty in copies of the model, so that a copied or pickled model is an ordinary
+    one, and evaluation between steps runs untouched.
+    """
+
+    def __init__(self, training: PrivateTraining | None = None):
+        self._training = weakref.ref(training) if training is not None else lambda: None
+        self._active: list[tuple[Tape, dict[str, int]]] = []
+
+    def __deepcopy__(self, memo: dict) -> _Switch:
+        return _Switch()
+
+    def __reduce__(self) -> tuple:
+        return _Switch, ()
+
+    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        training = self._training()
+        if training is None or training._pending is None or not torch.is_grad_enabled():
+            return None
+        tape = training._pending.tape
+        probed = None if tape.layouts.settled else (tape.probe(args), tape.probe(kwargs))
+        self._active.append((tape, {name: buffer._version for name, buffer in model.named_buffers()}))
+        tape.__enter__()
+        return probed
+
+    def after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if not self._active or not torch.is_grad_enabled():
+            return
+        tape, versions = self._active.pop()
+        tape.__exit__(None, None, None)
+        check_buffers_unchanged(model, versions)
+
+
+def _open_ledger(run_folder: Path | str | None) -> privacy.Ledger:
+    if run_folder is None:
+        return privacy.Ledger()
+    path = Path(run_folder) / "ledger.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return privacy.Ledger.load(path) if path.exists() else privacy.Ledger(path)
