@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from torch_privacy import privacy
 from torch_privacy.experiments.log import Metrics
-from torch_privacy.summary import FALSE_POSITIVE_RATE, Summary, round_up
+from torch_privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary, round_down, round_up
 
 Point = tuple[float, float]
 
@@ -42,7 +42,7 @@ STYLE = {
 
 def accuracy_plot(rows: Sequence[Metrics]) -> str:
     """Test accuracy of the private and the non-private training over epochs."""
-    figure, axes = _new("Accuracy on held-out people", "epoch", "test accuracy (%)")
+    figure, axes = _new("Accuracy on held-out examples", "epoch", "test accuracy (%)")
     for training, color in {"private": FIRST, "non-private": SECOND}.items():
         course = [(row.epoch, 100 * row.test_accuracy) for row in rows if row.training == training]
         if course:
@@ -74,13 +74,15 @@ def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
     alpha = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
     curve = profile.tradeoff(alpha)
     axes.plot([0, 100], [100, 0], color=FAINT, linestyle="--", linewidth=1.2)
-    axes.text(52, 52, "perfect privacy", color=INK, rotation=-38, rotation_mode="anchor", ha="center")
+    along = {"rotation": -45, "transform_rotates_text": True, "rotation_mode": "anchor", "ha": "center"}
+    axes.text(72, 31, "perfect privacy", color=INK, **along)
     axes.fill_between(100 * alpha, 100 * curve.low, 100 * curve.high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(100 * alpha, 100 * curve.low, color=FIRST)
     missed = 100 * (1 - summary.true_positive_rate_high)
     axes.plot([100 * FALSE_POSITIVE_RATE], [missed], "o", color=SECOND, clip_on=False, zorder=5)
-    label = f"{FALSE_POSITIVE_RATE:.0%} false positives:\nat least {np.floor(10 * missed) / 10:.1f} % are missed"
-    _label(axes, label, (100 * FALSE_POSITIVE_RATE, missed), (10, 0), SECOND, va="center")
+    label = f"at {FALSE_POSITIVES} false positives\nat least {round_down(missed, 1)} % are missed"
+    axes.plot([100 * FALSE_POSITIVE_RATE, 44], [missed, 88], color=SECOND, linewidth=0.8)
+    axes.text(46, 88, label, color=SECOND, va="center")
     axes.set(xlim=(0, 100), ylim=(0, 100))
     return _svg(figure)
 
@@ -102,6 +104,7 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
     axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", nbins=6)
     axes.legend(frameon=False, labelcolor="linecolor", loc="lower left", handlelength=2.4)
     return _svg(figure)
 

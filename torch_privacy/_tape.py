@@ -32,6 +32,8 @@ _REARRANGEMENTS = {
     *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.contiguous, Tensor.clone, torch.clone),
     *(Tensor.movedim, torch.movedim, Tensor.view_as, Tensor.narrow, torch.narrow, Tensor.select, torch.select),
 }
+# Factories whose result holds no data of the batch. What random and fill functions make may stand for an input.
+_CONSTANTS = {torch.arange, torch.linspace, torch.eye}
 _EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
@@ -95,9 +97,11 @@ class Tape(TorchFunctionMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         met = [t for t in tensors if self._source(t) is not None]
         data = [t for t in tensors if id(t) not in self._constants and self._source(t) is None]
-        if data:
-            return self._run_and_note(func, args, kwargs, data, met) if met else func(*args, **kwargs)
+        if data and met:
+            return self._run_and_note(func, args, kwargs, data, met)
         out = func(*args, **kwargs)
+        if data or not (tensors or func in _CONSTANTS):
+            return out
         for result in _tensors((out,)):
             self._add_derived(func, args, met, result)
         return out
@@ -156,7 +160,7 @@ class Tape(TorchFunctionMode):
                     self._add_to_block(blocks, use.weight, use.op(b, layout))
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
         if measure and verify:
-            verify_against_native(jacobian, losses, self.parameters, retain_graph=retain_graph)
+            verify_against_native(jacobian, losses, self.parameters)
         return jacobian
 
     def _measure(
@@ -216,9 +220,7 @@ class Tape(TorchFunctionMode):
         key = id(result)
         if not result.requires_grad:
             self._constants[key] = result
-            return
-        known = self._source(result)
-        if known is not None:  # the op gave back its own input, as contiguous() may
+        if not met or not result.requires_grad or self._source(result) is not None:  # as contiguous() may give back
             return
         sources = [self._sources[id(t)] for t in met]
         self._sources[key] = Source(
@@ -369,17 +371,17 @@ def _gradients(
     return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))
 
 
-def verify_against_native(
-    jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor], *, retain_graph: bool
-) -> None:
-    """Refuse unless the sum of all rows, and two rows drawn at random, equal what ordinary backwards give."""
+def verify_against_native(jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse unless the sum of all rows, and two rows drawn at random, equal what ordinary backwards give.
+
+    The graph stays: the Jacobian still needs its chains of parameter-only ops.
+    """
     n = len(losses)
     weights = [torch.ones_like(losses), *torch.eye(n).to(losses)[torch.randperm(n, generator=fresh_generator())[:2]]]
     norms = jacobian.squared_norms()
     leaves = list(parameters.values())
-    for i, c in enumerate(weights):
-        retain = retain_graph or i + 1 < len(weights)
-        native = torch.autograd.grad(losses, leaves, c, retain_graph=retain, allow_unused=True)
+    for c in weights:
+        native = torch.autograd.grad(losses, leaves, c, retain_graph=True, allow_unused=True)
         ours = jacobian.weighted_sum(c)
         scale = (c * norms.to(c.dtype).sqrt()).sum()
         if not scale.isfinite():

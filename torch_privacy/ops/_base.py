@@ -40,7 +40,7 @@ class Op(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """Shape of the tensor ``W`` whose gradient the rows are."""
 
     @abstractmethod

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,8 +43,8 @@ class Conv(Op):
         return self.x.shape[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.b.shape[2], self.x.shape[2] // self.geometry.groups, *self.geometry.kernel
+    def shape(self) -> torch.Size:
+        return torch.Size((self.b.shape[2], self.x.shape[2] // self.geometry.groups, *self.geometry.kernel))
 
     def merge(self, other: Op) -> Op | None:
         """Two uses of one kernel on images of one size are one use with more images."""
@@ -54,8 +55,8 @@ class Conv(Op):
     def methods(self) -> list[Method]:
         """Those of the matrix product with the unfolded input, group by group."""
         n, m, e, *places = self.b.shape
-        t, groups = m * torch.Size(places).numel(), self.geometry.groups
-        d = torch.Size(self.shape[1:]).numel()
+        t, groups = m * math.prod(places), self.geometry.groups
+        d = self.shape[1:].numel()
         unfolded = n * t * d * groups
         return [
             Method("rows", Conv._rows_norms, flops=2 * n * t * d * e, floats=unfolded + n * d * e),

@@ -22,8 +22,8 @@ class Rows(Op):
         return self.values.shape[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape[1:])
+    def shape(self) -> torch.Size:
+        return self.values.shape[1:]
 
     def methods(self) -> list[Method]:
         size = self.values.numel()
@@ -31,16 +31,20 @@ class Rows(Op):
 
     def squared_norms(self) -> Tensor:
         """(n,), from rows that are already there."""
-        return self.values.flatten(1).square().sum(1)
+        return self._flat.square().sum(1)
 
     def rows(self) -> Tensor:
         return self.values
 
     def project(self, v: Tensor) -> Tensor:
-        return self.values.flatten(1) @ v.flatten(1).mT
+        return self._flat @ v.reshape(len(v), -1).mT
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return (c @ self.values.flatten(1)).view(self.shape)
+        return (c @ self._flat).view(self.shape)
+
+    @property
+    def _flat(self) -> Tensor:  # (n, size), also of a weight without dimensions
+        return self.values.reshape(self.num_examples, self.shape.numel())
 
     def select(self, index: Tensor | slice) -> Rows:
         return Rows(self.values[index])

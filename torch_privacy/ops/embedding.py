@@ -31,8 +31,8 @@ class Embedding(Op):
         return self.ids.shape[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.vocabulary, self.b.shape[2]
+    def shape(self) -> torch.Size:
+        return torch.Size((self.vocabulary, self.b.shape[2]))
 
     def merge(self, other: Op) -> Op | None:
         if not isinstance(other, Embedding):

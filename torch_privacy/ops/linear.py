@@ -36,8 +36,8 @@ class Linear(Op):
         return self.x.shape[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.b.shape[2], self.x.shape[2]
+    def shape(self) -> torch.Size:
+        return torch.Size((self.b.shape[2], self.x.shape[2]))
 
     def merge(self, other: Op) -> Op | None:
         """Two uses of one weight are one use with more positions: cross terms come for free."""

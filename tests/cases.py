@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models, each a different way to meet a parameter: name -> (model, input). One more way is one more line."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of itself and x."""
+
+    def __init__(self, forward: Callable, **parts: nn.Module | Tensor):
+        super().__init__()
+        self._forward = forward
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+def tied_language_model() -> nn.Module:
+    def forward(m: Calls, ids: Tensor) -> Tensor:
+        h = m.tokens(ids) + m.positions(torch.arange(ids.shape[1]))
+        h = h + m.mix(m.norm(h))
+        return F.linear(torch.tanh(h), m.tokens.weight)
+
+    parts = {"tokens": nn.Embedding(7, 6, padding_idx=0), "positions": nn.Embedding(8, 6)}
+    return Calls(forward, **parts, norm=nn.LayerNorm(6), mix=nn.Linear(6, 6))
+
+
+def changed_in_place(m: Calls, x: Tensor) -> Tensor:
+    h = m.one(x)
+    h.relu_()
+    h = m.two(h)
+    h += m.shift
+    return h.mul_(2)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 7, shape)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "linear, one position": lambda: (nn.Linear(3, 4), torch.randn(5, 3)),
+    "linear, no bias": lambda: (nn.Linear(3, 4, bias=False), torch.randn(5, 3)),
+    "linear, rank 3": lambda: (nn.Linear(3, 4), torch.randn(5, 6, 3)),
+    "linear, rank 4": lambda: (nn.Linear(3, 4), torch.randn(5, 2, 6, 3)),
+    "linear, many positions": lambda: (nn.Linear(40, 50), torch.randn(3, 3, 40)),
+    "linear, called twice": lambda: (Calls(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(3, 3)), torch.randn(5, 6, 3)),
+    "linear, batch of one": lambda: (nn.Linear(3, 4), torch.randn(1, 6, 3)),
+    "linear, positions as many as examples": lambda: (nn.Linear(3, 4), torch.randn(5, 5, 3)),
+    "linear, time first inside": lambda: (
+        Calls(lambda m, x: m.f(x.transpose(0, 1)).transpose(0, 1), f=nn.Linear(3, 4)),
+        torch.randn(5, 6, 3),
+    ),
+    "linear, flattened inside": lambda: (
+        Calls(lambda m, x: m.f(x.flatten(0, 1)).unflatten(0, x.shape[:2]), f=nn.Linear(3, 4)),
+        torch.randn(5, 6, 3),
+    ),
+    "linear, flattened time first": lambda: (
+        Calls(lambda m, x: m.f(x.transpose(0, 1).flatten(0, 1)).view(6, -1, 4).transpose(0, 1), f=nn.Linear(3, 4)),
+        torch.randn(5, 6, 3),
+    ),
+    "linear, examples in the middle of a dimension": lambda: (
+        Calls(lambda m, x: m.f(x.transpose(0, 1).flatten(0, 2)).view(2, -1, 3, 4).transpose(0, 1), f=nn.Linear(3, 4)),
+        torch.randn(5, 2, 3, 3),
+    ),
+    "linear, changed in place": lambda: (
+        Calls(changed_in_place, one=nn.Linear(3, 4), two=nn.Linear(4, 4), shift=torch.randn(4)),
+        torch.randn(5, 6, 3),
+    ),
+    "addmm": lambda: (Calls(lambda m, x: torch.addmm(m.b, x, m.w), b=torch.randn(4), w=torch.randn(3, 4)), torch.randn(5, 3)),
+    "matmul, parameter on the right": lambda: (Calls(lambda m, x: x @ m.w, w=torch.randn(3, 4)), torch.randn(5, 2, 3)),
+    "matmul, parameter on the left": lambda: (Calls(lambda m, x: m.w @ x, w=torch.randn(4, 3)), torch.randn(5, 3, 6)),
+    "matmul, examples in columns": lambda: (Calls(lambda m, x: (m.w @ x.T).T, w=torch.randn(4, 3)), torch.randn(5, 3)),
+    "matmul, vector": lambda: (Calls(lambda m, x: x @ m.w, w=torch.randn(3)), torch.randn(5, 6, 3)),
+    "matmul, transposed parameter": lambda: (Calls(lambda m, x: x @ m.w.T, w=torch.randn(4, 3)), torch.randn(5, 6, 3)),
+    "linear, product of parameters": lambda: (
+        Calls(lambda m, x: F.linear(x, m.a @ m.b), a=torch.randn(4, 2), b=torch.randn(2, 3)),
+        torch.randn(5, 6, 3),
+    ),
+    "linear, weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), torch.randn(5, 6, 3)),
+    "linear, sliced parameter": lambda: (
+        Calls(lambda m, x: F.linear(x, m.w[:2]) + F.linear(x, m.w[2:]), w=torch.randn(4, 3)),
+        torch.randn(5, 6, 3),
+    ),
+    "tied autoencoder": lambda: (
+        Calls(lambda m, x: torch.tanh(F.linear(x, m.w)) @ m.w, w=torch.randn(4, 3)),
+        torch.randn(5, 6, 3),
+    ),
+    "embedding": lambda: (nn.Embedding(7, 4), tokens(5, 6)),
+    "embedding, one token": lambda: (nn.Embedding(7, 4), tokens(5)),
+    "embedding, padding": lambda: (nn.Embedding(7, 4, padding_idx=-2), tokens(5, 6)),
+    "embedding, used twice": lambda: (Calls(lambda m, x: m.e(x) * torch.tanh(m.e(6 - x)), e=nn.Embedding(7, 4)), tokens(5, 6)),
+    "tied language model": lambda: (tied_language_model(), tokens(5, 6)),
+    "layer norm": lambda: (nn.LayerNorm(4), torch.randn(5, 6, 4)),
+    "layer norm over two dimensions": lambda: (nn.LayerNorm([6, 4]), torch.randn(5, 6, 4)),
+    "layer norm, used twice": lambda: (Calls(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.LayerNorm(4)), torch.randn(5, 6, 4)),
+    "group norm": lambda: (nn.GroupNorm(2, 4), torch.randn(5, 4, 3, 3)),
+    "group norm, no positions": lambda: (nn.GroupNorm(2, 4), torch.randn(5, 4)),
+    "bias by addition": lambda: (Calls(lambda m, x: x + m.b, b=torch.randn(4)), torch.randn(5, 6, 4)),
+    "bias by subtraction": lambda: (Calls(lambda m, x: m.b - x - 2 * m.b, b=torch.randn(4)), torch.randn(5, 6, 4)),
+    "bias, scaled": lambda: (Calls(lambda m, x: torch.sub(x, m.b, alpha=3), b=torch.randn(6, 1)), torch.randn(5, 6, 4)),
+    "position by expand": lambda: (
+        Calls(lambda m, x: x + m.b.expand(len(x), -1, -1), b=torch.randn(1, 6, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "scale by multiplication": lambda: (Calls(lambda m, x: m.s * x * m.s, s=torch.randn(4)), torch.randn(5, 6, 4)),
+    "scale by a scalar parameter": lambda: (Calls(lambda m, x: x * m.s, s=torch.randn(())), torch.randn(5, 6, 4)),
+    "scale by a function of a parameter": lambda: (Calls(lambda m, x: x * m.s.exp(), s=torch.randn(4)), torch.randn(5, 6, 4)),
+    "conv1d": lambda: (nn.Conv1d(4, 6, 3), torch.randn(5, 4, 8)),
+    "conv1d, everything": lambda: (nn.Conv1d(4, 6, 3, 2, 2, 2, groups=2), torch.randn(5, 4, 9)),
+    "conv1d, same": lambda: (nn.Conv1d(4, 6, 4, padding="same"), torch.randn(5, 4, 8)),
+    "conv2d": lambda: (nn.Conv2d(3, 4, 3), torch.randn(5, 3, 6, 7)),
+    "conv2d, everything": lambda: (nn.Conv2d(4, 6, (3, 2), (1, 2), (2, 1), (2, 1), groups=2), torch.randn(5, 4, 6, 7)),
+    "conv2d, valid": lambda: (nn.Conv2d(3, 4, 3, padding="valid"), torch.randn(5, 3, 6, 7)),
+    "conv2d, depthwise": lambda: (nn.Conv2d(4, 8, 3, groups=4), torch.randn(5, 4, 6, 7)),
+    "conv2d, reflected": lambda: (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), torch.randn(5, 3, 6, 7)),
+    "conv2d, few places": lambda: (nn.Conv2d(16, 16, 3, bias=False), torch.randn(3, 16, 3, 4)),
+    "conv2d, called twice": lambda: (
+        Calls(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Conv2d(3, 3, 3, padding=1)),
+        torch.randn(5, 3, 6, 7),
+    ),
+    "conv2d, called on two sizes": lambda: (
+        Calls(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Conv2d(3, 3, 3)),
+        torch.randn(5, 3, 6, 7),
+    ),
+    "conv2d, several images an example": lambda: (
+        Calls(lambda m, x: m.f(x.flatten(0, 1)).unflatten(0, x.shape[:2]), f=nn.Conv2d(3, 4, 3)),
+        torch.randn(5, 2, 3, 6, 7),
+    ),
+    "convolutional network": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(4 * 2 * 2, 5),
+        ),
+        torch.randn(5, 3, 6, 7),
+    ),
+    "frozen part": lambda: (
+        nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),
+        torch.randn(5, 3),
+    ),
+}
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    """One loss per example that gives every position another weight."""
+    y = model(x).reshape(len(x), -1)
+    return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype)).sum(1)

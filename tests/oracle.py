@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: one ordinary backward per example, and comparisons against it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import torch_privacy as tp
+
+LossesOf = Callable[[nn.Module, Tensor], Tensor]
+
+
+def one_backward_per_example(model: nn.Module, x: Tensor, losses_of: LossesOf, parts: list[Tensor]) -> Tensor:
+    """(n, p): row i is the gradient of the loss of example i alone, ``parts[i]`` being the batch of that one example."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for part in parts:
+        (loss,) = losses_of(model, part)
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        rows.append(
+            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)])
+        )
+    return torch.stack(rows) if rows else x.new_zeros(0, sum(p.numel() for p in parameters))
+
+
+def flat(parts: dict[str, Tensor], start: int) -> Tensor:
+    """The parameters' parts side by side, each flattened from dimension ``start``."""
+    return torch.cat([part.reshape(*part.shape[:start], -1) for part in parts.values()], dim=start)
+
+
+def recorded_jacobian(model: nn.Module, x: Tensor, losses_of: LossesOf) -> tp.Jacobian:
+    with tp.record(model) as tape:
+        losses = losses_of(model, x)
+    return tape.jacobian(losses, verify=True)
+
+
+def assert_jacobian_equals_rows(jacobian: tp.Jacobian, rows: Tensor, rtol: float = 1e-9) -> None:
+    """All three answers, the rows and a part of them against the explicit matrix."""
+    n, p = rows.shape
+    scale = rows.abs().max().item() if rows.numel() else 1.0
+
+    def close(ours: Tensor, theirs: Tensor, unit: float) -> None:
+        torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=rtol, atol=rtol * unit)
+
+    close(flat(jacobian.rows(), 1), rows, scale)
+    close(jacobian.squared_norms(), rows.square().sum(1), scale**2)
+    c = torch.rand(n, dtype=rows.dtype)
+    close(flat(jacobian.weighted_sum(c), 0), rows.T @ c, scale * max(n, 1))
+    v = {name: torch.randn(3, *shape, dtype=rows.dtype) for name, shape in jacobian.shapes.items()}
+    close(jacobian.project(v), rows @ flat(v, 1).T, scale * p**0.5)
+    odd = slice(1, None, 2)
+    close(jacobian.select(odd).squared_norms(), rows[odd].square().sum(1), scale**2)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise: the normal law, and no random bits shared or repeated where they must not be."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from torch_privacy.noise import Noise, key_from_test_seed
+
+MILLION = 10**6
+DRAWS = {  # the same million numbers, asked for in different ways
+    "one tensor": [(MILLION,)],
+    "odd sizes": [(333_333,), (7, 3, 11), (), (MILLION - 333_333 - 232,)],
+    "many small": [(1000,)] * 1000,
+}
+
+
+def noise_of(shapes, step=0, dtype=torch.float32, seed=1):
+    like = {str(i): torch.empty(shape, dtype=dtype) for i, shape in enumerate(shapes)}
+    return Noise(key_from_test_seed(seed, "noise")).draw(step, like)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_noise_is_standard_normal(draw, dtype):
+    parts = noise_of(DRAWS[draw], dtype=dtype)
+    assert all(part.dtype == torch.float32 for part in parts.values())
+    z = torch.cat([part.flatten() for part in parts.values()]).double().numpy()
+    assert len(z) == MILLION
+    assert abs(z.mean()) < 4 / MILLION**0.5
+    assert abs(z.std() - 1) < 4 / (2 * MILLION) ** 0.5
+    assert stats.kstest(z, "norm").pvalue > 1e-3
+
+
+def test_noise_has_the_normal_tail():
+    """Counts beyond 3, 4 and 5 standard deviations in 2e7 draws, each within 5 of its Poisson deviations."""
+    z = torch.cat([noise_of([(4 * MILLION,)], step)["0"] for step in range(5)]).abs()
+    for limit in (3, 4, 5):
+        expected = len(z) * 2 * stats.norm.sf(limit)
+        assert abs((z > limit).sum().item() - expected) < 5 * expected**0.5
+
+
+def test_noise_reaches_beyond_what_32_random_bits_allow():
+    """63 random bits, all but the lowest zero: the largest normal number is sqrt(2 ln 2^64)."""
+    noise = Noise()
+    noise._random_bytes = lambda step, count: bytearray(count)
+    assert noise._normal(0, 1)[0] == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-6)
+
+
+def test_noise_of_different_steps_tensors_and_keys_is_unrelated():
+    a = noise_of([(MILLION // 2,), (MILLION // 2,)])
+    others = [a["1"], noise_of([(MILLION // 2,)], step=1)["0"], noise_of([(MILLION // 2,)], seed=2)["0"]]
+    for other in others:
+        assert abs(np.corrcoef(a["0"], other)[0, 1]) < 5 / (MILLION / 2) ** 0.5
+
+
+def test_cosine_and_sine_halves_are_unrelated():
+    z = noise_of([(MILLION,)])["0"]
+    a, b = z[: MILLION // 2], z[MILLION // 2 :]
+    assert abs(np.corrcoef(a, b)[0, 1]) < 5 / (MILLION / 2) ** 0.5
+    assert abs(np.corrcoef(a.square(), b.square())[0, 1]) < 5 / (MILLION / 2) ** 0.5
+
+
+def test_noise_repeats_bit_for_bit_for_one_key_and_step():
+    shapes = [(1001,), (3, 5)]
+    first, second = noise_of(shapes, step=7), noise_of(shapes, step=7)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_noise_ignores_and_leaves_the_user_s_seed():
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    first = Noise().draw(0, {"w": torch.empty(8)})["w"]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(0)
+    assert not torch.equal(Noise().draw(0, {"w": torch.empty(8)})["w"], first)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True])
+def test_noise_refuses_a_bad_step(step):
+    with pytest.raises(ValueError, match=r"Noise.draw: step="):
+        Noise().draw(step, {})
+
+
+def test_noise_refuses_a_short_key():
+    with pytest.raises(ValueError, match="key of 3 bytes"):
+        Noise(b"abc")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = dict(
+    line.lower().replace("_", "-").split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
+def required():
+    extras = PROJECT["optional-dependencies"]
+    return [re.split(r"[\[<>=]", line)[0].lower() for line in PROJECT["dependencies"] + extras["test"] + extras["docs"]]
+
+
+@pytest.mark.parametrize("name", [*required(), "hatchling", "editables"])
+def test_constraints_pin_every_dependency(name):
+    assert re.fullmatch(r"[0-9][0-9.]*", PINS[name])
+
+
+def test_constraints_pin_the_torch_that_the_issue_names():
+    assert PINS["torch"] == "2.13.0"
+
+
+def test_version_is_the_same_everywhere():
+    import torch_privacy
+
+    assert torch_privacy.__version__ == PROJECT["version"]
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for d in ("torch_privacy", "tests") for p in (ROOT / d).rglob("*.py")), ids=str
+)
+def test_source_file_names_its_license(path):
+    assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+def test_readme_gives_the_test_command_that_ci_calls():
+    assert "make test " in (ROOT / "README.md").read_text()
+    assert re.search(r"^make test VENV=", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("version_check", "message"),
+    [("sys.version_info", "must be Python 3.11 or newer"), ("import ensurepip", "apt install python3-venv")],
+)
+def test_make_says_what_is_missing(tmp_path, version_check, message):
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\ncase "$2" in *"{version_check}"*) exit 1;; esac\n')
+    python.chmod(0o755)
+    command = ["make", "test", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_first_section_of_the_changelog_is_about_epsilon():
+    sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "Changes to a reported epsilon"
