@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from torch_privacy import privacy
+from torch_privacy.cli import run
+from torch_privacy.experiments import EXPERIMENTS, load_experiment
+from torch_privacy.summary import round_down, round_up
+
+EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
+PROFILE = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 100)])
+WITHOUT_TORCH = {
+    "help": ["--help"],
+    "train help": ["train", "--help"],
+    "epsilon": ["epsilon", *EVENTS],
+    "calibrate": ["calibrate", "--epsilon", "2", *EVENTS[2:]],
+    "tradeoff": ["tradeoff", *EVENTS],
+    "mistake": ["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"],
+}
+MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
+    "no command": ([], "Missing command"),
+    "unknown command": (["trian"], "No such command 'trian'"),
+    "unknown option": (["train", "adult", "--epoch", "3"], "No such option: --epoch"),
+    "unknown experiment": (["train", "mnits"], "experiment='mnits' must be one of 'adult'"),
+    "no experiment": (["train"], "name an experiment (adult)"),
+    "two experiments": (["train", "adult", "adult"], "unexpected extra argument"),
+    "no value": (["train", "adult", "--delta"], "Option '--delta' requires an argument"),
+    "not a number": (["train", "adult", "--delta", "small"], "Invalid value for '--delta'"),
+    "not an integer": (["train", "adult", "--batch-size", "2.5"], "Invalid value for '--batch-size'"),
+    "delta of 1/n": (["train", "adult", "--delta", "3.5e-5"], "delta=3.5e-05 must lie in (0, 3.41239e-05)"),
+    "delta 0": (["train", "adult", "--delta", "0"], "delta=0.0 must lie in"),
+    "delta nan": (["train", "adult", "--delta", "nan"], "delta=nan must be a finite number"),
+    "negative noise": (["train", "adult", "--noise-multiplier", "-1"], "noise_multiplier=-1.0 must be greater than 0"),
+    "no noise": (["train", "adult", "--noise-multiplier", "0"], "noise_multiplier=0.0 must be greater than 0"),
+    "negative epsilon": (["train", "adult", "--epsilon", "-1"], "target_epsilon=-1.0 must be greater than 0"),
+    "noise and epsilon": (["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"], "exclude each other"),
+    "empty batch": (["train", "adult", "--batch-size", "0"], "expected_batch_size=0 must be an integer of at least 1"),
+    "huge batch": (["train", "adult", "--batch-size", "30000"], "expected_batch_size=30000 must lie in (0, 29305]"),
+    "infinite rate": (["train", "adult", "--learning-rate", "inf"], "learning_rate=inf must be a finite number"),
+    "no clipping": (["train", "adult", "--clip-norm", "0"], "clip_norm=0.0 must be greater than 0"),
+    "no epochs": (["train", "adult", "--epochs", "0"], "epochs=0.0 must be greater than 0"),
+    "no units": (["train", "adult", "--hidden-units", "0"], "hidden_units=0 must be an integer of at least 1"),
+    "negative seed": (["train", "adult", "--seed", "-1"], "seed=-1 must be an integer of at least 0"),
+    "no data": (["train", "adult", "--data", "/nowhere"], "/nowhere/adult/a9a.xz: no such file"),
+    "resume nothing": (["train", "--resume", "/nowhere"], "/nowhere: is not a run folder"),
+    "resume with settings": (["train", "--resume", "/nowhere", "--epochs", "3"], "takes every setting from the run"),
+    "resume with a name": (["train", "adult", "--resume", "/nowhere"], "takes every setting from the run"),
+    "probability above 1": (
+        ["epsilon", *EVENTS[:3], "1.5", *EVENTS[4:]],
+        "sampling_probability=1.5 must lie in (0, 1]",
+    ),
+    "no steps": (["epsilon", *EVENTS[:5], "-1"], "-1"),
+    "certain delta": (["epsilon", *EVENTS, "--delta", "1"], "delta=1.0"),
+    "missing option": (["epsilon"], "Missing option '--noise-multiplier'"),
+    "impossible target": (["calibrate", "--epsilon", "-2", *EVENTS[2:]], "-2"),
+    "rate above 1": (["tradeoff", *EVENTS, "--alpha", "2"], "alpha=2.0"),
+}
+
+
+@pytest.mark.parametrize("arguments", WITHOUT_TORCH.values(), ids=WITHOUT_TORCH)
+@pytest.mark.slow
+def test_cli_does_not_wait_for_torch(arguments):
+    code = "import sys; from torch_privacy.cli import run; run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_cli_answers_a_mistake_with_one_sentence_and_code_2(arguments, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+    assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err)
+    assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
+
+
+def test_cli_refuses_a_folder_in_use(tmp_path, capsys):
+    (tmp_path / "notes").touch()
+    assert run(["train", "adult", "--run", str(tmp_path)]) == 2
+    assert run(["train", "adult", "--run", str(tmp_path / "notes")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "is not empty. Name a new folder, or continue an unfinished run with --resume." in first
+    assert "is not a folder" in second
+
+
+def test_cli_refuses_a_path_below_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(["train", "adult", "--run", str(tmp_path / "file" / "run")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_epsilon_prints_the_bracket_rounded_outward(capsys):
+    assert run(["epsilon", *EVENTS]) == 0
+    low, high = PROFILE.epsilon(1e-5)
+    assert f"[{round_down(low)}, {round_up(high)}]" in capsys.readouterr().out
+
+
+def test_epsilon_json_has_every_number(capsys):
+    assert run(["epsilon", *EVENTS, "--delta", "1e-6", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    low, high = PROFILE.epsilon(1e-6)
+    assert shown["epsilon"] == {"low": low, "high": high}
+    assert shown["delta"] == 1e-6
+    assert shown["sampler"] == "Poisson"
+    assert shown["neighboring_relation"] == "add_or_remove_one"
+    assert shown["clt"]["epsilon"] == privacy.clt(1.1, 0.01, 100).epsilon(1e-6)
+    assert "not a bound" in shown["clt"]["note"]
+    assert shown["moments_accountant"]["epsilon"] == privacy.moments(1.1, 0.01, 100, 1e-6)
+    power = PROFILE.true_positive_rate(0.01)
+    assert shown["attacker"]["true_positive_rate"] == {"low": power.low, "high": power.high}
+
+
+def test_calibrate_never_ends_above_the_target(capsys):
+    assert run(["calibrate", "--epsilon", "2", *EVENTS[2:], "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["epsilon"]["high"] <= 2
+    assert shown["epsilon"]["high"] > 1.99
+    assert shown["noise_multiplier"] == privacy.calibrate(2.0, 1e-5, sampling_probability=0.01, num_steps=100)
+
+
+def test_tradeoff_agrees_with_the_profile(capsys):
+    assert run(["tradeoff", *EVENTS, "--alpha", "0.01", "--alpha", "0.5", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["tradeoff"]
+    curve = PROFILE.tradeoff([0.01, 0.5])
+    assert [point["alpha"] for point in points] == [0.01, 0.5]
+    assert [point["beta_low"] for point in points] == list(curve.low)
+    assert [point["beta_high"] for point in points] == list(curve.high)
+
+
+def test_tradeoff_prints_a_line_per_rate(capsys):
+    assert run(["tradeoff", *EVENTS]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
+
+
+@pytest.mark.parametrize("command", ["train", "epsilon", "calibrate", "tradeoff"])
+def test_help_explains_every_option(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    options = re.findall(r"^.[ *]+(--\S+) +(?:--\S+ +)?[<A-Z]\S+ +(.*?) *.$", shown, re.MULTILINE)
+    assert len(options) >= 5
+    assert all(len(text.split()) >= 3 for _, text in options)
+
+
+def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run(["train", "--help"])
+    shown = capsys.readouterr().out
+    settings = load_experiment("adult").Settings()
+    for option, value in {
+        "noise-multiplier": settings.noise_multiplier,
+        "delta": settings.delta,
+        "batch-size": settings.expected_batch_size,
+        "learning-rate": settings.learning_rate,
+        "clip-norm": settings.clip_norm,
+        "epochs": settings.epochs,
+        "hidden-units": settings.hidden_units,
+        "seed": settings.seed,
+    }.items():
+        default = re.search(rf"--{option} .*\[default: \((.*)\)\]", shown)
+        assert default is not None, option
+        assert float(default[1]) == value
+    assert all(name in shown for name in EXPERIMENTS)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from torch_privacy import _plots
+from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.log import Metrics
+from torch_privacy.report import render
+from torch_privacy.summary import compose_steps, privacy_lines, round_down, round_up, summarize
+
+EVENTS = 1.1, 0.01, 100
+ROWS = [
+    Metrics("private", 1.0, 50, 0.6, 0.7, 0.71, 0.9, 1.0),
+    Metrics("private", 2.0, 100, 0.5, 0.8, 0.81, 1.2, 1.3),
+    Metrics("non-private", 1.0, 50, 0.4, 0.85, 0.84),
+    Metrics("non-private", 2.0, 100, 0.3, 0.9, 0.86),
+]
+
+
+class Links(HTMLParser):
+    """Collects every address that a browser would fetch or follow, and the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses, self.tags, self.text = [], set(), ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    results = {
+        "experiment": "<tiny>",
+        "num_examples": 1000,
+        "num_test_examples": 100,
+        "test_accuracy": 0.81,
+        "baseline_test_accuracy": 0.86,
+        "privacy": summarize(*EVENTS, 1e-5).as_json(),
+    }
+    folder.write_json(folder.results, results)
+    folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"]})
+    folder.write_json(folder.settings, {"experiment": "<tiny>", "target_epsilon": None, "baseline": True})
+    folder.write_metrics(ROWS)
+    return render(folder)
+
+
+@pytest.fixture(scope="module")
+def parsed(page):
+    links = Links()
+    links.feed(page)
+    return links
+
+
+def test_report_fetches_nothing(page, parsed):
+    assert all(address.startswith("#") for address in parsed.addresses)
+    assert not {"script", "link", "img", "iframe"} & parsed.tags
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert set(re.findall(r"https?://[^\"' ]*", page)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_report_shows_four_plots_that_follow_the_page_colors(page):
+    assert page.count("<svg ") == 4
+    assert "var(--first)" in page
+    assert "prefers-color-scheme: dark" in page
+    assert not set(_plots.VARIABLES) & set(re.findall(r"#[0-9a-f]{6}", page))
+
+
+def test_report_has_the_numbers_of_the_closing_table(parsed):
+    for line in privacy_lines(summarize(*EVENTS, 1e-5)):
+        assert all(text in parsed.text for text in line)
+    assert "81.0 %" in parsed.text
+    assert "86.00 %" in parsed.text
+
+
+def test_report_escapes_what_it_is_given(page, parsed):
+    assert "<tiny>" not in page
+    assert "what <nobody> promised" in parsed.text
+
+
+def test_metrics_survive_the_file(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(ROWS)
+    assert folder.read_metrics() == ROWS
+
+
+def test_plots_work_without_a_baseline_and_after_part_of_an_epoch():
+    rows = [Metrics("private", 0.5, 10, 0.6, 0.7, 0.71, 0.9, 1.0)]
+    assert "non-private" not in _plots.accuracy_plot(rows)
+    assert "at most 1.000" in _plots.epsilon_plot(rows, 1e-5)
+
+
+def test_tradeoff_plot_marks_what_the_attacker_misses():
+    summary = summarize(*EVENTS, 1e-5)
+    missed = round_down(100 * (1 - summary.true_positive_rate_high), 1)
+    assert f"at least {missed} % are missed" in _plots.tradeoff_plot(compose_steps(*EVENTS), summary)
+
+
+@pytest.mark.parametrize("value", [0.1, 11.80701, 2.0, 1e-9, 123.4567])
+def test_rounding_stays_on_the_safe_side(value):
+    assert float(round_down(value)) <= value <= float(round_up(value))
+    assert float(round_up(value)) - float(round_down(value)) <= 0.001 + 1e-12

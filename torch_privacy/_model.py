@@ -31,6 +31,11 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     return trained
 
 
+def constants_of(model: nn.Module) -> list[Tensor]:
+    """Tensors of the model that hold no data of the batch: buffers and parameters that are not trained."""
+    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse batch normalisation in training mode: it mixes the examples of a batch, and its statistics learn from data."""
     offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ._check import Refused
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
+from ._model import constants_of
 from .jacobian import Block, Jacobian
 from .ops import OPS, Layout, Op, Use
 from .ops.elementwise import FactorUse, TermUse
@@ -144,6 +145,8 @@ class Tape(TorchFunctionMode):
         _check_losses(losses)
         calls = self._reached_calls(losses)
         self._check_all_reached(calls, set(may_miss))
+        for call in calls:
+            _check_versions(call)
         layouts = self.layouts.recall(calls, self._names_of, len(losses))
         measure = layouts is None or bool(self._inputs)
         edges = [call.edge for call in calls]
@@ -154,7 +157,6 @@ class Tape(TorchFunctionMode):
         blocks: dict[int, Block] = {}
         with torch.no_grad():
             for call, b, layout in zip(calls, bs, layouts, strict=True):
-                _check_versions(call)
                 b = torch.zeros(call.shape, dtype=losses.dtype) if b is None else b.reshape(call.shape)
                 for use in call.uses:
                     self._add_to_block(blocks, use.weight, use.op(b, layout))
@@ -172,9 +174,10 @@ class Tape(TorchFunctionMode):
         inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
         plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
         scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=retain_graph)
+        layouts = self.layouts.measure(calls, self._names_of, bs, scaled[: len(calls)], c)
         for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
             check_input(leaf, g, g_scaled, c)
-        return self.layouts.measure(calls, self._names_of, bs, scaled[: len(calls)], c)
+        return layouts
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))
@@ -306,7 +309,7 @@ class record(Tape):  # noqa: N801 - reads as a verb: `with record(model) as tape
 
     def __init__(self, model: nn.Module):
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        super().__init__(trainable, constants=(*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)))
+        super().__init__(trainable, constants_of(model))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

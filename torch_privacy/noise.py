@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -93,10 +93,3 @@ class Noise:
 def key_from_test_seed(seed: int, purpose: str) -> bytes:
     """A key that anyone can compute: for tests only, never for a private run."""
     return hashlib.sha256(f"torch_privacy test seed {seed} for {purpose}".encode()).digest()
-
-
-def add_noise(
-    clipped_sum: Mapping[str, Tensor], noise_stddev: float, noise: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """``clipped_sum + noise_stddev · noise``, in the sum's dtype."""
-    return {name: clipped_sum[name].add(z.to(clipped_sum[name].dtype), alpha=noise_stddev) for name, z in noise}

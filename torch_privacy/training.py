@@ -22,7 +22,7 @@ from . import __version__, privacy
 from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
 from ._layout import Layouts
-from ._model import check_buffers_unchanged, check_model, trained_parameters
+from ._model import check_buffers_unchanged, check_model, constants_of, trained_parameters
 from ._tape import Tape
 from .clipping import ClippingRule
 from .noise import Noise, key_from_test_seed
@@ -169,7 +169,7 @@ class PrivateTraining:
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._pending: _Pending | None = None
         self._clipped_sum: dict[str, Tensor] = {}
-        trained_parameters(model, optimizer)  # refuses strangers now rather than at the first step
+        self._parameters = trained_parameters(model, optimizer)
         switch = _Switch(self)
         model.register_forward_pre_hook(switch.before, with_kwargs=True)
         model.register_forward_hook(switch.after, always_call=True)
@@ -187,10 +187,11 @@ class PrivateTraining:
         batches = self._batches(self._parts_from(self.step_count))
         while self.step_count < self.num_steps:
             self._clipped_sum = {}
+            self._parameters = trained_parameters(self.model, self.optimizer)
             parts = self._parts(self.step_count)
             for i, part in enumerate(parts):
-                tape = Tape(*self._watched(), layouts=self._layouts)
                 batch = next(batches)
+                tape = Tape(self._parameters, constants_of(self.model), self._layouts)
                 self._pending = _Pending(len(part), i == len(parts) - 1, tape)
                 yield batch
                 if self._pending is not None:
@@ -333,7 +334,7 @@ class PrivateTraining:
 
     def _release(self) -> None:
         """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
-        parameters, _ = self._watched()
+        parameters = self._parameters
         stddev = self.noise_multiplier * self.clipping.sensitivity(self.event.neighboring_relation)
         noise = self._noise.draw(self.step_count, parameters)
         private_grads = {}
@@ -366,12 +367,6 @@ class PrivateTraining:
         for later in range(step, self.num_steps):
             yield from self._parts(later)
 
-    def _watched(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Trained parameters by name, and the other tensors of the model, which hold no data of the batch."""
-        parameters = trained_parameters(self.model, self.optimizer)
-        frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        return parameters, [*frozen, *self.model.buffers()]
-
     def _settings(self) -> dict[str, Any]:
         return {
             "num_examples": self.num_examples,
@@ -379,7 +374,7 @@ class PrivateTraining:
             "num_steps": self.num_steps,
             "noise_multiplier": self.noise_multiplier,
             "clipping": repr(self.clipping),
-            "parameters": {name: list(p.shape) for name, p in trained_parameters(self.model, self.optimizer).items()},
+            "parameters": {name: list(p.shape) for name, p in self._parameters.items()},
         }
 
     def _choose_noise(self, noise_multiplier: float | None, target_epsilon: float | None) -> float:

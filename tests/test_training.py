@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private training: what is released, what is recorded, what is refused, and that a run goes on as if never stopped."""
+
+import copy
+import math
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, Calls, losses_of
+from oracle import one_backward_per_example, recorded_jacobian
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+import torch_privacy as tp
+from torch_privacy._batches import Batches
+
+N = 40
+
+
+def data(n=N):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 3, generator=generator)
+    return TensorDataset(x, torch.randint(2, (n,), generator=generator))
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def training_of(model=None, dataset=None, optimizer=None, **settings):
+    model = model or network()
+    settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+    return tp.PrivateTraining(model, optimizer, data() if dataset is None else dataset, test_seed=5, **settings)
+
+
+def train(training, steps=None):
+    """Answers every batch; the batches' examples (first column of x) step by step."""
+    seen = []
+    for x, y in training:
+        losses = F.cross_entropy(training.model(x), y, reduction="none")
+        seen.append(x[:, 0].tolist())
+        training.step(losses)
+        if steps is not None and training.step_count >= steps:
+            break
+    return seen
+
+
+def parameters_of(training):
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()])
+
+
+def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size():
+    training = training_of()
+    for x, y in training:
+        before = parameters_of(training).clone()
+        model = copy.deepcopy(training.model)
+        parts = [x[i : i + 1] for i in range(len(x))]
+        targets = dict(zip([part.data_ptr() for part in parts], y, strict=True))
+        rows = one_backward_per_example(
+            model, x, lambda m, part: F.cross_entropy(m(part), targets[part.data_ptr()][None], reduction="none"), parts
+        )
+        step = training.step_count
+        noise = training._noise.draw(step, dict(training.model.named_parameters()))
+        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+        clipped = (rows * (0.5 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+        z = torch.cat([part.flatten() for part in noise.values()])
+        expected = before - (clipped + 0.5 * z) / 8  # sensitivity 0.5, noise multiplier 1, learning rate 1
+        torch.testing.assert_close(parameters_of(training), expected, rtol=1e-9, atol=1e-9)
+    assert training.step_count == 6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):
+    """The noise set to zero: the sum with the example against the sum without it, in float32."""
+    model, x = CASES[case]()
+    model.float()
+    x = x.float() if x.is_floating_point() else x
+
+    def clipped_sum(x):
+        jacobian = recorded_jacobian(model, x, losses_of)
+        total = jacobian.weighted_sum(tp.Flat(0.1).factors(jacobian.squared_norms().sqrt()))
+        return torch.cat([part.flatten() for part in total.values()]).double()
+
+    everyone = clipped_sum(x)
+    for left_out in range(len(x) if len(x) > 1 else 0):
+        others = torch.cat([x[:left_out], x[left_out + 1 :]])
+        assert (everyone - clipped_sum(others)).norm() <= 0.1 * (1 + 1e-5)
+
+
+def test_microbatches_give_the_same_noise_and_the_same_sum():
+    whole, split = training_of(), training_of(microbatch_size=3)
+    train(whole)
+    sizes = [len(part) for part in train(split)]
+    assert max(sizes) == 3
+    assert split.step_count == whole.step_count == 6
+    torch.testing.assert_close(parameters_of(split), parameters_of(whole), rtol=1e-12, atol=1e-12)
+    like = dict(whole.model.named_parameters())
+    for step in range(6):
+        one, other = whole._noise.draw(step, like), split._noise.draw(step, like)
+        assert all(torch.equal(one[name], other[name]) for name in like)
+
+
+def test_empty_batches_make_steps_of_noise_alone():
+    training = training_of(expected_batch_size=0.05, num_steps=50)
+    before = parameters_of(training).clone()
+    seen = train(training)
+    assert training.step_count == len(training.ledger) == 50
+    assert 0 < len(seen) < 20
+    assert (parameters_of(training) != before).all()
+
+
+def test_only_empty_batches_never_reach_the_loop():
+    training = training_of(expected_batch_size=1e-9, num_steps=3)
+    assert train(training) == []
+    like = dict(training.model.named_parameters())
+    moved = sum(training._noise.draw(step, like)["0.bias"].double() for step in range(3))
+    torch.testing.assert_close(training.model[0].bias, network()[0].bias - moved * 0.5 / 1e-9)
+
+
+def test_release_is_recorded_before_the_optimizer_sees_it():
+    training = training_of()
+    recorded = []
+    training.optimizer.register_step_pre_hook(lambda *_: recorded.append(len(training.ledger)))
+    train(training)
+    assert recorded == [1, 2, 3, 4, 5, 6]
+
+
+def test_ledger_on_disk_has_the_release_before_it_is_used(tmp_path):
+    training = training_of(run_folder=tmp_path)
+    lines = []
+    count = lambda *_: lines.append((tmp_path / "ledger.jsonl").read_text().count('"step"'))  # noqa: E731
+    training.optimizer.register_step_pre_hook(count)
+    train(training)
+    assert lines == [1, 2, 3, 4, 5, 6]
+
+
+def test_gradients_of_the_user_are_not_released():
+    """Whatever .grad held, from the user's own backward, has no part in the step."""
+    clean, dirty = training_of(), training_of()
+    for x, y in dirty:
+        losses = F.cross_entropy(dirty.model(x), y, reduction="none")
+        for p in dirty.model.parameters():
+            p.grad = torch.full_like(p, 1e6)
+        dirty.step(losses)
+    train(clean)
+    assert torch.equal(parameters_of(clean), parameters_of(dirty))
+    assert all(p.grad is None for p in dirty.model.parameters())
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resumed_run_is_the_uninterrupted_one(stop):
+    whole = training_of()
+    batches = train(whole)
+    first = training_of()
+    seen = train(first, steps=stop)
+    state = pickle.loads(pickle.dumps((first.state_dict(), first.model.state_dict(), first.optimizer.state_dict())))
+    second = tp.PrivateTraining(
+        *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=1.0)))(network()),
+        data(),
+        expected_batch_size=8,
+        num_steps=6,
+        clipping=tp.Flat(0.5),
+        noise_multiplier=1.0,
+    )
+    second.load_state_dict(state[0])
+    second.model.load_state_dict(state[1])
+    second.optimizer.load_state_dict(state[2])
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+def test_breaking_off_within_a_step_begins_it_anew():
+    training = training_of(microbatch_size=3)
+    for x, y in training:
+        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+        break
+    assert training.step_count == 0
+    train(training)
+    whole = training_of(microbatch_size=3)
+    train(whole)
+    assert torch.equal(parameters_of(training), parameters_of(whole))
+
+
+def test_state_of_other_settings_is_refused():
+    state = training_of().state_dict()
+    with pytest.raises(tp.Refused, match=r"noise_multiplier=0\.9 \(the state has 1\.0\)"):
+        training_of(noise_multiplier=0.9).load_state_dict(state)
+
+
+def test_run_folder_of_another_run_is_refused(tmp_path):
+    train(training_of(run_folder=tmp_path), steps=2)
+    model = network()
+    again = tp.PrivateTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        data(),
+        expected_batch_size=8,
+        num_steps=6,
+        clipping=tp.Flat(0.5),
+        noise_multiplier=1.0,
+        run_folder=tmp_path,
+    )
+    with pytest.raises(tp.Refused, match=r"step 0 was SubsampledGaussian"):
+        train(again)
+    assert torch.equal(parameters_of(again), torch.cat([p.detach().flatten() for p in network().parameters()]))
+
+
+KILLED = """
+import os, sys, torch
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from test_training import parameters_of, train, training_of
+torch.set_default_dtype(torch.float64)
+folder, kill_at, resume = Path(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
+training = training_of(run_folder=folder, num_steps=12)
+if resume:
+    state = torch.load(folder / "state.pt")
+    training.load_state_dict(state["training"]); training.model.load_state_dict(state["model"])
+for x, y in training:
+    training.step(torch.nn.functional.cross_entropy(training.model(x), y, reduction="none"))
+    with open(folder / "batches", "a") as file: print(training.step_count, sorted(x[:, 0].tolist()), file=file)
+    if training.step_count == 4 and not resume:
+        training.ledger.sync()
+        torch.save(dict(training=training.state_dict(), model=training.model.state_dict()), folder / "state.pt")
+    if training.step_count == kill_at and not resume: os.kill(os.getpid(), 9)
+torch.save(parameters_of(training), folder / "final.pt")
+"""
+
+
+@pytest.mark.slow
+def test_run_killed_at_a_random_step_resumes_with_the_same_ledger_and_batches(tmp_path):
+    kill_at = int(torch.randint(5, 12, (), generator=torch.Generator().manual_seed(torch.Generator().seed())))
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    code = KILLED.format(paths=[str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+
+    def run(folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        return subprocess.run([sys.executable, "-c", code, str(folder), *arguments], check=False).returncode
+
+    assert run(folders[0], "0") == 0
+    assert run(folders[1], str(kill_at)) == -signal.SIGKILL
+    assert (folders[1] / "ledger.jsonl").read_text().count('"step"') == kill_at
+    assert run(folders[1], "0", "resume") == 0
+    whole, killed = folders
+    assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+    later = {line for line in (killed / "batches").read_text().splitlines()}
+    assert later == set((whole / "batches").read_text().splitlines())
+    assert torch.equal(torch.load(whole / "final.pt"), torch.load(killed / "final.pt"))
+
+
+def test_an_example_that_is_not_finite_counts_zero():
+    class Poisoned(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return (x * math.inf if i == 7 else x), y
+
+    training = training_of(dataset=Poisoned(*data().tensors), expected_batch_size=30)
+    train(training)
+    assert training.num_non_finite > 0
+    assert parameters_of(training).isfinite().all()
+
+
+def test_statement_and_spent_say_what_was_released():
+    training = training_of(delta=1e-3)
+    train(training)
+    statement = training.statement()
+    assert statement["releases"] == [{"event": tp.privacy.event_to_dict(training.event), "count": 6}]
+    assert statement["private"] is False
+    assert statement["neighboring_relation"] == "add_or_remove_one"
+    spent = training.spent()
+    assert spent.epsilon == tp.privacy.compose([(training.event, 6)]).epsilon(1e-3)
+    assert str(spent).startswith("NOT PRIVATE")
+    assert not any(secret in str(statement) for secret in (training._noise.key.hex(), training._sampler.key.hex()))
+
+
+def test_private_run_says_so():
+    model = network()
+    training = tp.PrivateTraining(
+        model,
+        torch.optim.Adam(model.parameters()),
+        data(),
+        expected_batch_size=8,
+        num_steps=3,
+        clipping=tp.Flat(1.0),
+        target_epsilon=2.0,
+        delta=1e-3,
+    )
+    train(training)
+    assert training.statement()["private"] is True
+    assert 1.99 < training.spent().epsilon.high <= 2.0
+    assert "add/remove" in str(training.spent())
+    assert "Poisson" in str(training.spent())
+
+
+def test_two_runs_without_a_seed_differ_even_if_the_user_seeds_torch():
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = network()
+        training = tp.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), data(), expected_batch_size=8, num_steps=1,
+            clipping=tp.Flat(1.0), noise_multiplier=1.0,
+        )  # fmt: skip
+        train(training)
+        results.append(parameters_of(training))
+    assert not torch.equal(*results)
+
+
+def test_evaluation_between_and_within_steps_runs_untouched():
+    training, plain = training_of(), training_of()
+    for x, y in training:
+        with torch.no_grad():
+            training.model.eval()(x)
+        training.model.train()
+        losses = F.cross_entropy(training.model(x), y, reduction="none")
+        training.step(losses)
+        training.model(x).sum().backward()  # a gradient of the user's own, between steps
+        assert all(p.grad is not None for p in training.model.parameters())
+    train(plain)
+    assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
+def test_copied_and_pickled_models_are_ordinary_ones():
+    training = training_of()
+    for x, y in training:
+        clone = copy.deepcopy(training.model)
+        reloaded = pickle.loads(pickle.dumps(training.model))
+        for other in (clone, reloaded):
+            F.cross_entropy(other(x), y).backward()
+            assert all(p.grad is not None for p in other.parameters())
+        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+    assert list(training.model.state_dict()) == list(network().state_dict())
+
+
+def test_several_forward_calls_in_a_step_count_together():
+    training = training_of()
+    for x, _ in training:
+        y, z = training.model(x), training.model(-2 * x)
+        losses = (y * z).sum(1)
+        expected = torch.stack(
+            [
+                torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(training.model.parameters()), retain_graph=True)])
+                for loss in losses
+            ]
+        )
+        jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
+        torch.testing.assert_close(jacobian.squared_norms(), expected.square().sum(1))
+        training.step(losses)
+
+
+def test_parameters_used_outside_of_the_forward_need_record():
+    training = training_of()
+    x, y = next(iter(training))
+    with pytest.raises(tp.Refused, match=r"'2.weight' reaches the losses by a path .*training.record\(\)"):
+        training.step(F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none"))
+    assert training.step_count == len(training.ledger) == 0
+    x, y = next(iter(training))
+    with training.record():
+        losses = F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none")
+    assert training.step(losses)
+
+
+def test_user_s_scheduler_and_ours():
+    for own in (True, False):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        training = training_of(model, optimizer=optimizer, scheduler=scheduler if own else None)
+        for x, y in training:
+            training.step(F.cross_entropy(model(x), y, reduction="none"))
+            if not own:
+                scheduler.step()
+        assert scheduler.get_last_lr() == [0.5**6]
+
+
+def test_only_what_the_optimizer_holds_is_trained():
+    model = network()
+    training = training_of(model, optimizer=torch.optim.SGD(model[2].parameters(), lr=1.0))
+    before = model[0].weight.clone()
+    train(training)
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[2].weight, network()[2].weight)
+
+
+class Dictionaries(torch.utils.data.Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        x, y = data()[i]
+        return {"x": x, "target": (y, i)}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_any_collatable_structure_and_workers(num_workers):
+    training = training_of(dataset=Dictionaries(), num_workers=num_workers, microbatch_size=5)
+    for batch in training:
+        assert len(batch["x"]) <= 5
+        training.step(F.cross_entropy(training.model(batch["x"]), batch["target"][0], reduction="none"))
+    plain = training_of(microbatch_size=5)
+    train(plain)
+    assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
+def test_collate_fn_is_used():
+    training = training_of(collate_fn=lambda items: default_collate([(x * 0, y) for x, y in items]))
+    assert all(step == [0.0] * len(step) for step in train(training))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [data(), Subset(data(), [5, 3, 9, 9, 0]), Subset(Subset(data(), [5, 3, 9]), [2, 0]), Dictionaries(), [1.0, 2.0, 3.0]],
+    ids=["tensors", "subset", "subset of a subset", "dictionaries", "list"],
+)
+def test_batches_are_those_of_a_data_loader(dataset):
+    import numpy as np
+
+    numbers = [np.array([1, 0]), np.array([1])]
+    ours = list(Batches(dataset, None, 0)(iter(numbers)))
+    theirs = list(DataLoader(dataset, batch_sampler=[n.tolist() for n in numbers]))
+    torch.testing.assert_close(ours, theirs)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(3)
+
+
+def batch_norm_network():
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def stranger():
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (lambda: {"dataset": DataLoader(data(), batch_size=8, shuffle=True)}, r"DataLoader: its shuffled batches.*loader\.dataset"),
+        (lambda: {"dataset": Stream()}, r"type Stream cannot be sampled"),
+        (lambda: {"dataset": TensorDataset(torch.zeros(0, 3))}, r"dataset is empty"),
+        (lambda: {"model": batch_norm_network()}, r"module '1' \(use nn\.GroupNorm\(2, 6\)\)"),
+        (lambda: {"optimizer": stranger()}, r"1 parameter\(s\) that are not the model's"),
+        (lambda: {"model": network().requires_grad_(False)}, r"nothing to train"),
+        (lambda: {"expected_batch_size": 41}, r"expected_batch_size=41 must be at most the 40 examples"),
+        (lambda: {"expected_batch_size": 0}, r"expected_batch_size=0 must be greater than 0"),
+        (lambda: {"num_steps": 6.0}, r"num_steps=6\.0 must be an integer of at least 1"),
+        (lambda: {"num_steps": 0}, r"num_steps=0 must be"),
+        (lambda: {"delta": 1 / N}, r"delta=0\.025 must lie in \(0, 0\.025\)"),
+        (lambda: {"noise_multiplier": 0.0}, r"noise_multiplier=0\.0 must be greater than 0"),
+        (lambda: {"target_epsilon": 1.0, "delta": 1e-3}, r"give exactly one of the two"),
+        (lambda: {"noise_multiplier": None}, r"give exactly one of the two"),
+        (lambda: {"noise_multiplier": None, "target_epsilon": 1.0}, r"target_epsilon needs delta"),
+        (lambda: {"clipping": 1.0}, r"clipping=1\.0 must be a clipping rule such as Flat"),
+        (lambda: {"microbatch_size": 0}, r"microbatch_size=0 must be"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        training_of(**settings())
+
+
+@pytest.mark.parametrize(
+    "losses, message",
+    [
+        (lambda model, x, y: F.cross_entropy(model(x), y), r"shape \(\) given: must be \(n,\)"),
+        (lambda model, x, y: F.cross_entropy(model(x[1:]), y[1:], reduction="none"), r"for a batch of \d+ examples"),
+        (lambda model, x, y: F.cross_entropy(model(x), y, reduction="none") * model(x).mean(), r"cannot be told apart"),
+        (lambda model, x, y: F.cross_entropy(model(x - x.mean(0)), y, reduction="none").detach(), r"requires_grad=False"),
+    ],
+)
+def test_bad_losses_are_refused_and_nothing_is_released_or_lost(losses, message):
+    training = training_of()
+    before = parameters_of(training).clone()
+    for x, y in training:
+        with pytest.raises(tp.Refused, match=message):
+            training.step(losses(training.model, x, y))
+        break
+    assert training.step_count == len(training.ledger) == 0
+    assert torch.equal(parameters_of(training), before)
+    plain = training_of()
+    assert train(training) == train(plain)
+    assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
+def test_input_normalised_over_the_batch_is_refused():
+    model = Calls(lambda m, x: m.f((x - x.mean(0)) / x.std(0)), f=nn.Linear(3, 2))
+    with pytest.raises(tp.Refused, match=r"each other's part of the model's input"):
+        train(training_of(model))
+
+
+def test_buffer_that_learns_is_refused():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(3, 2)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            return self.f(x)
+
+    with pytest.raises(tp.Refused, match=r"changed buffer 'mean'"):
+        train(training_of(Running()))
+
+
+def test_loop_without_step_and_step_without_loop_are_refused():
+    training = training_of()
+    with pytest.raises(tp.Refused, match=r"without a batch"):
+        training.step(torch.zeros(3))
+    with pytest.raises(tp.Refused, match=r"without training\.step"):
+        for _ in training:
+            pass
+    assert len(training.ledger) == 0
+
+
+def test_parameter_that_a_later_batch_misses_has_zero_rows():
+    """A branch taken for some batches only: fine once it has been seen, refused if it never was."""
+    taken = [True]
+    model = Calls(lambda m, x: m.f(x) + (m.g(x) if taken[0] else 0), f=nn.Linear(3, 2), g=nn.Linear(3, 2))
+    training = training_of(model)
+    for x, y in training:
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        training.step(losses)
+        taken[0] = False
+    assert training.step_count == 6
+    with pytest.raises(tp.Refused, match=r"never reach parameter 'g\.weight', 'g\.bias'"):
+        train(training_of(model))

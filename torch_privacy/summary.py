@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training's privacy in the numbers that one reports: for the command line, the run folder and the report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from math import isinf
+from typing import Any
+
+import numpy as np
+
+from torch_privacy import _check, privacy
+
+FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
+FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
+EVENT = privacy.SubsampledGaussian  # the one that is summarized
+RELATION = "add or remove one example"  # EVENT's neighboring relation, in words
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The certified bracket and, by name, what other accountants say about the same releases.
+
+    Guarantees:
+        - ``epsilon_high`` is never below the true epsilon at ``delta``, ``true_positive_rate_high`` never below the
+          best attacker's power. Nothing of the sort holds for ``clt_epsilon``, which is an approximation.
+    """
+
+    noise_multiplier: float  # noise_stddev / sensitivity
+    sampling_probability: float
+    num_steps: int
+    delta: float
+    epsilon_low: float
+    epsilon_high: float
+    clt_epsilon: float
+    moments_epsilon: float
+    mu: float  # of the central limit theorem
+    true_positive_rate_low: float  # at FALSE_POSITIVE_RATE
+    true_positive_rate_high: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Nested plain values, as in ``results.json`` and under ``--json``."""
+        return {
+            "neighboring_relation": EVENT.neighboring_relation.value,
+            "sampler": EVENT.sampler,
+            "noise_multiplier": self.noise_multiplier,
+            "sampling_probability": self.sampling_probability,
+            "num_steps": self.num_steps,
+            "delta": self.delta,
+            "epsilon": {"low": self.epsilon_low, "high": self.epsilon_high},
+            "clt": {"epsilon": self.clt_epsilon, "mu": self.mu, "note": "an approximation, not a bound"},
+            "moments_accountant": {"epsilon": self.moments_epsilon, "note": "a bound, looser than needed"},
+            "attacker": {
+                "false_positive_rate": FALSE_POSITIVE_RATE,
+                "true_positive_rate": {"low": self.true_positive_rate_low, "high": self.true_positive_rate_high},
+            },
+        }
+
+
+def compose_steps(noise_multiplier: float, sampling_probability: float, num_steps: int) -> privacy.Profile:
+    """Privacy profile of equal steps of the Poisson-subsampled Gaussian."""
+    return privacy.compose([(EVENT(noise_multiplier, sampling_probability), num_steps)])
+
+
+def summarize(noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> Summary:
+    """Every number that one reports about ``num_steps`` equal steps, at one delta."""
+    profile = compose_steps(noise_multiplier, sampling_probability, num_steps)
+    epsilon = profile.epsilon(delta)
+    power = profile.true_positive_rate(FALSE_POSITIVE_RATE)
+    limit = privacy.clt(noise_multiplier, sampling_probability, num_steps)
+    return Summary(
+        noise_multiplier=noise_multiplier,
+        sampling_probability=sampling_probability,
+        num_steps=num_steps,
+        delta=delta,
+        epsilon_low=float(epsilon.low),
+        epsilon_high=float(epsilon.high),
+        clt_epsilon=float(limit.epsilon(delta)),
+        moments_epsilon=float(privacy.moments(noise_multiplier, sampling_probability, num_steps, delta)),
+        mu=float(limit.mu),
+        true_positive_rate_low=float(power.low),
+        true_positive_rate_high=float(power.high),
+    )
+
+
+def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
+    """The summary as lines of a table: what, and how much."""
+    low, high = round_down(summary.epsilon_low), round_up(summary.epsilon_high)
+    power = round_up(100 * summary.true_positive_rate_high, 1)
+    return [
+        (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
+        ("neighboring relation", RELATION),
+        ("sampler", f"{EVENT.sampler}, probability {summary.sampling_probability:.6g} a step"),
+        ("releases", f"{summary.num_steps} steps at noise multiplier {summary.noise_multiplier:.6g}"),
+        ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
+        ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
+        ("mu of the central limit theorem", f"{summary.mu:.3f}"),
+        (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks"),
+    ]
+
+
+def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[dict[str, float]]:
+    """At each false positive rate alpha, the certified bracket of the smallest possible false negative rate beta."""
+    for alpha in alphas:
+        _check.non_negative("tradeoff", alpha=alpha)
+        _check.in_range("tradeoff", -1, 1, alpha=alpha)
+    curve = profile.tradeoff(np.asarray(alphas, np.float64))
+    return [
+        {"alpha": float(alpha), "beta_low": float(low), "beta_high": float(high)}
+        for alpha, low, high in zip(alphas, curve.low, curve.high, strict=True)
+    ]
+
+
+def accuracy_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """A run's accuracies, from its ``results.json``, as lines of a table."""
+    baseline = results["baseline_test_accuracy"]
+    without = "not trained (--no-baseline)" if baseline is None else f"{100 * baseline:.2f} %"
+    private = f"{100 * results['test_accuracy']:.2f} % of {results['num_test_examples']:,} held-out examples"
+    return [("test accuracy, private", private), ("test accuracy, same network, not private", without)]
+
+
+def round_down(value: float, digits: int = 3) -> str:
+    """A lower bound in so many decimals, never rounded up."""
+    return _directed(value, digits, upward=False)
+
+
+def round_up(value: float, digits: int = 3) -> str:
+    """An upper bound in so many decimals, never rounded down.
+
+    Example:
+        >>> round_up(11.80701), round_down(11.80799)
+        ('11.808', '11.807')
+    """
+    return _directed(value, digits, upward=True)
+
+
+def _directed(value: float, digits: int, *, upward: bool) -> str:
+    """Decimal text on the safe side of a float, exactly."""
+    if isinf(value):
+        return str(value)
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING if upward else ROUND_FLOOR))
