@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,31 +14,36 @@ from torch.optim import LBFGS, Optimizer
 from ._check import Refused
 
 
-def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The model's parameters, by dotted name, that the optimizer holds and that require a gradient."""
+@dataclass(frozen=True)
+class Census:
+    """The tensors of a model, by the part they play in one step."""
+
+    trained: dict[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
+    constants: list[Tensor]  # the others that hold no data of the batch: buffers and frozen parameters
+    buffers: dict[str, Tensor]
+
+
+def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
+    """Who is who in the model just now; refuses parameters of the optimizer that are not the model's."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = dict(model.named_parameters())
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     strangers = held - {id(p) for p in named.values()}
     if strangers:
         raise Refused(
             f"PrivateTraining: the optimizer holds {len(strangers)} parameter(s) that are not the model's. Make it over "
             "model.parameters(), or pass one model that has all of them."
         )
-    if isinstance(optimizer, LBFGS):
-        raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
     trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
     if not trained:
         raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
-    return trained
+    frozen = [p for p in named.values() if not p.requires_grad]
+    return Census(trained, [*frozen, *buffers.values()], buffers)
 
 
-def constants_of(model: nn.Module) -> list[Tensor]:
-    """Tensors of the model that hold no data of the batch: buffers and parameters that are not trained."""
-    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse batch normalisation in training mode: it mixes the examples of a batch, and its statistics learn from data."""
+def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse batch normalisation in training mode, which mixes a batch's examples and learns from them, and LBFGS."""
+    if isinstance(optimizer, LBFGS):
+        raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
     offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if offenders:
         listed = ", ".join(
@@ -49,9 +55,9 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def check_buffers_unchanged(model: nn.Module, versions: Mapping[str, int]) -> None:
+def check_buffers_unchanged(buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
     """Refuse a forward that wrote into a buffer: such a buffer learns from the data without noise."""
-    changed = [name for name, buffer in model.named_buffers() if buffer._version != versions.get(name, buffer._version)]
+    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
     if changed:
         raise Refused(
             f"PrivateTraining: the forward changed buffer {', '.join(map(repr, changed))}, which would carry data past "

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from ._check import Refused
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
-from ._model import constants_of
 from .jacobian import Block, Jacobian
 from .ops import OPS, Layout, Op, Use
 from .ops.elementwise import FactorUse, TermUse
@@ -309,7 +308,8 @@ class record(Tape):  # noqa: N801 - reads as a verb: `with record(model) as tape
 
     def __init__(self, model: nn.Module):
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        super().__init__(trainable, constants_of(model))
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        super().__init__(trainable, constants=(*frozen, *model.buffers()))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -201,10 +201,12 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
             for progress in job.steps():
                 display.show(progress, job.training.spent)
                 if signals.received:
-                    job.checkpoint()
-                    _say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
-                    _say(f"  torch-privacy train --resume {folder}")
-                    raise typer.Exit(128 + signals.received)
+                    break
+        if signals.received:
+            job.checkpoint()
+            _say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
+            _say(f"  torch-privacy train --resume {folder}")
+            raise typer.Exit(128 + signals.received)
         results = job.finish()
     lines = [*accuracy_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
     _print({**results, "run": str(folder)}, lines, as_json)

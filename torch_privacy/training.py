@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import secrets
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from . import __version__, privacy
 from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
 from ._layout import Layouts
-from ._model import check_buffers_unchanged, check_model, constants_of, trained_parameters
+from ._model import check_buffers_unchanged, check_model, take_census
 from ._tape import Tape
 from .clipping import ClippingRule
 from .noise import Noise, key_from_test_seed
@@ -108,7 +110,7 @@ class PrivateTraining:
         ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         ...     released = training.step(losses)
         >>> print(training.spent())
-        epsilon in [2.040, 2.041] at delta = 1e-05 (add/remove one example, Poisson sampling)
+        epsilon in [1.984, 1.985] at delta = 1e-05 (add/remove one example, Poisson sampling)
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class PrivateTraining:
             strictly_between(where, 0, 1 / self.num_examples, delta=delta, hint=hint)
         if not isinstance(clipping, ClippingRule):
             raise ValueError(f"{where}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
-        check_model(model)
+        check_model(model, optimizer)
         self.model, self.optimizer, self.clipping, self.delta = model, optimizer, clipping, delta
         self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
         self.microbatch_size = microbatch_size
@@ -157,10 +159,7 @@ class PrivateTraining:
         self.test_seed = test_seed
         keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
         self.sampling_probability = expected_batch_size / self.num_examples
-        self._sampler = Poisson(
-            self.num_examples, self.sampling_probability, **({"key": keys["sampling"]} if keys else {})
-        )
-        self._noise = Noise(keys.get("noise"))
+        self._set_keys(keys.get("noise"), keys.get("sampling"))
         self.noise_multiplier = self._choose_noise(noise_multiplier, target_epsilon)
         self.target_epsilon = target_epsilon
         self.event = privacy.SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
@@ -169,7 +168,7 @@ class PrivateTraining:
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._pending: _Pending | None = None
         self._clipped_sum: dict[str, Tensor] = {}
-        self._parameters = trained_parameters(model, optimizer)
+        self._census = take_census(model, optimizer)
         switch = _Switch(self)
         model.register_forward_pre_hook(switch.before, with_kwargs=True)
         model.register_forward_hook(switch.after, always_call=True)
@@ -187,11 +186,11 @@ class PrivateTraining:
         batches = self._batches(self._parts_from(self.step_count))
         while self.step_count < self.num_steps:
             self._clipped_sum = {}
-            self._parameters = trained_parameters(self.model, self.optimizer)
+            self._census = take_census(self.model, self.optimizer)
             parts = self._parts(self.step_count)
             for i, part in enumerate(parts):
                 batch = next(batches)
-                tape = Tape(self._parameters, constants_of(self.model), self._layouts)
+                tape = Tape(self._census.trained, self._census.constants, self._layouts)
                 self._pending = _Pending(len(part), i == len(parts) - 1, tape)
                 yield batch
                 if self._pending is not None:
@@ -327,14 +326,13 @@ class PrivateTraining:
             listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
         self.ledger.load_state_dict(state["ledger"])
-        self._noise = Noise(bytes.fromhex(state["noise_key"]))
-        self._sampler = Poisson(self.num_examples, self.sampling_probability, bytes.fromhex(state["sampler_key"]))
+        self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
         self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
         self._pending = None
 
     def _release(self) -> None:
         """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
-        parameters = self._parameters
+        parameters = self._census.trained
         stddev = self.noise_multiplier * self.clipping.sensitivity(self.event.neighboring_relation)
         noise = self._noise.draw(self.step_count, parameters)
         private_grads = {}
@@ -349,19 +347,26 @@ class PrivateTraining:
         for name, p in parameters.items():
             p.grad = private_grads[name]
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in parameters.values():
+            p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
         self.step_count += 1
 
+    def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
+        """The generators, from the keys given or from the operating system's."""
+        self._noise = Noise(noise_key)
+        self._sampler = Poisson(self.num_examples, self.sampling_probability, sampler_key or secrets.token_bytes(32))
+        self._indices = lru_cache(maxsize=64)(self._sampler.indices)  # asked for by loader, loop and fingerprint
+
     def _fingerprint(self) -> str:
         """Tells the step's noise and batch from any other without giving them away."""
-        batch = self._sampler.indices(self.step_count).tobytes()
+        batch = self._indices(self.step_count).tobytes()
         text = self._sampler.key + self.step_count.to_bytes(8, "big") + batch
         return hashlib.blake2b(text, key=self._noise.key, digest_size=8).hexdigest()
 
     def _parts(self, step: int) -> list[np.ndarray]:
-        return list(split(self._sampler.indices(step), self.microbatch_size))
+        return list(split(self._indices(step), self.microbatch_size))
 
     def _parts_from(self, step: int) -> Iterator[np.ndarray]:
         for later in range(step, self.num_steps):
@@ -374,7 +379,7 @@ class PrivateTraining:
             "num_steps": self.num_steps,
             "noise_multiplier": self.noise_multiplier,
             "clipping": repr(self.clipping),
-            "parameters": {name: list(p.shape) for name, p in self._parameters.items()},
+            "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
 
     def _choose_noise(self, noise_multiplier: float | None, target_epsilon: float | None) -> float:
@@ -406,7 +411,7 @@ class _Switch:
 
     def __init__(self, training: PrivateTraining | None = None):
         self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[tuple[Tape, dict[str, int]]] = []
+        self._active: list[tuple[Tape, dict[str, Tensor], dict[str, int]]] = []
 
     def __deepcopy__(self, memo: dict) -> _Switch:
         return _Switch()
@@ -420,16 +425,17 @@ class _Switch:
             return None
         tape = training._pending.tape
         probed = None if tape.layouts.settled else (tape.probe(args), tape.probe(kwargs))
-        self._active.append((tape, {name: buffer._version for name, buffer in model.named_buffers()}))
+        buffers = training._census.buffers
+        self._active.append((tape, buffers, {name: buffer._version for name, buffer in buffers.items()}))
         tape.__enter__()
         return probed
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
         if not self._active or not torch.is_grad_enabled():
             return
-        tape, versions = self._active.pop()
+        tape, buffers, versions = self._active.pop()
         tape.__exit__(None, None, None)
-        check_buffers_unchanged(model, versions)
+        check_buffers_unchanged(buffers, versions)
 
 
 def _open_ledger(run_folder: Path | str | None) -> privacy.Ledger:
