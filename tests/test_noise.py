@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_privacy.noise import Noise, key_from_test_seed
+from torch_privacy.noise import Noise, _box_muller, key_from_test_seed
 
 MILLION = 10**6
 DRAWS = {  # the same million numbers, asked for in different ways
@@ -42,10 +42,27 @@ def test_noise_has_the_normal_tail():
 
 
 def test_noise_reaches_beyond_what_32_random_bits_allow():
-    """63 random bits, all but the lowest zero: the largest normal number is sqrt(2 ln 2^64)."""
-    noise = Noise()
-    noise._random_bytes = lambda step, count: bytearray(count)
-    assert noise._normal(0, 1)[0] == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-6)
+    """63 random bits, all zero: the largest normal number is sqrt(2 ln 2^64)."""
+    out = np.empty(2, dtype=np.float32)
+    _box_muller(bytes(12), out)
+    assert out[0] == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-6)
+
+
+def test_keystream_of_a_step_is_one_stream_whatever_the_chunks():
+    noise = Noise(bytes(32))
+    whole = noise._random_bytes(3, 0, 4096)
+    assert whole == b"".join(noise._random_bytes(3, i, 512) for i in range(0, 4096, 512))
+    assert whole != noise._random_bytes(4, 0, 4096)
+
+
+def test_noise_does_not_depend_on_the_number_of_threads():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = noise_of([(MILLION,)])["0"]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one, noise_of([(MILLION,)])["0"])
 
 
 def test_noise_of_different_steps_tensors_and_keys_is_unrelated():

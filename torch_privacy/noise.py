@@ -12,6 +12,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from ._check import whole
 
 KEY_BYTES = 32
-_CHUNK = 2**17  # pairs of normal numbers made at a time: the temporaries stay in the cache
+_CHUNK = 2**16  # pairs of normal numbers made at a time: the temporaries stay in the cache; 12·_CHUNK is a multiple of 16
 
 
 class Noise:
@@ -63,31 +64,46 @@ class Noise:
         }
 
     def _normal(self, step: int, size: int) -> np.ndarray:
-        """``size`` normal numbers. Box-Muller: sqrt(-2 ln u) times (cos, sin) of 2π v, for uniform u in (0, 1] and v.
-
-        u has 63 bits, so that its smallest value, which makes the largest normal number, is 2^-64.
-        """
+        """``size`` normal numbers, made in chunks by as many threads as torch uses; the chunks do not depend on that."""
         pairs = (size + 1) // 2
-        random = self._random_bytes(step, 12 * pairs)
-        radius_bits = torch.frombuffer(random, dtype=torch.int64, count=pairs)
-        angle_bits = torch.frombuffer(random, dtype=torch.int32, count=pairs, offset=8 * pairs)
         normal = np.empty(2 * pairs, dtype=np.float32)
-        cosines, sines = torch.from_numpy(normal[:pairs]), torch.from_numpy(normal[pairs:])
-        for i in range(0, pairs, _CHUNK):
-            part = slice(i, i + _CHUNK)
-            u = radius_bits[part].bitwise_and(2**63 - 1).to(torch.float32).add_(0.5).mul_(2.0**-63)
-            radius = u.log_().mul_(-2).sqrt_()
-            angle = angle_bits[part].to(torch.float32).mul_(math.pi * 2.0**-31)
-            torch.mul(radius, angle.cos(), out=cosines[part])
-            torch.mul(radius, angle.sin_(), out=sines[part])
+        starts = range(0, pairs, _CHUNK)
+
+        def fill(start: int) -> None:
+            count = min(_CHUNK, pairs - start)
+            random = self._random_bytes(step, 12 * start, 12 * count)
+            _box_muller(random, normal[2 * start : 2 * (start + count)])
+
+        if len(starts) == 1:
+            fill(0)
+        else:
+            with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as pool:
+                list(pool.map(fill, starts))
         return normal[:size]
 
-    def _random_bytes(self, step: int, count: int) -> bytearray:
-        """AES keystream of the step: the counter's upper 64 bits are the step, the lower ones count the blocks."""
-        out = bytearray(count)
-        encryptor = Cipher(algorithms.AES(self.key), modes.CTR((step << 64).to_bytes(16, "big"))).encryptor()
-        encryptor.update_into(memoryview(bytes(count)), out)
-        return out
+    def _random_bytes(self, step: int, offset: int, count: int) -> bytes:
+        """A piece of the step's AES keystream: the counter's upper 64 bits are the step, the lower count 16-byte blocks."""
+        counter = (step << 64) + offset // 16
+        return Cipher(algorithms.AES(self.key), modes.CTR(counter.to_bytes(16, "big"))).encryptor().update(bytes(count))
+
+
+def _box_muller(random: bytes, out: np.ndarray) -> None:
+    """Fill ``out`` (2 k,) from 12 k random bytes: sqrt(-2 ln u) times (cos, sin) of 2π v, u uniform in (0, 1], v in all.
+
+    u has 63 bits, so that its smallest value, which makes the largest normal number, is 2^-64; v has 32.
+    """
+    pairs = len(out) // 2
+    u = (np.frombuffer(random, np.int64, pairs) & (2**63 - 1)).astype(np.float32)
+    u += np.float32(0.5)
+    u *= np.float32(2.0**-63)
+    radius = np.log(u, out=u)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    angle = np.frombuffer(random, np.int32, pairs, offset=8 * pairs).astype(np.float32)
+    angle *= np.float32(math.pi * 2.0**-31)
+    cosine, sine = out[:pairs], out[pairs:]
+    np.multiply(radius, np.cos(angle), out=cosine)
+    np.multiply(radius, np.sin(angle, out=angle), out=sine)
 
 
 def key_from_test_seed(seed: int, purpose: str) -> bytes:

@@ -337,10 +337,9 @@ class PrivateTraining:
         noise = self._noise.draw(self.step_count, parameters)
         private_grads = {}
         for name, p in parameters.items():
-            private_grad = noise[name].to(p.dtype).mul_(stddev)
-            if name in self._clipped_sum:
-                private_grad += self._clipped_sum[name]
-            private_grads[name] = private_grad.div_(self.expected_batch_size)
+            total = self._clipped_sum.get(name)
+            total = torch.zeros_like(p) if total is None else total  # an empty batch has the sum zero
+            private_grads[name] = total.add_(noise[name], alpha=stddev).div_(self.expected_batch_size)
         self._clipped_sum = {}
         self.ledger.record(self.event, self.step_count, self._fingerprint())
         self.optimizer.zero_grad(set_to_none=True)
