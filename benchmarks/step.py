@@ -4,8 +4,8 @@
     python benchmarks/step.py            # all models
     python benchmarks/step.py adult mlp  # some
 
-Prints, per model: the median milliseconds of a non-private step, and for every contender the ratio of its median to that,
-the ratio of the minima, and its peak memory above the loaded model (each measured in a process of its own).
+Prints, per model: the median milliseconds of a non-private step, and for every contender the ratio of its median to
+that, the ratio of the minima, and its peak memory above the loaded model (each measured in a process of its own).
 
 ``ours, no noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
 sampling, noise, ledger. Batches are fixed in all but the latter.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test runs in float64 with a fixed seed, unless it says otherwise."""
+"""Every test runs in float64, with a fixed seed and one thread (the models are tiny), unless it says otherwise."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,7 @@ import torch
 @pytest.fixture(autouse=True)
 def float64_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -12,14 +12,16 @@ LossesOf = Callable[[nn.Module, Tensor], Tensor]
 
 
 def one_backward_per_example(model: nn.Module, x: Tensor, losses_of: LossesOf, parts: list[Tensor]) -> Tensor:
-    """(n, p): row i is the gradient of the loss of example i alone, ``parts[i]`` being the batch of that one example."""
+    """(n, p): row i is the gradient of example i's own loss, ``parts[i]`` being the batch of that example alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for part in parts:
         (loss,) = losses_of(model, part)
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
         rows.append(
-            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)])
+            torch.cat(
+                [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)]
+            )
         )
     return torch.stack(rows) if rows else x.new_zeros(0, sum(p.numel() for p in parameters))
 

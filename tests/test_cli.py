@@ -115,6 +115,14 @@ def test_epsilon_json_has_every_number(capsys):
     assert shown["attacker"]["true_positive_rate"] == {"low": power.low, "high": power.high}
 
 
+def test_epsilon_json_says_null_where_a_number_is_infinite(capsys):
+    arguments = ["--noise-multiplier", "0.1", "--sampling-probability", "1", "--steps", "1", "--delta", "1e-300"]
+    assert run(["epsilon", *arguments, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["clt"]["epsilon"] is None  # its mu is 5e21
+    assert shown["epsilon"]["high"] > 400
+
+
 def test_calibrate_never_ends_above_the_target(capsys):
     assert run(["calibrate", "--epsilon", "2", *EVENTS[2:], "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -128,8 +136,8 @@ def test_tradeoff_agrees_with_the_profile(capsys):
     points = json.loads(capsys.readouterr().out)["tradeoff"]
     curve = PROFILE.tradeoff([0.01, 0.5])
     assert [point["alpha"] for point in points] == [0.01, 0.5]
-    assert [point["beta_low"] for point in points] == list(curve.low)
-    assert [point["beta_high"] for point in points] == list(curve.high)
+    assert [point["beta_low"] for point in points] == pytest.approx(list(curve.low), rel=1e-12)
+    assert [point["beta_high"] for point in points] == pytest.approx(list(curve.high), rel=1e-12)
 
 
 def test_tradeoff_prints_a_line_per_rate(capsys):

@@ -35,7 +35,9 @@ def test_every_method_of_every_op_gives_the_same_norms(case):
         for op in block.ops:
             expected = op.rows().reshape(len(x), -1).square().sum(1)
             for method in op.methods():
-                torch.testing.assert_close(squared_norms(op, method), expected, msg=f"{type(op).__name__} {method.name}")
+                torch.testing.assert_close(
+                    squared_norms(op, method), expected, msg=f"{type(op).__name__} {method.name}"
+                )
 
 
 def test_norms_are_the_same_in_chunks(monkeypatch):
@@ -67,7 +69,8 @@ def test_record_leaves_the_model_as_it_was():
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_recording_takes_nothing_from_the_random_state():

@@ -142,7 +142,7 @@ def test_coupling_that_only_the_input_shows_is_refused():
 
 
 @pytest.mark.parametrize(
-    "losses, message",
+    ("losses", "message"),
     [
         (lambda y: y.sum(), r"shape \(\) given: must be \(n,\).*reduction='none'"),
         (lambda y: y, r"shape \(5, 4\) given"),

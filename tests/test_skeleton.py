@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -23,6 +25,15 @@ def required():
 @pytest.mark.parametrize("name", [*required(), "hatchling", "editables"])
 def test_constraints_pin_every_dependency(name):
     assert re.fullmatch(r"[0-9][0-9.]*", PINS[name])
+
+
+def test_package_imports_only_what_it_declares():
+    sources = (ROOT / "torch_privacy").rglob("*.py")
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module}
+    foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"torch_privacy"}
+    assert foreign == {re.split(r"[<>=]", line)[0] for line in PROJECT["dependencies"]}
 
 
 def test_constraints_pin_the_torch_that_the_issue_names():
@@ -61,6 +72,16 @@ def test_make_says_what_is_missing(tmp_path, version_check, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "shown"), [("README.md", r"epsilon in \[1\.99\d, 2\.000\] at delta = 1e-05"), ("docs/accounting.md", "")]
+)
+def test_example_on_the_page_runs(page, shown, capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    exec(code[1], {})
+    assert re.match(shown, capsys.readouterr().out)
 
 
 def test_first_section_of_the_changelog_is_about_epsilon():

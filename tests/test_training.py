@@ -53,6 +53,10 @@ def train(training, steps=None):
     return seen
 
 
+def cross_entropy_of_pair(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1], reduction="none")
+
+
 def parameters_of(training):
     return torch.cat([p.detach().flatten() for p in training.model.parameters()])
 
@@ -62,11 +66,7 @@ def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size()
     for x, y in training:
         before = parameters_of(training).clone()
         model = copy.deepcopy(training.model)
-        parts = [x[i : i + 1] for i in range(len(x))]
-        targets = dict(zip([part.data_ptr() for part in parts], y, strict=True))
-        rows = one_backward_per_example(
-            model, x, lambda m, part: F.cross_entropy(m(part), targets[part.data_ptr()][None], reduction="none"), parts
-        )
+        rows = one_backward_per_example(model, x, cross_entropy_of_pair, list(zip(x.split(1), y.split(1), strict=True)))
         step = training.step_count
         noise = training._noise.draw(step, dict(training.model.named_parameters()))
         training.step(F.cross_entropy(training.model(x), y, reduction="none"))
@@ -349,7 +349,12 @@ def test_several_forward_calls_in_a_step_count_together():
         losses = (y * z).sum(1)
         expected = torch.stack(
             [
-                torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(training.model.parameters()), retain_graph=True)])
+                torch.cat(
+                    [
+                        g.flatten()
+                        for g in torch.autograd.grad(loss, list(training.model.parameters()), retain_graph=True)
+                    ]
+                )
                 for loss in losses
             ]
         )
@@ -419,7 +424,13 @@ def test_collate_fn_is_used():
 
 @pytest.mark.parametrize(
     "dataset",
-    [data(), Subset(data(), [5, 3, 9, 9, 0]), Subset(Subset(data(), [5, 3, 9]), [2, 0]), Dictionaries(), [1.0, 2.0, 3.0]],
+    [
+        data(),
+        Subset(data(), [5, 3, 9, 9, 0]),
+        Subset(Subset(data(), [5, 3, 9]), [2, 0]),
+        Dictionaries(),
+        [1.0, 2.0, 3.0],
+    ],
     ids=["tensors", "subset", "subset of a subset", "dictionaries", "list"],
 )
 def test_batches_are_those_of_a_data_loader(dataset):
@@ -445,15 +456,15 @@ def stranger():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
-        (lambda: {"dataset": DataLoader(data(), batch_size=8, shuffle=True)}, r"DataLoader: its shuffled batches.*loader\.dataset"),
+        (lambda: {"dataset": DataLoader(data(), shuffle=True)}, r"DataLoader: its shuffled batches.*loader\.dataset"),
         (lambda: {"dataset": Stream()}, r"type Stream cannot be sampled"),
         (lambda: {"dataset": TensorDataset(torch.zeros(0, 3))}, r"dataset is empty"),
         (lambda: {"model": batch_norm_network()}, r"module '1' \(use nn\.GroupNorm\(2, 6\)\)"),
         (lambda: {"optimizer": stranger()}, r"1 parameter\(s\) that are not the model's"),
         (lambda: {"model": network().requires_grad_(False)}, r"nothing to train"),
-        (lambda: {"expected_batch_size": 41}, r"expected_batch_size=41 must be at most the 40 examples"),
+        (lambda: {"expected_batch_size": 41}, r"expected_batch_size=41 must be at most 40 examples"),
         (lambda: {"expected_batch_size": 0}, r"expected_batch_size=0 must be greater than 0"),
         (lambda: {"num_steps": 6.0}, r"num_steps=6\.0 must be an integer of at least 1"),
         (lambda: {"num_steps": 0}, r"num_steps=0 must be"),
@@ -472,12 +483,15 @@ def test_bad_settings_are_refused(settings, message):
 
 
 @pytest.mark.parametrize(
-    "losses, message",
+    ("losses", "message"),
     [
         (lambda model, x, y: F.cross_entropy(model(x), y), r"shape \(\) given: must be \(n,\)"),
         (lambda model, x, y: F.cross_entropy(model(x[1:]), y[1:], reduction="none"), r"for a batch of \d+ examples"),
         (lambda model, x, y: F.cross_entropy(model(x), y, reduction="none") * model(x).mean(), r"cannot be told apart"),
-        (lambda model, x, y: F.cross_entropy(model(x - x.mean(0)), y, reduction="none").detach(), r"requires_grad=False"),
+        (
+            lambda model, x, y: F.cross_entropy(model(x - x.mean(0)), y, reduction="none").detach(),
+            r"requires_grad=False",
+        ),
     ],
 )
 def test_bad_losses_are_refused_and_nothing_is_released_or_lost(losses, message):

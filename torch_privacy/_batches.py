@@ -36,7 +36,7 @@ class Batches:
             return
         yield from DataLoader(
             self._dataset,
-            batch_sampler=map(np.ndarray.tolist, batches),  # type: ignore[arg-type]  # any iterable will do
+            batch_sampler=map(np.ndarray.tolist, batches),
             num_workers=self._num_workers,
             collate_fn=self._collate,
             generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the user's model before anything else: whose parameters are trained, and nothing that learns from data."""
+"""What is asked of the user's model before anything else: whose parameters are trained, and no learning from data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from ._check import Refused
 class Census:
     """The tensors of a model, by the part they play in one step."""
 
-    trained: dict[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
-    constants: list[Tensor]  # the others that hold no data of the batch: buffers and frozen parameters
-    buffers: dict[str, Tensor]
+    trained: Mapping[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
+    constants: Sequence[Tensor]  # the others that hold no data of the batch: buffers and frozen parameters
+    buffers: Mapping[str, Tensor]
 
 
 def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
@@ -30,8 +30,8 @@ def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
     strangers = held - {id(p) for p in named.values()}
     if strangers:
         raise Refused(
-            f"PrivateTraining: the optimizer holds {len(strangers)} parameter(s) that are not the model's. Make it over "
-            "model.parameters(), or pass one model that has all of them."
+            f"PrivateTraining: the optimizer holds {len(strangers)} parameter(s) that are not the model's. Make it "
+            "over model.parameters(), or pass one model that has all of them."
         )
     trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
     if not trained:
@@ -41,7 +41,7 @@ def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse batch normalisation in training mode, which mixes a batch's examples and learns from them, and LBFGS."""
+    """Refuse LBFGS, and batch normalisation in training mode, which mixes a batch's examples."""
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
     offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]

@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
 from torch_privacy.experiments.log import Metrics
@@ -19,7 +20,7 @@ Point = tuple[float, float]
 # Each color stands for a variable of the page's style sheet, and is replaced by it in the finished SVG.
 INK, FAINT, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 VARIABLES = {INK: "--ink", FAINT: "--faint", FIRST: "--first", SECOND: "--second", THIRD: "--third"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be read aloud
     "svg.hashsalt": "torch_privacy",
     "font.size": 10,
@@ -50,7 +51,7 @@ def accuracy_plot(rows: Sequence[Metrics]) -> str:
     values = [100 * row.test_accuracy for row in rows]
     _label_ends(axes, rows)
     axes.set_ylim(min(values) - 1.5, max(values) + 1.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _svg(figure)
 
 
@@ -59,12 +60,12 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     figure, axes = _new("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
     rows = [row for row in rows if row.training == "private"]
     epochs = [row.epoch for row in rows]
-    low, high = [row.epsilon_low for row in rows], [row.epsilon_high for row in rows]
+    low, high = (np.array([getattr(row, end) for row in rows], float) for end in ("epsilon_low", "epsilon_high"))
     axes.fill_between(epochs, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(epochs, high, color=FIRST, marker="o", markersize=3)
-    _label(axes, f"at most {round_up(high[-1])}", (epochs[-1], high[-1]), (-6, 6), FIRST, ha="right")
-    axes.set_ylim(0, 1.15 * high[-1])
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
+    axes.set_ylim(0, 1.15 * max(high[np.isfinite(high)], default=1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _svg(figure)
 
 
@@ -93,9 +94,8 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
     delta = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
     events = summary.noise_multiplier, summary.sampling_probability, summary.num_steps
     limit = privacy.clt(*events)
-    brackets = [profile.epsilon(float(d)) for d in delta]
-    high = [bracket.high for bracket in brackets]
-    axes.fill_between(delta, [bracket.low for bracket in brackets], high, color=FIRST, alpha=0.25, linewidth=0)
+    low, high = np.array([profile.epsilon(float(d)) for d in delta], float).T
+    axes.fill_between(delta, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(delta, high, color=FIRST, label="certified bracket")
     approximation = [limit.epsilon(float(d)) for d in delta]
     axes.plot(delta, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")

@@ -25,9 +25,15 @@ from .jacobian import Block, Jacobian
 from .ops import OPS, Layout, Op, Use
 from .ops.elementwise import FactorUse, TermUse
 
+
+def _getter(attribute: str) -> Callable:
+    """The function by which torch reports that an attribute such as ``Tensor.T`` was read."""
+    return vars(torch._C.TensorBase)[attribute].__get__
+
+
 # Functions of one tensor that only move its entries about (injectively): the norm of a gradient survives the way back.
 _REARRANGEMENTS = {
-    *(torch.t, Tensor.t, torch.transpose, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__, Tensor.permute),
+    *(torch.t, Tensor.t, torch.transpose, Tensor.transpose, _getter("T"), _getter("mT"), Tensor.permute),
     *(torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten),
     *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.contiguous, Tensor.clone, torch.clone),
     *(Tensor.movedim, torch.movedim, Tensor.view_as, Tensor.narrow, torch.narrow, Tensor.select, torch.select),
@@ -62,6 +68,11 @@ class Source:
     direct: bool
     rearranged: bool  # the entries of one parameter, only moved about
     before_expansion: Tensor | None = None
+
+
+def _before(source: Source) -> Tensor:
+    """The tensor that a chain of ``expand`` began with."""
+    return source.tensor if source.before_expansion is None else source.before_expansion
 
 
 class Tape(TorchFunctionMode):
@@ -231,7 +242,7 @@ class Tape(TorchFunctionMode):
             tuple(sorted({name for source in sources for name in source.names})),
             direct=False,
             rearranged=len(met) == 1 and sources[0].rearranged and _rearranges(func, args),
-            before_expansion=(met[0] if sources[0].before_expansion is None else sources[0].before_expansion) if func in _EXPANSIONS else None,
+            before_expansion=_before(sources[0]) if func in _EXPANSIONS else None,
         )
 
     def _add_to_block(self, blocks: dict[int, Block], weight: Tensor, op: Op) -> None:
@@ -291,7 +302,7 @@ class Tape(TorchFunctionMode):
             )
 
 
-class record(Tape):  # noqa: N801 - reads as a verb: `with record(model) as tape`
+class record(Tape):
     """Notes every use of the model's trainable parameters inside the ``with`` block.
 
     Args:
@@ -365,10 +376,8 @@ def _check_versions(call: Call) -> None:
         )
 
 
-def _gradients(
-    losses: Tensor, inputs: Sequence[GradientEdge | Tensor], cotangent: Tensor, *, retain_graph: bool
-) -> list[Tensor | None]:
-    """Gradients of ``cotangent · losses`` in the inputs, in one backward that goes no further than these."""
+def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, retain_graph: bool) -> list[Tensor | None]:
+    """Gradients of ``cotangent · losses`` in the inputs (tensors or edges), by one backward that goes no further."""
     if not inputs:
         return []
     return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))

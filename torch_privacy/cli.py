@@ -13,9 +13,10 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from torch_privacy._signals import DeferredSignals
+from torch_privacy.experiments import EXPERIMENTS
 
 USER_MISTAKE = 2
-EXPERIMENTS = "adult"
+KNOWN = ", ".join(EXPERIMENTS)
 
 app = typer.Typer(
     name="torch-privacy",
@@ -86,9 +87,7 @@ def tradeoff(
 
 
 # The options of train have no defaults here: what is not given is the experiment's own (torch_privacy/experiments).
-Name = Annotated[
-    str | None, typer.Argument(help=f"What to train: {EXPERIMENTS}.", metavar="EXPERIMENT", show_default=False)
-]
+Name = Annotated[str | None, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 TrainNoise = Annotated[
     float | None,
     typer.Option(help="Noise's standard deviation over the clip norm; no unit, above 0.", show_default="0.55"),
@@ -182,7 +181,7 @@ def train(
         _train_in(resume, None, {}, quiet=quiet, as_json=as_json)
         return
     if experiment is None:
-        raise ValueError(f"train: name an experiment ({EXPERIMENTS}), or continue a run with --resume FOLDER.")
+        raise ValueError(f"train: name an experiment ({KNOWN}), or continue a run with --resume FOLDER.")
     if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("train: --noise-multiplier and --epsilon exclude each other; give one of them.")
     folder = run or Path("runs") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ._check import positive
@@ -47,6 +46,7 @@ class Flat(ClippingRule):
     Source: Abadi et al. (2016), Algorithm 1.
 
     Example:
+        >>> import torch
         >>> Flat(clip_norm=1.0).factors(torch.tensor([0.5, 4.0, float("inf")]))
         tensor([1.0000, 0.2500, 0.0000])
     """

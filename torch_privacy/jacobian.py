@@ -41,12 +41,12 @@ class Block:
         return Block(self.weight, self.names, self.direct, self.rearranged, [op.select(index) for op in self.ops])
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """name -> (n, *shape): the rows in the parameters behind the weight."""
+        """Rows by name, (n, *shape): the rows in the parameters behind the weight."""
         rows = sum_rows(self.ops).values
         return {self.names[0]: rows} if self.direct else self._pull_back(rows, parameters, batched=True)
 
     def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """name -> (*shape,): Jᵀ c in the parameters behind the weight."""
+        """Jᵀ c by name, (*shape,), in the parameters behind the weight."""
         total = torch.stack([op.weighted_sum(c) for op in self.ops]).sum(0) if len(self.ops) > 1 else None
         total = self.ops[0].weighted_sum(c) if total is None else total
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ._check import whole
 
 KEY_BYTES = 32
-_CHUNK = 2**16  # pairs of normal numbers made at a time: the temporaries stay in the cache; 12·_CHUNK is a multiple of 16
+_CHUNK = 2**16  # pairs of normal numbers made at a time: the temporaries stay in the cache
 
 
 class Noise:
@@ -64,7 +64,7 @@ class Noise:
         }
 
     def _normal(self, step: int, size: int) -> np.ndarray:
-        """``size`` normal numbers, made in chunks by as many threads as torch uses; the chunks do not depend on that."""
+        """``size`` normal numbers, made in chunks by as many threads as torch uses; the numbers do not depend on it."""
         pairs = (size + 1) // 2
         normal = np.empty(2 * pairs, dtype=np.float32)
         starts = range(0, pairs, _CHUNK)
@@ -82,13 +82,13 @@ class Noise:
         return normal[:size]
 
     def _random_bytes(self, step: int, offset: int, count: int) -> bytes:
-        """A piece of the step's AES keystream: the counter's upper 64 bits are the step, the lower count 16-byte blocks."""
+        """Part of the step's AES keystream: the counter is the step (upper 64 bits) and a number of 16-byte blocks."""
         counter = (step << 64) + offset // 16
         return Cipher(algorithms.AES(self.key), modes.CTR(counter.to_bytes(16, "big"))).encryptor().update(bytes(count))
 
 
 def _box_muller(random: bytes, out: np.ndarray) -> None:
-    """Fill ``out`` (2 k,) from 12 k random bytes: sqrt(-2 ln u) times (cos, sin) of 2π v, u uniform in (0, 1], v in all.
+    """Fill ``out`` (2 k,) from 12 k random bytes: sqrt(-2 ln u) times (cos, sin) of 2π v, for uniform u and v.
 
     u has 63 bits, so that its smallest value, which makes the largest normal number, is 2^-64; v has 32.
     """

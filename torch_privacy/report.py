@@ -80,7 +80,9 @@ def render(folder: RunFolder) -> str:
         words=escape(_words(results, summary)),
         plots="".join(f"<figure>{plot}</figure>" for plot in _draw(folder, profile, summary)),
         numbers=_table(accuracy_lines(results) + privacy_lines(summary)),
-        settings=_table((name.replace("_", " "), _plain(value)) for name, value in settings.items()),
+        settings=_table(
+            (name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None
+        ),
         not_covered="".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]),
     )
 
@@ -108,11 +110,12 @@ def _headline(results: dict[str, Any], summary: Summary) -> str:
 def _words(results: dict[str, Any], summary: Summary) -> str:
     """The same in words, for a reader who has never met an epsilon."""
     examples, power = results["num_examples"], round_up(100 * summary.true_positive_rate_high, 1)
-    return (
+    words = (
         f"The model was trained on {examples:,} examples. Suppose somebody knows all of them but one, sees the "
         f"finished model, and wants to tell whether that one was used ({RELATION}). If false alarms may happen in "
         f"{FALSE_POSITIVES} of the cases, no method recognizes more than {power} % of those who were used."
     )
+    return words.replace(" %", "\u00a0%")  # a number and its unit stay together
 
 
 def _table(lines: Iterable[tuple[str, str]]) -> str:
@@ -121,5 +124,4 @@ def _table(lines: Iterable[tuple[str, str]]) -> str:
 
 def _plain(value: Any) -> str:
     """A setting as a reader would write it."""
-    words = {None: "none", True: "yes", False: "no"}
-    return words[value] if value is None or isinstance(value, bool) else f"{value}"
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value}"

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from math import isinf
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Summary:
     true_positive_rate_high: float
 
     def as_json(self) -> dict[str, Any]:
-        """Nested plain values, as in ``results.json`` and under ``--json``."""
+        """Nested plain values, as in ``results.json`` and under ``--json``; null stands for infinity."""
         return {
             "neighboring_relation": EVENT.neighboring_relation.value,
             "sampler": EVENT.sampler,
@@ -47,14 +47,22 @@ class Summary:
             "sampling_probability": self.sampling_probability,
             "num_steps": self.num_steps,
             "delta": self.delta,
-            "epsilon": {"low": self.epsilon_low, "high": self.epsilon_high},
-            "clt": {"epsilon": self.clt_epsilon, "mu": self.mu, "note": "an approximation, not a bound"},
-            "moments_accountant": {"epsilon": self.moments_epsilon, "note": "a bound, looser than needed"},
+            "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
+            "clt": {
+                "epsilon": _or_none(self.clt_epsilon),
+                "mu": _or_none(self.mu),
+                "note": "an approximation, not a bound",
+            },
+            "moments_accountant": {"epsilon": _or_none(self.moments_epsilon), "note": "a bound, looser than needed"},
             "attacker": {
                 "false_positive_rate": FALSE_POSITIVE_RATE,
                 "true_positive_rate": {"low": self.true_positive_rate_low, "high": self.true_positive_rate_high},
             },
         }
+
+
+def _or_none(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def compose_steps(noise_multiplier: float, sampling_probability: float, num_steps: int) -> privacy.Profile:
@@ -107,7 +115,7 @@ def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[d
     curve = profile.tradeoff(np.asarray(alphas, np.float64))
     return [
         {"alpha": float(alpha), "beta_low": float(low), "beta_high": float(high)}
-        for alpha, low, high in zip(alphas, curve.low, curve.high, strict=True)
+        for alpha, low, high in zip(alphas, *map(np.atleast_1d, curve), strict=True)
     ]
 
 
@@ -136,6 +144,6 @@ def round_up(value: float, digits: int = 3) -> str:
 
 def _directed(value: float, digits: int, *, upward: bool) -> str:
     """Decimal text on the safe side of a float, exactly."""
-    if isinf(value):
+    if not isfinite(value):
         return str(value)
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING if upward else ROUND_FLOOR))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private training: the only place that joins tape, clipping, noise, sampling and ledger, so that they cannot disagree."""
+"""Private training: the only place that joins tape, clipping, noise, sampling and ledger; so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import platform
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -142,7 +142,7 @@ class PrivateTraining:
             whole(where, microbatch_size=microbatch_size, at_least=1)
         if expected_batch_size > self.num_examples:
             raise ValueError(
-                f"{where}: expected_batch_size={expected_batch_size!r} must be at most the {self.num_examples} examples."
+                f"{where}: expected_batch_size={expected_batch_size!r} must be at most {self.num_examples} examples."
             )
         if delta is not None:
             hint = f"It must be below 1/n for the {self.num_examples} examples; 1 / (10 n) or less is usual."
@@ -213,7 +213,7 @@ class PrivateTraining:
         """
         pending = self._pending
         if pending is None:
-            raise Refused("training.step was called without a batch. Call it once for each batch of `for ... in training`.")
+            raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
         if isinstance(losses, Tensor) and losses.ndim == 1 and len(losses) != pending.size:
             raise Refused(
                 f"losses of shape {tuple(losses.shape)} given for a batch of {pending.size} examples: must be "
@@ -410,7 +410,7 @@ class _Switch:
 
     def __init__(self, training: PrivateTraining | None = None):
         self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[tuple[Tape, dict[str, Tensor], dict[str, int]]] = []
+        self._active: list[tuple[Tape, Mapping[str, Tensor], dict[str, int]]] = []
 
     def __deepcopy__(self, memo: dict) -> _Switch:
         return _Switch()

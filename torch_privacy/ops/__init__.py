@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OPS``: torch function -> what it notes about its parameters. The only registry: an op is one file and one line here."""
+"""``OPS``: torch function -> what it notes about its parameters. The only registry: an op is a file and a line here."""
 
 from collections.abc import Callable, Iterator
 

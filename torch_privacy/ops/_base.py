@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op owes: notes taken in the forward (``Use``) and, once the backward is done, its Jacobian block (``Op``)."""
+"""What every op owes: notes taken in the forward (``Use``) and, after the backward, its Jacobian block (``Op``)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Method:
     """
 
     name: str
-    compute: Callable[[Op], Tensor]
+    compute: Callable[[Any], Tensor]
     flops: float  # multiplications and additions, for all examples
     floats: float  # numbers held at once, for all examples
 
@@ -96,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Use(ABC):
-    """What the tape notes where an op meets a parameter ``weight``, to make its ``Op`` once the backward has given b."""
+    """What the tape notes where an op meets a parameter ``weight``; makes the ``Op`` once the backward has given b."""
 
     weight: Tensor
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit rows: the form of small parameters (biases, norms' scales) and the fallback where uses have no common one."""
+"""Explicit rows: for small parameters (biases, scales of norms) and where the uses of one have no common form."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups in a table of vectors, without ever forming a one-hot matrix or a gradient per example as large as the table."""
+"""Look-ups in a table of vectors, without forming one-hot matrices or, for norms, a table of gradients per example."""
 
 from __future__ import annotations
 

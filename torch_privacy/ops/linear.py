@@ -171,7 +171,5 @@ RECORDERS = {
     F.linear: linear,
     torch.addmm: addmm,
     Tensor.addmm: addmm,
-    **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv), matmul
-    ),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv), matmul),
 }
