@@ -41,13 +41,16 @@ def training_of(model=None, dataset=None, optimizer=None, **settings):
     return tp.PrivateTraining(model, optimizer, data() if dataset is None else dataset, test_seed=5, **settings)
 
 
-def train(training, steps=None):
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def train(training, steps=None, losses=cross_entropy):
     """Answers every batch; the batches' examples (first column of x) step by step."""
     seen = []
     for x, y in training:
-        losses = F.cross_entropy(training.model(x), y, reduction="none")
         seen.append(x[:, 0].tolist())
-        training.step(losses)
+        training.step(losses(training.model, x, y))
         if steps is not None and training.step_count >= steps:
             break
     return seen
@@ -69,7 +72,7 @@ def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size()
         rows = one_backward_per_example(model, x, cross_entropy_of_pair, list(zip(x.split(1), y.split(1), strict=True)))
         step = training.step_count
         noise = training._noise.draw(step, dict(training.model.named_parameters()))
-        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+        training.step(cross_entropy(training.model, x, y))
         clipped = (rows * (0.5 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
         z = torch.cat([part.flatten() for part in noise.values()])
         expected = before - (clipped + 0.5 * z) / 8  # sensitivity 0.5, noise multiplier 1, learning rate 1
@@ -182,7 +185,7 @@ def test_resumed_run_is_the_uninterrupted_one(stop):
 def test_breaking_off_within_a_step_begins_it_anew():
     training = training_of(microbatch_size=3)
     for x, y in training:
-        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+        training.step(cross_entropy(training.model, x, y))
         break
     assert training.step_count == 0
     train(training)
@@ -322,7 +325,7 @@ def test_evaluation_between_and_within_steps_runs_untouched():
         with torch.no_grad():
             training.model.eval()(x)
         training.model.train()
-        losses = F.cross_entropy(training.model(x), y, reduction="none")
+        losses = cross_entropy(training.model, x, y)
         training.step(losses)
         training.model(x).sum().backward()  # a gradient of the user's own, between steps
         assert all(p.grad is not None for p in training.model.parameters())
@@ -338,7 +341,7 @@ def test_copied_and_pickled_models_are_ordinary_ones():
         for other in (clone, reloaded):
             F.cross_entropy(other(x), y).backward()
             assert all(p.grad is not None for p in other.parameters())
-        training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+        training.step(cross_entropy(training.model, x, y))
     assert list(training.model.state_dict()) == list(network().state_dict())
 
 
@@ -506,6 +509,62 @@ def test_bad_losses_are_refused_and_nothing_is_released_or_lost(losses, message)
     plain = training_of()
     assert train(training) == train(plain)
     assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda losses, x: losses / len(x),
+        lambda losses, x: losses * (1 / len(x)),
+        lambda losses, x: losses / torch.tensor(float(len(x))),
+        lambda losses, x: losses.div_(len(x)) * 3,
+    ],
+)
+def test_losses_divided_by_the_size_of_the_batch_are_refused(scaled):
+    training = training_of()
+    with pytest.raises(tp.Refused, match=r"Leave the division out"):
+        train(training, losses=lambda model, x, y: scaled(cross_entropy(model, x, y), x))
+    assert len(training.ledger) == 0
+
+
+def test_losses_divided_by_a_count_over_the_batch_are_refused():
+    training = training_of()
+    with pytest.raises(tp.Refused, match=r"a number that changes with the batch"):
+        train(training, losses=lambda model, x, y: cross_entropy(model, x, y) / (100 + (x > 0).sum()))
+
+
+def test_losses_scaled_by_a_constant_or_a_schedule_are_fine():
+    training = training_of()
+    for x, y in training:
+        losses = cross_entropy(training.model, x, y)
+        training.step(losses / 4 * (1.0 + 0.1 * training.step_count))
+    assert training.step_count == 6
+
+
+def test_layout_that_the_data_decide_is_measured_on_every_batch():
+    """In order for the first batches, sorted by their data later: what the first ones taught must not be trusted."""
+
+    def forward(m, x):
+        h = m.pre(x)
+        order = h[:, 0, 0].argsort() if training.step_count >= 4 else torch.arange(len(x))
+        return m.f(h[order].flatten(0, 1)).unflatten(0, x.shape[:2])[order.argsort()]
+
+    model = Calls(forward, pre=nn.Linear(3, 3), f=nn.Linear(3, 2))
+    generator = torch.Generator().manual_seed(3)
+    dataset = TensorDataset(torch.randn(N, 4, 3, generator=generator), torch.zeros(N))
+    training = training_of(model, dataset)
+    with pytest.raises(tp.Refused, match=r"in no regular order"):
+        train(training, losses=lambda model, x, y: losses_of(model, x))
+    assert training.step_count == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_any_precision_train(dtype):
+    model = network().to(dtype)
+    dataset = TensorDataset(data().tensors[0].to(dtype), data().tensors[1])
+    training = training_of(model, dataset, expected_batch_size=2, num_steps=12)  # some of its batches are empty
+    train(training)
+    assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
 
 
 def test_input_normalised_over_the_batch_is_refused():

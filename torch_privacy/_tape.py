@@ -40,6 +40,10 @@ _REARRANGEMENTS = {
 }
 # Factories whose result holds no data of the batch. What random and fill functions make may stand for an input.
 _CONSTANTS = {torch.arange, torch.linspace, torch.eye}
+_REORDERING = {
+    *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
+    *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "_pack_padded_sequence", "_pad_packed_sequence"),
+}
 _EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
@@ -96,6 +100,7 @@ class Tape(TorchFunctionMode):
         }
         self._constants: dict[int, Tensor] = {id(t): t for t in constants}
         self._inputs: list[Tensor] = []
+        self._reorders = False  # the data of the batch may have decided where its examples lie
         self._calls: list[Call] = []
         self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
 
@@ -110,6 +115,8 @@ class Tape(TorchFunctionMode):
         data = [t for t in tensors if id(t) not in self._constants and self._source(t) is None]
         if data and met:
             return self._run_and_note(func, args, kwargs, data, met)
+        if data and not self._reorders and _may_reorder(func, args):
+            self._reorders = any(t.requires_grad for t in data)
         out = func(*args, **kwargs)
         if data or not (tensors or func in _CONSTANTS):
             return out
@@ -158,7 +165,8 @@ class Tape(TorchFunctionMode):
         for call in calls:
             _check_versions(call)
         layouts = self.layouts.recall(calls, self._names_of, len(losses))
-        measure = layouts is None or bool(self._inputs)
+        verify = verify and (layouts is None or bool(self._inputs))
+        measure = layouts is None or bool(self._inputs) or self._reorders
         edges = [call.edge for call in calls]
         bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or measure)
         if measure:
@@ -167,11 +175,11 @@ class Tape(TorchFunctionMode):
         blocks: dict[int, Block] = {}
         with torch.no_grad():
             for call, b, layout in zip(calls, bs, layouts, strict=True):
-                b = torch.zeros(call.shape, dtype=losses.dtype) if b is None else b.reshape(call.shape)
+                b = losses.new_zeros(call.shape) if b is None else b.reshape(call.shape)
                 for use in call.uses:
                     self._add_to_block(blocks, use.weight, use.op(b, layout))
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
-        if measure and verify:
+        if verify:
             verify_against_native(jacobian, losses, self.parameters)
         return jacobian
 
@@ -250,6 +258,20 @@ class Tape(TorchFunctionMode):
         if id(weight) not in blocks:
             blocks[id(weight)] = Block(weight, source.names, source.direct, source.rearranged)
         blocks[id(weight)].add(op)
+
+    def nodes_before_calls(self, losses: Tensor) -> Iterator[Node]:
+        """The nodes of the graph between the losses and the first noted calls on every path."""
+        calls = {call.edge.node for call in self._calls}
+        stack = [losses.grad_fn]
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            if node is None or node in calls:
+                continue
+            yield node
+            following = {n for n, _ in node.next_functions} - seen
+            seen |= following
+            stack += following
 
     def _reached_calls(self, losses: Tensor) -> list[Call]:
         """The calls between losses and parameters, in the order they were made; refuses any path around them."""
@@ -343,6 +365,14 @@ def _output_edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(base if base is not None and same and base.grad_fn is not None else y)
 
 
+def _may_reorder(func: Callable, args: tuple) -> bool:
+    """Whether the function may move examples about as its data say: then layouts are measured on every batch."""
+    if func is Tensor.__getitem__:
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(key, (Tensor, list)) for key in keys)
+    return getattr(func, "__name__", "").rstrip("_") in _REORDERING
+
+
 def _rearranges(func: Callable, args: tuple) -> bool:
     if func in _REARRANGEMENTS:
         return True
@@ -389,7 +419,11 @@ def verify_against_native(jacobian: Jacobian, losses: Tensor, parameters: Mappin
     The graph stays: the Jacobian still needs its chains of parameter-only ops.
     """
     n = len(losses)
-    weights = [torch.ones_like(losses), *torch.eye(n).to(losses)[torch.randperm(n, generator=fresh_generator())[:2]]]
+    some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+    weights = [
+        torch.ones_like(losses),
+        *(torch.zeros_like(losses).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
+    ]
     norms = jacobian.squared_norms()
     leaves = list(parameters.values())
     for c in weights:

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from . import __version__, privacy
 from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
+from ._divisor import Divisors
 from ._layout import Layouts
 from ._model import check_buffers_unchanged, check_model, take_census
 from ._tape import Tape
@@ -165,6 +166,7 @@ class PrivateTraining:
         self.event = privacy.SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
         self.ledger = _open_ledger(run_folder)
         self._layouts = Layouts()
+        self._divisors = Divisors()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._pending: _Pending | None = None
         self._clipped_sum: dict[str, Tensor] = {}
@@ -219,6 +221,7 @@ class PrivateTraining:
                 f"losses of shape {tuple(losses.shape)} given for a batch of {pending.size} examples: must be "
                 f"({pending.size},), one loss per example."
             )
+        self._divisors.check(pending.size, pending.tape.nodes_before_calls(losses))
         jacobian = pending.tape.jacobian(losses, may_miss=self._seen, verify=True)
         self._seen |= set(pending.tape.parameters)
         with torch.no_grad():
@@ -338,8 +341,9 @@ class PrivateTraining:
         private_grads = {}
         for name, p in parameters.items():
             total = self._clipped_sum.get(name)
-            total = torch.zeros_like(p) if total is None else total  # an empty batch has the sum zero
-            private_grads[name] = total.add_(noise[name], alpha=stddev).div_(self.expected_batch_size)
+            if total is None:  # an empty batch has the sum zero
+                total = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            private_grads[name] = total.add_(noise[name], alpha=stddev).div_(self.expected_batch_size).to(p.dtype)
         self._clipped_sum = {}
         self.ledger.record(self.event, self.step_count, self._fingerprint())
         self.optimizer.zero_grad(set_to_none=True)
