@@ -44,16 +44,16 @@ class Divisors:
             if torch.isclose(value, size, rtol=1e-6) or torch.isclose(value * size, torch.ones_like(size), rtol=1e-6):
                 raise Refused(
                     f"losses were multiplied or divided by {factor.item():g}, and the batch has {num_examples} "
-                    "examples: a loss must not depend on how many others there are. Leave the division out; PrivateTraining "
-                    "divides by the expected batch size."
+                    "examples: a loss must not depend on how many others there are. Leave the division out; "
+                    "PrivateTraining divides by the expected batch size."
                 )
         for factor, before in zip(found, self._seen[-1] if self._seen else [], strict=False):
             # Python floats, which arrive in double precision, may follow a schedule of the user's.
             if factor.dtype != torch.float64 and not torch.equal(factor, before):
                 raise Refused(
                     f"losses were multiplied or divided by a number that changes with the batch ({before.item():g}, "
-                    f"then {factor.item():g}), so that each loss depends on other examples. Divide each example's loss by a "
-                    "number of its own, such as the count of its own tokens."
+                    f"then {factor.item():g}), so that each loss depends on other examples. Divide each example's "
+                    "loss by a number of its own, such as the count of its own tokens."
                 )
         self._seen.append(found)
 

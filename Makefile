@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each goal makes its own environment in $(VENV) when needed. On Debian: apt install make python3 python3-venv
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+BIN := $(VENV)/bin
+# Silences an advertisement of the theme, not a warning about these pages.
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check docs format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.train  ## train on the Adult data privately; ARGS="--epsilon 2" passes options on
+	$(BIN)/torch-privacy train adult $(ARGS)
+
+test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.check  ## lint, formatting, types, documentation
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(VENV)/.check  ## serve the documentation while you write it
+	$(BIN)/mkdocs serve
+
+format: $(VENV)/.check  ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and what was built; training runs stay
+	rm -rf $(VENV) site dist
+
+# One stamp per set of extras; the environment is renewed when a dependency or a pin changes.
+$(VENV)/.train: TARGET := .
+$(VENV)/.test: TARGET := .[test]
+$(VENV)/.check: TARGET := .[test,docs]
+$(VENV)/.train $(VENV)/.test $(VENV)/.check: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) must be Python 3.11 or newer. Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: $(PYTHON) lacks the venv module. On Debian: apt install python3-venv" >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '$(TARGET)'
+	@touch $@

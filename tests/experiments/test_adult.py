@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+
+from torch_privacy.cli import run as command
+from torch_privacy.experiments import adult
+from torch_privacy.experiments._protocol import number_of_steps
+from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.runner import Run
+
+FILES = {
+    "settings.json",
+    "ledger.jsonl",
+    "metrics.csv",
+    "model.safetensors",
+    "privacy.json",
+    "results.json",
+    "report.html",
+}
+TINY = {"epochs": 0.1, "baseline": False}  # 11 steps
+STEPS = 11
+
+
+def drain(run, at_most=10**9):
+    for _, progress in zip(range(at_most), run.steps(), strict=False):
+        assert progress.step <= progress.num_steps
+
+
+def assert_equal_weights(model, other):
+    assert model.keys() == other.keys()
+    assert all(torch.equal(model[name], other[name]) for name in model)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a short run with its baseline, made by the command."""
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    assert command(["train", "adult", "--run", str(path), "--epochs", "1.5", "--batch-size", "2000", "--quiet"]) == 0
+    return RunFolder(path)
+
+
+def test_settings_are_the_papers():
+    settings = adult.Settings()
+    assert (settings.noise_multiplier, settings.expected_batch_size, settings.learning_rate) == (0.55, 256, 0.15)
+    assert (settings.clip_norm, settings.epochs, settings.hidden_units, settings.delta) == (1.0, 18, 16, 1e-5)
+    assert number_of_steps(settings, 29305) == 2061  # 18 * 29305 / 256 = 2060.5
+
+
+def test_task_has_the_papers_split_and_network():
+    task = adult.build_task(adult.Settings())
+    assert (len(task.train), len(task.test)) == (29305, 3256)
+    model = task.new_model()
+    assert sum(p.numel() for p in model.parameters()) == 123 * 16 + 16 + 16 * 2 + 2
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), task.new_model().parameters(), strict=True))
+
+
+def test_new_model_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    adult.new_model(16, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_finished_run_has_every_file_and_no_checkpoint(finished):
+    assert {path.name for path in finished.path.iterdir()} == FILES
+    assert finished.is_complete
+
+
+def test_finished_run_has_one_release_per_step(finished):
+    results = json.loads(finished.results.read_text())
+    num_steps = round(1.5 * 29305 / 2000)
+    assert results["privacy"]["num_steps"] == num_steps
+    assert sum("step" in json.loads(line) for line in finished.ledger.read_text().splitlines()) == num_steps
+
+
+def test_finished_run_has_metrics_for_every_epoch_of_both_trainings(finished):
+    rows = list(csv.DictReader(finished.metrics.read_text().splitlines()))
+    assert [(row["training"], row["epoch"], row["step"]) for row in rows] == [
+        ("private", "1.0", "15"),
+        ("private", "1.5", "22"),
+        ("non-private", "1.0", "15"),
+        ("non-private", "1.5", "22"),
+    ]
+    assert all(0.5 < float(row["test_accuracy"]) <= 1 for row in rows)
+    assert float(rows[0]["epsilon_high"]) < float(rows[1]["epsilon_high"])
+    assert rows[2]["epsilon_high"] == ""
+
+
+def test_finished_run_states_its_privacy(finished):
+    statement, results = json.loads(finished.privacy.read_text()), json.loads(finished.results.read_text())
+    assert statement["private"] is True
+    assert statement["noise_multiplier"] == 0.55
+    assert sum(release["count"] for release in statement["releases"]) == results["privacy"]["num_steps"]
+    assert statement["run"]["settings"]["seed"] == 0
+    assert any("non-private baseline" in item for item in statement["not_covered"])
+    assert results["privacy"]["epsilon"]["low"] <= results["privacy"]["epsilon"]["high"]
+
+
+def test_finished_run_saved_the_model_whose_accuracy_it_reports(finished):
+    task = adult.build_task(adult.Settings())
+    model = task.new_model()
+    model.load_state_dict(safetensors.torch.load_file(finished.model))
+    inputs, targets = task.test.tensors
+    accuracy = float(task.correct(model(inputs), targets).mean())
+    assert accuracy == pytest.approx(json.loads(finished.results.read_text())["test_accuracy"], abs=1e-6)
+
+
+def test_finished_run_cannot_be_resumed(finished, capsys):
+    assert command(["train", "--resume", str(finished.path)]) == 2
+    assert "this run is complete, nothing is left to resume" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_json_output_is_one_object(tmp_path, capfd):
+    arguments = ["train", "adult", "--run", str(tmp_path / "r"), "--epochs", "0.1", "--no-baseline", "--json"]
+    assert command(arguments) == 0
+    shown = capfd.readouterr()
+    assert shown.err == ""
+    results = json.loads(shown.out)
+    assert results["baseline_test_accuracy"] is None
+    assert results["run"] == str(tmp_path / "r")
+
+
+@pytest.mark.slow
+def test_output_elsewhere_than_a_terminal_is_one_line_per_epoch(tmp_path, capfd):
+    arguments = ["train", "adult", "--run", str(tmp_path / "r"), "--epochs", "2", "--batch-size", "3000"]
+    assert command(arguments) == 0
+    shown = capfd.readouterr()
+    assert len(shown.err.splitlines()) == 4
+    assert "\x1b" not in shown.err + shown.out
+    assert "epsilon <= " in shown.err.splitlines()[0]
+    for words in (
+        "certified",
+        "add or remove one example",
+        "Poisson",
+        "not a bound",
+        "moments",
+        "mu",
+        "true positives",
+    ):
+        assert words in shown.out
+
+
+def test_target_epsilon_is_never_exceeded(tmp_path):
+    run = Run.start(tmp_path / "run", "adult", target_epsilon=2.0, **TINY)
+    drain(run)
+    assert 1.9 < run.summary().epsilon_high <= 2.0
+
+
+def test_checkpoint_is_for_the_owner_only(tmp_path):
+    run = Run.start(tmp_path / "run", "adult", **TINY)
+    assert stat.S_IMODE(os.stat(run.folder.checkpoint).st_mode) == 0o600
+    run.checkpoint()
+    assert stat.S_IMODE(os.stat(run.folder.checkpoint).st_mode) == 0o600
+
+
+@pytest.mark.slow
+def test_checkpoint_is_renewed_at_the_end_of_each_epoch(tmp_path):
+    run = Run.start(tmp_path / "run", "adult", epochs=2, expected_batch_size=5000, baseline=False)
+    for steps_before, saved in [(0, 0), (5, 0), (1, 6), (5, 6), (1, 12)]:  # 12 steps in all, 6 to an epoch
+        drain(run, at_most=steps_before)
+        assert torch.load(run.folder.checkpoint)["training"]["step_count"] == saved
+
+
+@pytest.mark.slow
+def test_run_ends_when_its_last_steps_draw_nobody(tmp_path):
+    for attempt in range(4):  # one step in e is empty at a mean of one example
+        run = Run.start(tmp_path / f"{attempt}", "adult", epochs=1e-4, expected_batch_size=1, baseline=False)
+        drain(run)
+        assert run.training.step_count == run.training.num_steps == 3
+        assert [row.step for row in run.private.rows] == [3]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, STEPS])
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "killed"])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, saved):
+    run = Run.start(tmp_path / "stopped", "adult", **TINY)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "whole")  # the same secret keys
+    drain(run, at_most=stop)
+    if saved:
+        run.checkpoint()
+    stopped, whole = Run.resume(tmp_path / "stopped"), Run.resume(tmp_path / "whole")
+    drain(stopped)
+    drain(whole)
+    assert stopped.folder.ledger.read_text() == whole.folder.ledger.read_text()  # it names each batch and noise
+    assert stopped.private.rows == whole.private.rows
+    assert_equal_weights(stopped.model.state_dict(), whole.model.state_dict())
+
+
+def test_runs_do_not_share_their_noise(tmp_path):
+    one, other = (Run.start(tmp_path / name, "adult", **TINY) for name in ("one", "other"))
+    drain(one)
+    drain(other)
+    assert not torch.equal(one.model[0].weight, other.model[0].weight)
+
+
+def test_baseline_depends_on_the_public_seed_alone(tmp_path):
+    one, other = (Run.start(tmp_path / name, "adult", epochs=0.1) for name in ("one", "other"))
+    drain(one)
+    drain(other)
+    assert one.baseline.rows == other.baseline.rows
+    assert len(one.baseline.rows) == 1
+
+
+def start_in_a_process(path):
+    """A run of the command in a process of its own, some steps into its training."""
+    arguments = ["train", "adult", "--run", str(path), "--epochs", "6", "--no-baseline"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_privacy.cli", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    ledger, deadline = path / "ledger.jsonl", time.monotonic() + 60
+    while not (ledger.exists() and ledger.read_text().count("\n") > 50):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_stopped_command_can_be_resumed(tmp_path, number, code):
+    path = tmp_path / "run"
+    process = start_in_a_process(path)
+    process.send_signal(number)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in shown
+    if number != signal.SIGKILL:
+        assert re.search(
+            rf"stopped after step \d+ of 687; continue with\n  torch-privacy train --resume {path}\n", shown
+        )
+    before = path.joinpath("ledger.jsonl").read_text().splitlines()
+    shutil.copytree(path, tmp_path / "twin")
+    for folder in (path, tmp_path / "twin"):
+        assert command(["train", "--resume", str(folder), "--quiet"]) == 0
+    after = path.joinpath("ledger.jsonl").read_text().splitlines()
+    whole = before if before[-1].endswith("}") else before[:-1]
+    assert after[: len(whole)] == whole
+    assert json.loads((path / "results.json").read_text())["privacy"]["num_steps"] == 687
+    twin = RunFolder(tmp_path / "twin")
+    assert twin.ledger.read_text().splitlines() == after
+    assert_equal_weights(*map(safetensors.torch.load_file, (path / "model.safetensors", twin.model)))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given
+from hypothesis import strategies as st
+from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
+
+from torch_privacy import privacy
+from torch_privacy.privacy.curve import Bracket
+
+MNIST = 256 / 60000
+
+# noise multiplier, sampling probability, steps, delta -> epsilon, computed once by a contour integral to 1e-9
+EXACT = {
+    "Adult": (0.55, 256 / 29305, 2061, 1e-5, 11.807306),
+    "two thousand": (1.0, 0.01, 2000, 1e-5, 2.58384118169),
+    "ten thousand": (0.8, MNIST, 10_000, 1e-5, 3.7976047070),
+    "five thousand": (2.0, 0.02, 5000, 1e-5, 3.2087507013),
+    "CLT .35": (1.06, MNIST, 4688, 1e-5, 1.407805),
+    "MNIST row 1": (1.3, MNIST, 3516, 1e-5, 0.864540),
+    "MNIST row 2": (1.1, MNIST, 14062, 1e-5, 2.381597),
+    "Abadi 100": (4.0, 0.01, 10_000, 1e-5, 0.946867),
+    "Abadi 400": (4.0, 0.01, 40_000, 1e-5, 2.033065),
+    "Figure A.1": (1.1, 60**0.5 * MNIST, 234, 1e-5, 2.743269),
+    "MovieLens": (0.6, 1 / 80, 1600, 1e-6, 12.749436),
+    "0.6, 1e3": (0.6, MNIST, 1000, 1e-5, 3.817107536),
+    "0.6, 1e4": (0.6, MNIST, 10_000, 1e-5, 9.076485506),
+    "0.6, 1e5": (0.6, MNIST, 100_000, 1e-5, 34.145515192),
+    "0.6, 1e6": (0.6, MNIST, 1_000_000, 1e-5, 186.173086837),
+    "1.1, 1e3": (1.1, MNIST, 1000, 1e-5, 0.598685144),
+    "1.1, 1e4": (1.1, MNIST, 10_000, 1e-5, 1.977902463),
+    "1.1, 1e5": (1.1, MNIST, 100_000, 1e-5, 7.270792856),
+    "1.1, 1e6": (1.1, MNIST, 1_000_000, 1e-5, 31.586728024),
+    "2, 1e3": (2.0, MNIST, 1000, 1e-5, 0.245642421),
+    "2, 1e4": (2.0, MNIST, 10_000, 1e-5, 0.843812122),
+    "2, 1e5": (2.0, MNIST, 100_000, 1e-5, 3.009404709),
+    "2, 1e6": (2.0, MNIST, 1_000_000, 1e-5, 11.730315562),
+}
+
+
+def poisson(noise_multiplier, sampling_probability, num_steps) -> privacy.Profile:
+    return privacy.compose([(privacy.SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)])
+
+
+def assert_brackets(bracket: Bracket, truth: float, digits: float = 0.0, width: float = 1e-4):
+    assert bracket.low <= truth + digits
+    assert bracket.high >= truth - digits
+    assert bracket.high - bracket.low <= width * abs(truth)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_epsilon_brackets_the_exact_value(case):
+    *setting, delta, epsilon = EXACT[case]
+    width = 5e-4 if setting[2] == 1_000_000 else 6e-5
+    assert_brackets(poisson(*setting).epsilon(delta), epsilon, digits=1e-6, width=width)
+
+
+def test_add_direction_alone_matches_its_exact_value():
+    remove, add = poisson(0.55, 256 / 29305, 2061)._curves
+    assert_brackets(add.epsilon(1e-5), 5.305, digits=5e-4)
+    assert_brackets(remove.epsilon(1e-5), 11.807306, digits=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 1000])
+def test_full_batch_gaussian_has_a_closed_form(num_steps):
+    profile = privacy.compose([(privacy.Gaussian(3.0), num_steps)])
+    curve = privacy.tradeoff.Gaussian(num_steps**0.5 / 3.0)
+    for epsilon in (0.0, 0.3, 2.0):
+        assert_brackets(profile.delta(epsilon), curve.delta(epsilon), digits=1e-15, width=1e-10)
+    epsilon = curve.mu**2 / 2 + 2 * curve.mu  # two deviations up
+    assert_brackets(profile.epsilon(float(curve.delta(epsilon))), epsilon, width=1e-11)
+
+
+def test_lattice_agrees_with_the_closed_form_where_both_apply():
+    nearly_all = privacy.SubsampledGaussian(3.0, 1 - 1e-12)
+    exact = privacy.compose([(privacy.Gaussian(3.0), 50)]).epsilon(1e-6).high
+    assert_brackets(privacy.compose([(nearly_all, 50)]).epsilon(1e-6), exact, digits=1e-9)
+
+
+def test_sampling_probability_one_is_the_full_batch():
+    assert poisson(2.0, 1.0, 7).epsilon(1e-5) == privacy.compose([(privacy.Gaussian(2.0), 7)]).epsilon(1e-5)
+
+
+def test_mixed_full_batch_and_poisson_releases():
+    mixed = privacy.compose([(privacy.Gaussian(8.0), 1), (privacy.SubsampledGaussian(1.0, 0.01), 2000)])
+    assert mixed.epsilon(1e-5).low > poisson(1.0, 0.01, 2000).epsilon(1e-5).high
+    witness = PLDAccountant()
+    witness.compose(dp_event.GaussianDpEvent(8.0))
+    witness.compose(dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(1.0)), 2000)
+    assert_brackets(mixed.epsilon(1e-5), witness.get_epsilon(1e-5), digits=5e-5)
+    assert mixed.sampler == "full batch + Poisson"
+
+
+def test_splitting_and_reordering_a_list_changes_nothing():
+    a, b = privacy.SubsampledGaussian(1.0, 0.01), privacy.SubsampledGaussian(0.8, 0.005)
+    whole = privacy.compose([(a, 300), (b, 200)]).epsilon(1e-5)
+    parts = privacy.compose([(b, 120), (a, 299), (b, 80), (a, 1), (b, 0)]).epsilon(1e-5)
+    assert parts == pytest.approx(whole, rel=1e-12)
+
+
+def test_nothing_released_costs_nothing():
+    for events in ([], [(privacy.Gaussian(1.0), 0)]):
+        profile = privacy.compose(events)
+        assert profile.epsilon(1e-5) == (0, 0)
+        assert profile.delta(0.0) == profile.advantage() == (0, 0)
+        low, high = profile.tradeoff(np.array([0.0, 0.3, 1.0]))
+        np.testing.assert_allclose(low, [1.0, 0.7, 0.0], atol=1e-6)
+        np.testing.assert_allclose(high, [1.0, 0.7, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [(0.3, 0.5, 3, 1e-12), (0.36, 0.0044, 570, 3.6e-12), (20.0, 1e-5, 1000, 1e-12), (5.0, 0.02, 100_000, 1e-12)],
+)
+def test_hard_settings_are_bracketed_tightly(setting):
+    *setting, delta = setting
+    low, high = poisson(*setting).epsilon(delta)
+    assert low <= high <= low * 1.0005 + 1e-9
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_few_steps_agree_with_numerical_convolution(num_steps):
+    sigma, q = 0.8, 0.1
+    x = np.linspace(-12, 12 + 1 / sigma, 1500)
+    density = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
+    loss = np.log1p(q * np.expm1(x / sigma - 1 / (2 * sigma**2)))
+    total, mass = np.zeros(1), np.ones(1)  # of all steps but one
+    for _ in range(num_steps - 1):
+        total, mass = (total[:, None] + loss).ravel(), np.outer(mass, density * np.exp(loss)).ravel()
+        if len(total) > 2000:  # keep a sorted summary: bins much finer than what is tested
+            total, mass = _binned(total, mass, 1e-4)
+    last = privacy.compose([(privacy.SubsampledGaussian(sigma, q), 1)])._curves[0]
+    curve = poisson(sigma, q, num_steps)._curves[0]
+    for epsilon in (0.2, 1.0, 3.0):
+        truth = sum(m * last.delta(epsilon - t).low for t, m in zip(total, mass, strict=True) if m > 1e-11)
+        assert_brackets(curve.delta(epsilon), truth, digits=2e-4 * truth + 1e-7, width=1e-3)
+
+
+def _binned(values, weights, width):
+    bins = np.round(values / (100 * width)).astype(int)
+    bins -= bins.min()
+    mass = np.bincount(bins, weights)
+    means = np.bincount(bins, weights * values)[mass > 0] / mass[mass > 0]
+    return means, mass[mass > 0]
+
+
+SIGMA, Q, STEPS = st.floats(0.5, 10), st.floats(1e-3, 0.9), st.integers(1, 3000)
+
+
+@given(SIGMA, Q, STEPS, st.floats(1e-9, 1e-2))
+def test_epsilon_and_delta_are_ordered_and_inverse(sigma, q, steps, delta):
+    profile = poisson(sigma, q, steps)
+    epsilon = profile.epsilon(delta)
+    assert 0 <= epsilon.low <= epsilon.high < np.inf
+    assert profile.delta(epsilon.high * (1 + 1e-9)).low <= delta
+    if epsilon.low > 0:
+        assert profile.delta(epsilon.low * (1 - 1e-9)).high >= delta
+
+
+@given(SIGMA, Q, STEPS)
+def test_epsilon_grows_with_steps_and_sampling_and_falls_with_noise(sigma, q, steps):
+    low, high = poisson(sigma, q, steps).epsilon(1e-5)
+    assert poisson(sigma, q, steps + 1 + steps // 10).epsilon(1e-5).high >= low
+    assert poisson(sigma, min(1.0, 1.1 * q), steps).epsilon(1e-5).high >= low
+    assert poisson(sigma * 1.1, q, steps).epsilon(1e-5).low <= high
+
+
+@given(st.floats(0.7, 5), st.floats(1e-2, 0.5), st.integers(1, 200))
+def test_tradeoff_is_convex_symmetric_and_below_guessing(sigma, q, steps):
+    alpha = np.linspace(0, 1, 101)
+    low, high = poisson(sigma, q, steps).tradeoff(alpha)
+    assert (low <= high + 1e-12).all()
+    assert (high <= 1 - alpha + 1e-12).all()
+    assert (high - low).max() < 0.01
+    assert (np.diff(low) <= 1e-12).all()
+    assert (np.diff(low, 2) >= -1e-9).all()
+    # Symmetry: f(f(α)) = α where f is strictly decreasing, up to the width of the bracket.
+    inner = (low > 0.01) & (alpha > 0.01)
+    again = np.interp(low[inner], alpha, low)
+    assert np.abs(again - alpha[inner]).max(initial=0) < 0.05
+
+
+def test_tradeoff_of_a_gaussian_brackets_the_closed_form():
+    profile, curve = privacy.compose([(privacy.Gaussian(2.0), 4)]), privacy.tradeoff.Gaussian(1.0)
+    alpha = np.concatenate([[0, 1e-6, 1e-3], np.linspace(0.01, 1, 100)])
+    low, high = profile.tradeoff(alpha)
+    assert (low <= curve(alpha) + 1e-13).all()
+    assert (high >= curve(alpha) - 1e-13).all()
+    assert (high - low).max() < 3e-4
+    rate = profile.true_positive_rate(0.01)
+    assert rate.low <= 1 - curve(0.01) <= rate.high
+    assert isinstance(rate.high, float)
+
+
+def test_advantage_is_delta_at_zero_and_the_best_gap():
+    profile = poisson(0.55, 256 / 29305, 2061)
+    alpha = np.linspace(0, 1, 2001)
+    low, high = profile.tradeoff(alpha)
+    assert (1 - high - alpha).max() <= profile.advantage().high
+    assert (1 - low - alpha).max() >= profile.advantage().low
+
+
+def test_statement_rounds_outwards_and_names_its_assumptions():
+    profile = poisson(0.55, 256 / 29305, 2061)
+    expected = "epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)"
+    assert profile.statement(1e-5) == str(profile) == expected
+    assert profile.sampler == "Poisson"
+    assert profile.neighboring_relation is privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
+    assert profile.events == [(privacy.SubsampledGaussian(0.55, 256 / 29305), 2061)]
+
+
+def test_epsilon_is_infinite_when_delta_is_below_what_was_truncated():
+    low, high = poisson(1.0, 0.5, 100).epsilon(1e-23)
+    assert high == np.inf
+    assert 0 <= low < np.inf
+
+
+HOSTILE_COUNTS = [-1, 1.0, True, None, float("nan")]
+
+
+@pytest.mark.parametrize("count", HOSTILE_COUNTS)
+def test_compose_refuses_counts(count):
+    with pytest.raises(ValueError, match=r"compose, Gaussian\(noise_multiplier=1.0\): count=.*integer"):
+        privacy.compose([(privacy.Gaussian(1.0), count)])
+
+
+def test_compose_refuses_unknown_events():
+    with pytest.raises(ValueError, match=r"cannot price 'laplace'\. Known: SubsampledGaussian, Gaussian"):
+        privacy.compose([("laplace", 1)])
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, float("nan"), 2, True])
+def test_epsilon_refuses_delta(delta):
+    with pytest.raises(ValueError, match=r"Profile\.epsilon: delta="):
+        poisson(1.0, 0.1, 1).epsilon(delta)
+
+
+@pytest.mark.parametrize("epsilon", [float("nan"), float("inf")])
+def test_delta_refuses_epsilon(epsilon):
+    with pytest.raises(ValueError, match=r"Profile\.delta: epsilon="):
+        poisson(1.0, 0.1, 1).delta(epsilon)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_tradeoff_refuses_alpha(alpha):
+    with pytest.raises(ValueError, match=r"Profile\.tradeoff: alpha="):
+        poisson(1.0, 0.1, 1).tradeoff(alpha)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 30, 1000])
+@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.01), (1.0, 0.1), (2.0, 0.004)])
+def test_pld_accountant_is_an_upper_witness(sigma, q, num_steps):
+    witness = PLDAccountant()
+    witness.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(sigma)), num_steps)
+    above = witness.get_epsilon(1e-5)
+    low, high = poisson(sigma, q, num_steps).epsilon(1e-5)
+    assert low <= above
+    assert high == pytest.approx(above, rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sigma", "q", "num_steps"), [(0.55, 256 / 29305, 2061), (1.0, 0.05, 300), (2.0, 0.01, 1000)])
+def test_prv_accountant_is_a_witness_on_both_sides(sigma, q, num_steps):
+    mechanism = PoissonSubsampledGaussianMechanism(noise_multiplier=sigma, sampling_probability=q)
+    witness = PRVAccountant(prvs=[mechanism], max_self_compositions=[num_steps], eps_error=0.01, delta_error=1e-10)
+    below, _, above = witness.compute_epsilon(delta=1e-5, num_self_compositions=[num_steps])
+    low, high = poisson(sigma, q, num_steps).epsilon(1e-5)
+    assert below <= high
+    assert low <= above
+
+
+@pytest.mark.slow
+def test_random_settings_are_bracketed_or_refused():
+    draw = np.random.default_rng(3)
+    for _ in range(40):
+        setting = 10 ** draw.uniform(-0.5, 1.3), 10 ** draw.uniform(-4, 0), int(10 ** draw.uniform(0, 6))
+        low, high = poisson(*setting).epsilon(float(10 ** draw.uniform(-12, -3)))
+        assert 0 <= low <= high <= low * 1.01 + 1e-12, setting

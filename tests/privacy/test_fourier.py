@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from torch_privacy.privacy import fourier
+from torch_privacy.privacy.fourier import Composed, Tilted
+from torch_privacy.privacy.lattice import Lattice
+
+
+def coins(spacing=0.5) -> Lattice:
+    """Loss +spacing or -spacing, as of randomised response."""
+    up = 1 / (1 + np.exp(-spacing))
+    return Lattice(-spacing, 2 * spacing, np.array([1 - up, up]))
+
+
+def binomial_delta(steps: int, spacing: float, epsilon: float) -> float:
+    """δ of randomised response by hand: 2k - steps losses up, k binomial."""
+    up = 1 / (1 + np.exp(-spacing))
+    k = np.arange(steps + 1)
+    log_choose = np.array([sum(np.log((steps - j) / (j + 1)) for j in range(i)) for i in k])
+    mass = np.exp(log_choose + k * np.log(up) + (steps - k) * np.log(1 - up))
+    return float(mass @ np.maximum(0, -np.expm1(epsilon - spacing * (2 * k - steps))))
+
+
+@pytest.mark.parametrize("s", [0.0, 0.3, 1.0, 4.0])
+@pytest.mark.parametrize("steps", [1, 2, 7, 60])
+def test_composed_coins_match_the_binomial_under_every_tilt(steps, s):
+    composed = Composed([(coins(), steps)], s)
+    for epsilon in (0.0, 0.2, 0.5, 3.3, 0.3 * steps):
+        truth = binomial_delta(steps, 0.5, epsilon)
+        assert composed.at_least(epsilon) <= truth * (1 + 1e-12)
+        assert composed.at_most(epsilon) >= truth * (1 - 1e-12)
+        if s <= 1:  # with a tilt far off, the bracket is still right but wide
+            assert composed.at_most(epsilon) - composed.at_least(epsilon) <= 1e-7 * truth + 1e-12
+
+
+def test_tilt_recovers_a_tail_that_an_untilted_fft_drowns():
+    truth = binomial_delta(60, 0.5, 29.0)
+    assert truth < 1e-12
+    composed = Composed([(coins(), 60)], 6.0)
+    assert composed.at_least(29.0) == pytest.approx(truth, rel=1e-8)
+    assert composed.at_most(29.0) == pytest.approx(truth, rel=1e-8)
+
+
+def test_discounted_sums_match_the_recursion_across_blocks():
+    values, spacing = np.random.default_rng(0).random(40), 25.0  # a block holds 300 / 25 = 12 points
+    expected, carry = [], 0.0
+    for value in values[::-1]:
+        carry = value + np.exp(-spacing) * carry
+        expected.append(carry)
+    np.testing.assert_allclose(fourier._discounted(values, spacing), expected[::-1], rtol=1e-15)
+
+
+def test_discounted_sums_carry_a_large_value_into_the_block_before():
+    values = np.zeros(24)
+    values[12] = 1e300
+    assert fourier._discounted(values, 25.0)[11] == pytest.approx(1e300 * np.exp(-25.0))
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_grouped_moments_are_bounds_and_nearly_exact(sign):
+    losses = np.linspace(-1, 5, 5001)
+    mass = np.exp(-losses) / np.exp(-losses).sum()
+    tilted = Tilted(Lattice(-1.0, losses[1] - losses[0], mass), 0.0)
+    t = sign * np.geomspace(0.01, 5, 9)
+    exact = np.log(np.exp(t[:, None] * (losses - tilted.mean)) @ mass)
+    assert (tilted.grouped.log_moment(t) >= exact - 1e-13).all()
+    np.testing.assert_allclose(tilted.grouped.log_moment(t), exact, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("at_least", [1, 7, 1000, 99_999])
+def test_fast_length_is_enough_and_little_more(at_least):
+    assert at_least <= fourier._fast_length(at_least) <= 1.25 * at_least + 1

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_privacy import privacy
+from torch_privacy._check import Refused
+
+A, B = privacy.SubsampledGaussian(1.0, 0.01), privacy.Gaussian(4.0)
+RELEASES = [(A, "a0"), (A, "a1"), (B, "b"), (A, "a2")]
+
+
+def filled(path=None) -> privacy.Ledger:
+    ledger = privacy.Ledger(path)
+    for step, (event, fingerprint) in enumerate(RELEASES):
+        ledger.record(event, step, fingerprint)
+    return ledger
+
+
+def test_ledger_merges_equal_neighbors_and_prices_them():
+    ledger = filled()
+    assert len(ledger) == 4
+    assert ledger.events == [(A, 2), (B, 1), (A, 1)]
+    assert ledger.profile().epsilon(1e-5) == privacy.compose([(A, 3), (B, 1)]).epsilon(1e-5)
+    assert privacy.Ledger().profile().epsilon(1e-5) == (0, 0)
+
+
+def test_file_has_a_header_one_definition_per_event_and_one_line_per_release(tmp_path):
+    filled(tmp_path / "ledger").close()
+    lines = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]
+    assert lines[0] == {"ledger": 1}
+    assert lines[1] == {"define": 0, "event": privacy.event_to_dict(A)}
+    assert lines[2] == {"step": 0, "event": 0, "fingerprint": "a0"}
+    assert [line["define"] for line in lines if "define" in line] == [0, 1]
+    assert len(lines) == 1 + 2 + 4
+
+
+def test_release_is_in_the_file_when_record_returns(tmp_path):
+    path = tmp_path / "ledger"
+    ledger = privacy.Ledger(path)
+    for step, (event, fingerprint) in enumerate(RELEASES):
+        ledger.record(event, step, fingerprint)
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step
+
+
+def test_releases_survive_kill_9(tmp_path):
+    program = (
+        "import os, signal, sys; from torch_privacy import privacy\n"
+        "ledger = privacy.Ledger(sys.argv[1])\n"
+        "for step in range(100): ledger.record(privacy.Gaussian(1.0), step, str(step))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = tmp_path / "ledger"
+    root = Path(privacy.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, cwd=root)
+    assert done.returncode == -signal.SIGKILL
+    assert privacy.Ledger.load(path).events == [(privacy.Gaussian(1.0), 100)]
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_load_drops_a_torn_last_line_and_goes_on(tmp_path, cut):
+    path = tmp_path / "ledger"
+    filled(path).close()
+    os.truncate(path, path.stat().st_size - cut)
+    ledger = privacy.Ledger.load(path)
+    assert len(ledger) == 3
+    ledger.record(A, 3, "again")
+    ledger.close()
+    assert privacy.Ledger.load(path).state_dict() == ledger.state_dict()
+
+
+def test_load_of_a_file_torn_in_its_header_starts_anew(tmp_path):
+    path = tmp_path / "ledger"
+    path.write_text('{"led')
+    with_header = privacy.Ledger.load(path)
+    with_header.record(A, 0, "a")
+    assert len(privacy.Ledger.load(path)) == 1
+
+
+def test_load_refuses_damage_before_the_last_line(tmp_path):
+    path = tmp_path / "ledger"
+    filled(path).close()
+    lines = path.read_text().splitlines(keepends=True)
+    for broken in ("{broken\n", '{"step": 7, "event": 0, "fingerprint": ""}\n', '{"step": 0, "event": 5}\n', "[]\n"):
+        path.write_text("".join([*lines[:2], broken, *lines[3:]]))
+        with pytest.raises(Refused, match=r"line 3 of .*ledger.* cannot be read"):
+            privacy.Ledger.load(path)
+    path.write_text('{"ledger": 99}\n')
+    with pytest.raises(Refused, match="format 99 is unknown"):
+        privacy.Ledger.load(path)
+
+
+def test_new_ledger_refuses_an_existing_file(tmp_path):
+    filled(tmp_path / "ledger").close()
+    with pytest.raises(Refused, match=r"exists\. Continue it with Ledger\.load"):
+        privacy.Ledger(tmp_path / "ledger")
+
+
+def test_replay_of_the_same_release_changes_nothing(tmp_path):
+    path = tmp_path / "ledger"
+    ledger = filled(path)
+    before = path.read_bytes()
+    for step, (event, fingerprint) in enumerate(RELEASES):
+        ledger.record(event, step, fingerprint)
+    assert len(ledger) == 4
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("event", "fingerprint"), [(A, "other"), (B, "a1")])
+def test_different_release_under_a_taken_step_is_refused(event, fingerprint):
+    ledger = filled()
+    with pytest.raises(Refused, match=r"step 1 was .* share one step's noise"):
+        ledger.record(event, 1, fingerprint)
+    assert len(ledger) == 4
+
+
+def test_gap_and_hostile_steps_are_refused():
+    ledger = filled()
+    with pytest.raises(Refused, match="step=5 comes after step 3"):
+        ledger.record(A, 5, "x")
+    for step in (-1, 4.0, True):
+        with pytest.raises(ValueError, match="step="):
+            ledger.record(A, step, "x")
+    with pytest.raises(ValueError, match="fingerprint=7 must be a string"):
+        ledger.record(A, 4, 7)
+
+
+def test_state_dict_survives_json_and_continues():
+    state = json.loads(json.dumps(filled().state_dict()))
+    ledger = privacy.Ledger()
+    ledger.load_state_dict(state)
+    ledger.record(A, 4, "next")
+    assert ledger.events == [(A, 2), (B, 1), (A, 2)]
+
+
+def test_load_state_dict_keeps_releases_beyond_the_checkpoint_and_refuses_conflicts(tmp_path):
+    early = privacy.Ledger()
+    early.record(A, 0, "a0")
+    ledger = filled(tmp_path / "ledger")
+    ledger.load_state_dict(early.state_dict())
+    assert len(ledger) == 4
+    other = privacy.Ledger()
+    other.record(A, 0, "different")
+    with pytest.raises(Refused, match="step 0 was"):
+        ledger.load_state_dict(other.state_dict())
+    with pytest.raises(Refused, match="format None"):
+        ledger.load_state_dict({})
+
+
+def test_full_disk_leaves_no_torn_line(tmp_path, monkeypatch):
+    path = tmp_path / "ledger"
+    ledger, write = filled(path), os.write
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    with pytest.raises(OSError, match="wrote only 5 of"):
+        ledger.record(A, 4, "lost")
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert len(ledger) == 4
+    ledger.record(A, 4, "kept")
+    assert len(privacy.Ledger.load(path)) == 5
+
+
+def test_closed_ledger_refuses_to_record_into_nowhere(tmp_path):
+    ledger = filled(tmp_path / "ledger")
+    ledger.close()
+    with pytest.raises(Refused, match="closed"):
+        ledger.record(A, 4, "lost")
+    assert len(ledger) == 4

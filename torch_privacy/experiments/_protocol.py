@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experiment module offers to the runner, written down once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch_privacy import _check
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
+
+class Settings(Protocol):
+    """The settings that every experiment has; a concrete one is a frozen dataclass and may add its own."""
+
+    @property
+    def noise_multiplier(self) -> float | None: ...  # None with a target_epsilon, and only then
+    @property
+    def target_epsilon(self) -> float | None: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def expected_batch_size(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def clip_norm(self) -> float: ...
+    @property
+    def epochs(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def baseline(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A learning problem, ready to run: data, the network, and what its outputs are scored by."""
+
+    train: Dataset[Any]  # map-style, of (input, target)
+    test: Dataset[Any]
+    new_model: Callable[[], nn.Module]  # equal weights at every call
+    new_optimizer: Callable[[nn.Module], Optimizer]
+    losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
+    correct: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), 1 where the prediction is right
+    num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
+
+
+class Experiment(Protocol):
+    """A module of ``torch_privacy.experiments``: settings on top, and how to build the task from them."""
+
+    @property
+    def Settings(self) -> Callable[..., Any]: ...
+    @property
+    def build_task(self) -> Callable[[Any], Task]: ...
+
+
+def check_settings(settings: Settings, num_examples: int) -> None:
+    """Raise a ``ValueError`` that names the first setting that cannot be run on ``num_examples`` examples."""
+    noise = {"noise_multiplier": settings.noise_multiplier, "target_epsilon": settings.target_epsilon}
+    _check.positive("train", **{name: value for name, value in noise.items() if value is not None})
+    _check.positive("train", clip_norm=settings.clip_norm, learning_rate=settings.learning_rate, epochs=settings.epochs)
+    _check.whole("train", seed=settings.seed)
+    _check.whole("train", at_least=1, expected_batch_size=settings.expected_batch_size)
+    mean = "It is the mean number of examples that a step draws from the training data."
+    _check.in_range("train", 0, num_examples, expected_batch_size=settings.expected_batch_size, hint=mean)
+    whole = f"From 1/n on (n = {num_examples} examples) it would allow publishing somebody's record; try 1e-5."
+    _check.strictly_between("train", 0, 1 / num_examples, delta=settings.delta, hint=whole)
+
+
+def number_of_steps(settings: Settings, num_examples: int) -> int:
+    """Epochs turned into whole steps, ``epochs * n / expected_batch_size`` rounded to the nearest, at least 1."""
+    return max(1, round(settings.epochs * num_examples / settings.expected_batch_size))

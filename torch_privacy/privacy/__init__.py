@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was released, and what it costs: events, profiles with certified bounds, calibration and the ledger."""
+
+from . import tradeoff as tradeoff
+from .approximate import CLT as CLT
+from .approximate import clt as clt
+from .approximate import moments as moments
+from .calibrate import calibrate as calibrate
+from .compose import Profile as Profile
+from .compose import compose as compose
+from .curve import Bracket as Bracket
+from .event import Event as Event
+from .event import Gaussian as Gaussian
+from .event import NeighboringRelation as NeighboringRelation
+from .event import SubsampledGaussian as SubsampledGaussian
+from .event import event_from_dict as event_from_dict
+from .event import event_to_dict as event_to_dict
+from .ledger import Ledger as Ledger

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""δ as a function of ε in one direction, with a bound on each side: what every engine hands to `compose`."""
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from .law import SubsampledNormal
+from .tradeoff import Array
+
+Value = TypeVar("Value", float, Array, float | Array)
+
+
+class Bracket(NamedTuple, Generic[Value]):
+    """Two bounds on one true value: ``low <= truth <= high``; numbers, or arrays of one shape."""
+
+    low: Value
+    high: Value
+
+
+class Curve(Protocol):
+    """Certified bounds on one direction's hockey stick. An engine is whatever makes these from one-step laws."""
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        """Bounds on δ(ε), any real ε."""
+        ...
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        """Bounds on the smallest ε >= 0 with δ(ε) <= delta."""
+        ...
+
+    def epsilon_bound(self, delta: float) -> float:
+        """A quick upper bound on ε(delta), perhaps infinite, to see whether this direction can matter at all."""
+        ...
+
+
+def bisect(holds: Callable[[float], bool], fails: float, good: float, tolerance: float = 0.0) -> tuple[float, float]:
+    """Narrow ``[fails, good]`` (in either order) around the threshold of a monotone condition.
+
+    Returns:
+        ``(last point where it failed, last point where it held)``, at most ``tolerance`` times the latter apart, or
+        neighbors in floating point.
+    """
+    while abs(good - fails) > tolerance * abs(good):
+        middle = fails + (good - fails) / 2
+        if middle in (fails, good):
+            break
+        if holds(middle):
+            good = middle
+        else:
+            fails = middle
+    return fails, good
+
+
+def crossing(small_enough: Callable[[float], bool]) -> Bracket[float]:
+    """Bracket of the smallest ε >= 0 that is large enough for a condition: (0, 0) if 0 is, (…, ∞) if none is."""
+    if small_enough(0.0):
+        return Bracket(0.0, 0.0)
+    upper = 1.0
+    while not small_enough(upper):
+        upper *= 2
+        if upper > 1e12:
+            return Bracket(upper, np.inf)
+    return Bracket(*bisect(small_enough, 0.0, upper, 1e-13))
+
+
+class Nothing:
+    """Nothing was released: P = Q."""
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        value = max(-float(np.expm1(epsilon)), 0.0)
+        return Bracket(value, value)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return Bracket(0.0, 0.0)
+
+    def epsilon_bound(self, delta: float) -> float:
+        return 0.0
+
+
+class ClosedForm:
+    """A single law whose hockey stick is a difference of two normal tails; the bounds differ by its rounding error.
+
+    The rounding of each tail is taken as 32 units in the last place times its exponent: an estimate, not a proof.
+    """
+
+    def __init__(self, law: SubsampledNormal, *, swapped: bool):
+        self._tails = law.add_tails if swapped else law.remove_tails
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        gain, loss, exponent = (float(value) for value in self._tails(np.array(epsilon)))
+        error = 32 * 2.0**-53 * (1 + abs(exponent)) * (gain + loss)
+        return Bracket(max(gain - loss - error, 0.0), min(max(gain - loss, 0.0) + error, 1.0))
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        low = crossing(lambda epsilon: self.delta(epsilon).low <= delta).low
+        high = crossing(lambda epsilon: self.delta(epsilon).high <= delta).high
+        return Bracket(low, high)
+
+    def epsilon_bound(self, delta: float) -> float:
+        return np.inf  # the answer itself is just as quick

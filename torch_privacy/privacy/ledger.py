@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was released, in order; on disk before anyone uses it."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from .._check import Refused, whole
+from .compose import Profile, compose
+from .event import Event, event_from_dict, event_to_dict
+
+FORMAT = 1
+SECONDS_BETWEEN_SYNCS = 1.0
+
+
+class Ledger:
+    """Append-only list of releases, one per step.
+
+    With a path, each release is a line of JSON that has reached the operating system when `record` returns, so none is
+    lost if the process is killed. Against power failure the file is flushed to the disk at most once per second, and by
+    `sync`, which belongs before every checkpoint.
+
+    ``{"ledger": 1}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
+    ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release.
+
+    Args:
+        path: a file that does not exist yet; None keeps the ledger in memory.
+
+    Guarantees:
+        - steps are 0, 1, 2, ... without gaps, and no step is ever recorded with two different releases;
+        - `record` of a release that is already there (a replay after a crash) changes nothing and costs nothing;
+        - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used.
+
+    One process writes a ledger at a time; two at once are not detected.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self._events: list[Event] = []  # each different event once
+        self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
+        self._runs: list[tuple[Event, int]] = []  # the same events in order, equal neighbors merged
+        self._file: int | None = None
+        self._closed = False
+        self._last_sync = time.monotonic()
+        if path is not None:
+            if Path(path).exists():
+                raise Refused(f"Ledger: {str(path)!r} exists. Continue it with Ledger.load, or choose another path.")
+            self._open(path, os.O_CREAT | os.O_EXCL)
+            self._write({"ledger": FORMAT})
+            self.sync()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Ledger":
+        """The ledger in a file, ready to record more. A torn last line is cut off; any other fault is refused.
+
+        Raises:
+            Refused: a line other than the last cannot be read, or steps are not 0, 1, 2, ...
+            FileNotFoundError: there is no such file.
+        """
+        content = Path(path).read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        ledger = cls()
+        for number, line in enumerate(complete.splitlines(), start=1):
+            try:
+                ledger._read(number, json.loads(line))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise Refused(f"Ledger.load: line {number} of {str(path)!r} cannot be read: {error}.") from error
+        ledger._open(path, 0)
+        if len(complete) < len(content):
+            os.truncate(path, len(complete))
+        if not complete:  # killed before the header was written
+            ledger._write({"ledger": FORMAT})
+        return ledger
+
+    def record(self, event: Event, step: int, fingerprint: str) -> None:
+        """Note a release *before* it is used.
+
+        Args:
+            event: what is released.
+            step: number of the release, counted from 0; the next one, or an earlier one that is being replayed.
+            fingerprint: digest of what determines the release's noise and sample, such as the generator's state.
+
+        Raises:
+            Refused: the step was skipped to, or is already taken by a different release, which would share its noise.
+        """
+        whole("Ledger.record", step=step)
+        if not isinstance(fingerprint, str):
+            raise ValueError(f"Ledger.record: fingerprint={fingerprint!r} must be a string.")
+        if step < len(self._releases):
+            self._check_replay(event, step, fingerprint)
+            return
+        if step > len(self._releases):
+            raise Refused(f"Ledger.record: step={step} comes after step {len(self) - 1}; steps must not leave gaps.")
+        if self._closed:
+            raise Refused(f"Ledger.record: step {step} comes after the ledger was closed. Open it with Ledger.load.")
+        index = self._define(event)
+        self._write({"step": step, "event": index, "fingerprint": fingerprint})
+        self._append(index, fingerprint)
+
+    def __len__(self) -> int:
+        return len(self._releases)
+
+    @property
+    def events(self) -> list[tuple[Event, int]]:
+        """All releases in order as (event, how many in a row)."""
+        return list(self._runs)
+
+    def profile(self) -> Profile:
+        """What all releases so far cost together."""
+        return compose(self.events)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger as plain JSON, for a checkpoint. Call `sync` first when there is a file."""
+        return {
+            "ledger": FORMAT,
+            "events": [event_to_dict(event) for event in self._events],
+            "releases": [list(release) for release in self._releases],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Add the checkpoint's releases to what is already there.
+
+        Releases beyond the checkpoint stay: they happened, and replaying them must give the same ones.
+
+        Raises:
+            Refused: the checkpoint and this ledger disagree about a step, or its format is unknown.
+        """
+        self._check_format(state.get("ledger"))
+        events = [event_from_dict(description) for description in state["events"]]
+        for step, (index, fingerprint) in enumerate(state["releases"]):
+            self.record(events[index], step, fingerprint)
+
+    def sync(self) -> None:
+        """Return when all releases are on the disk itself, safe from power failure."""
+        if self._file is not None:
+            os.fsync(self._file)
+        self._last_sync = time.monotonic()
+
+    def close(self) -> None:
+        """Flush and let go of the file; the ledger can still be read."""
+        if self._file is not None:
+            self.sync()
+            os.close(self._file)
+            self._file, self._closed = None, True
+
+    def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
+        index, known = self._releases[step]
+        if (self._events[index], known) != (event, fingerprint):
+            raise Refused(
+                f"Ledger.record: step {step} was {self._events[index]!r} with fingerprint {known!r}, and now is "
+                f"{event!r} with {fingerprint!r}. Two different releases would share one step's noise. Resume from a "
+                "checkpoint of the same run, or start a new ledger."
+            )
+
+    def _append(self, index: int, fingerprint: str) -> None:
+        event = self._events[index]
+        if self._runs and self._runs[-1][0] == event:
+            self._runs[-1] = (event, self._runs[-1][1] + 1)
+        else:
+            self._runs.append((event, 1))
+        self._releases.append((index, fingerprint))
+
+    def _define(self, event: Event) -> int:
+        """Index of the event, which is written down when it is new."""
+        if event not in self._events:
+            self._write({"define": len(self._events), "event": event_to_dict(event)})
+            self._events.append(event)
+        return self._events.index(event)
+
+    def _read(self, number: int, line: dict[str, Any]) -> None:
+        if number == 1:
+            self._check_format(line["ledger"])
+        elif "define" in line:
+            self._events.append(event_from_dict(line["event"]))
+        else:
+            if line["step"] != len(self._releases):
+                raise ValueError(f"step {line['step']} follows step {len(self) - 1}")
+            self._append(line["event"], line["fingerprint"])
+
+    @staticmethod
+    def _check_format(found: Any) -> None:
+        if found != FORMAT:
+            raise Refused(f"Ledger: format {found!r} is unknown; this version reads format {FORMAT}.")
+
+    def _open(self, path: str | os.PathLike[str], flags: int) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        written = os.write(self._file, data)
+        if written != len(data):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)  # no later line may join the torn one
+            raise OSError(f"Ledger: wrote only {written} of {len(data)} bytes of a line; the disk may be full.")
+        if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
+            self.sync()
