@@ -60,6 +60,13 @@ def cross_entropy_of_pair(model, pair):
     return F.cross_entropy(model(pair[0]), pair[1], reduction="none")
 
 
+def noise_of(training, step):
+    """The standard normal numbers of a step, flattened."""
+    zeros = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+    training._noise.add_to(step, zeros, stddev=1.0)
+    return torch.cat([z.flatten() for z in zeros.values()])
+
+
 def parameters_of(training):
     return torch.cat([p.detach().flatten() for p in training.model.parameters()])
 
@@ -71,11 +78,10 @@ def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size()
         model = copy.deepcopy(training.model)
         rows = one_backward_per_example(model, x, cross_entropy_of_pair, list(zip(x.split(1), y.split(1), strict=True)))
         step = training.step_count
-        noise = training._noise.draw(step, dict(training.model.named_parameters()))
+        noise = noise_of(training, step)
         training.step(cross_entropy(training.model, x, y))
         clipped = (rows * (0.5 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
-        z = torch.cat([part.flatten() for part in noise.values()])
-        expected = before - (clipped + 0.5 * z) / 8  # sensitivity 0.5, noise multiplier 1, learning rate 1
+        expected = before - (clipped + 0.5 * noise) / 8  # sensitivity 0.5, noise multiplier 1, learning rate 1
         torch.testing.assert_close(parameters_of(training), expected, rtol=1e-9, atol=1e-9)
     assert training.step_count == 6
 
@@ -106,10 +112,7 @@ def test_microbatches_give_the_same_noise_and_the_same_sum():
     assert max(sizes) == 3
     assert split.step_count == whole.step_count == 6
     torch.testing.assert_close(parameters_of(split), parameters_of(whole), rtol=1e-12, atol=1e-12)
-    like = dict(whole.model.named_parameters())
-    for step in range(6):
-        one, other = whole._noise.draw(step, like), split._noise.draw(step, like)
-        assert all(torch.equal(one[name], other[name]) for name in like)
+    assert all(torch.equal(noise_of(whole, step), noise_of(split, step)) for step in range(6))
 
 
 def test_empty_batches_make_steps_of_noise_alone():
@@ -124,9 +127,9 @@ def test_empty_batches_make_steps_of_noise_alone():
 def test_only_empty_batches_never_reach_the_loop():
     training = training_of(expected_batch_size=1e-9, num_steps=3)
     assert train(training) == []
-    like = dict(training.model.named_parameters())
-    moved = sum(training._noise.draw(step, like)["0.bias"].double() for step in range(3))
-    torch.testing.assert_close(training.model[0].bias, network()[0].bias - moved * 0.5 / 1e-9)
+    start = torch.cat([p.detach().flatten() for p in network().parameters()])
+    moved = sum(noise_of(training, step) for step in range(3))
+    torch.testing.assert_close(parameters_of(training), start - moved * 0.5 / 1e-9)
 
 
 def test_release_is_recorded_before_the_optimizer_sees_it():

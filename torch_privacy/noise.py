@@ -12,7 +12,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from torch import Tensor
 from ._check import whole
 
 KEY_BYTES = 32
-_CHUNK = 2**16  # pairs of normal numbers made at a time: the temporaries stay in the cache
+_CHUNK = 2**17  # normal numbers made at a time: the temporaries stay in the cache
 
 
 class Noise:
-    """Standard normal float32 noise, a function of a secret key and the number of the step.
+    """Gaussian noise, a function of a secret key and the number of the step; its normal numbers are float32.
 
     Args:
         key: 32 secret bytes; by default from the operating system's cryptographic generator. Who knows the key can
@@ -47,38 +47,31 @@ class Noise:
         if len(self.key) != KEY_BYTES:
             raise ValueError(f"Noise: key of {len(self.key)} bytes; must be {KEY_BYTES} bytes.")
 
-    def draw(self, step: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Standard normal float32 tensors of the shapes and on the devices of ``like``, for one step.
+    def add_to(self, step: int, sums: Mapping[str, Tensor], stddev: float) -> None:
+        """Add ``stddev`` times the step's standard normal numbers to the tensors, in place.
 
         Args:
             step: number of the step, 0 or above; one number must never be used for two releases.
-            like: name -> tensor; only its shape and device count.
+            sums: name -> contiguous tensor of any floating-point type.
+            stddev: absolute standard deviation, in the units of the sums.
         """
-        whole("Noise.draw", step=step)
-        sizes = [tensor.numel() for tensor in like.values()]
-        normal = torch.from_numpy(self._normal(step, sum(sizes)))
-        parts = normal.split(sizes)
-        return {
-            name: part.view(tensor.shape).to(tensor.device)
-            for (name, tensor), part in zip(like.items(), parts, strict=True)
-        }
+        whole("Noise.add_to", step=step)
+        flat = [tensor.view(-1) for tensor in sums.values()]
+        ends = list(accumulate(map(len, flat)))
+        for start in range(0, ends[-1] if ends else 0, _CHUNK):
+            noise = torch.from_numpy(self._normal(step, start, min(_CHUNK, ends[-1] - start)))
+            for tensor, end in zip(flat, ends, strict=True):
+                first = end - len(tensor)
+                low, high = max(start, first), min(start + len(noise), end)
+                if low < high:
+                    part = noise[low - start : high - start].to(tensor.device)
+                    tensor[low - first : high - first].add_(part, alpha=stddev)
 
-    def _normal(self, step: int, size: int) -> np.ndarray:
-        """``size`` normal numbers, made in chunks by as many threads as torch uses; the numbers do not depend on it."""
+    def _normal(self, step: int, start: int, size: int) -> np.ndarray:
+        """Numbers ``start`` (a multiple of the chunk) to ``start + size`` of the step."""
         pairs = (size + 1) // 2
         normal = np.empty(2 * pairs, dtype=np.float32)
-        starts = range(0, pairs, _CHUNK)
-
-        def fill(start: int) -> None:
-            count = min(_CHUNK, pairs - start)
-            random = self._random_bytes(step, 12 * start, 12 * count)
-            _box_muller(random, normal[2 * start : 2 * (start + count)])
-
-        if len(starts) == 1:
-            fill(0)
-        else:
-            with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as pool:
-                list(pool.map(fill, starts))
+        _box_muller(self._random_bytes(step, 6 * start, 12 * pairs), normal)
         return normal[:size]
 
     def _random_bytes(self, step: int, offset: int, count: int) -> bytes:
@@ -93,17 +86,16 @@ def _box_muller(random: bytes, out: np.ndarray) -> None:
     u has 63 bits, so that its smallest value, which makes the largest normal number, is 2^-64; v has 32.
     """
     pairs = len(out) // 2
-    u = (np.frombuffer(random, np.int64, pairs) & (2**63 - 1)).astype(np.float32)
-    u += np.float32(0.5)
-    u *= np.float32(2.0**-63)
-    radius = np.log(u, out=u)
-    radius *= np.float32(-2)
-    np.sqrt(radius, out=radius)
+    radius = (np.frombuffer(random, np.int64, pairs) & (2**63 - 1)).astype(np.float32)
+    radius += np.float32(0.5)
+    radius *= np.float32(2.0**-63)
     angle = np.frombuffer(random, np.int32, pairs, offset=8 * pairs).astype(np.float32)
     angle *= np.float32(math.pi * 2.0**-31)
-    cosine, sine = out[:pairs], out[pairs:]
-    np.multiply(radius, np.cos(angle), out=cosine)
-    np.multiply(radius, np.sin(angle, out=angle), out=sine)
+    np.log(radius, out=radius)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    np.multiply(radius, np.cos(angle), out=out[:pairs])
+    np.multiply(radius, np.sin(angle, out=angle), out=out[pairs:])
 
 
 def key_from_test_seed(seed: int, purpose: str) -> bytes:

@@ -277,6 +277,7 @@ class PrivateTraining:
             "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
             "target_epsilon": self.target_epsilon,
             "delta": self.delta,
+            "epsilon": None if self.delta is None else self.profile().epsilon(self.delta)._asdict(),
             "releases": [
                 {"event": privacy.event_to_dict(event), "count": count} for event, count in self.ledger.events
             ],
@@ -337,24 +338,25 @@ class PrivateTraining:
         """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
         parameters = self._census.trained
         stddev = self.noise_multiplier * self.clipping.sensitivity(self.event.neighboring_relation)
-        noise = self._noise.draw(self.step_count, parameters)
-        private_grads = {}
-        for name, p in parameters.items():
-            total = self._clipped_sum.get(name)
-            if total is None:  # an empty batch has the sum zero
-                total = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            private_grads[name] = total.add_(noise[name], alpha=stddev).div_(self.expected_batch_size).to(p.dtype)
+        private_sum = {name: self._sum_of(name, p) for name, p in parameters.items()}
+        self._noise.add_to(self.step_count, private_sum, stddev)
         self._clipped_sum = {}
         self.ledger.record(self.event, self.step_count, self._fingerprint())
         self.optimizer.zero_grad(set_to_none=True)
         for name, p in parameters.items():
-            p.grad = private_grads[name]
+            p.grad = private_sum[name].div_(self.expected_batch_size).to(p.dtype)
         self.optimizer.step()
         for p in parameters.values():
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
         self.step_count += 1
+
+    def _sum_of(self, name: str, p: Tensor) -> Tensor:
+        """The clipped sum in a parameter; zero after an empty batch."""
+        if name in self._clipped_sum:
+            return self._clipped_sum[name].contiguous()
+        return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
 
     def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
         """The generators, from the keys given or from the operating system's."""
