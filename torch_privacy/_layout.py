@@ -110,9 +110,8 @@ def fitting_layouts(b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[i
     if n == 1:  # nothing to tell apart
         yield from (Layout(dim, 1, 1, b.shape[dim]) for dim in dims[:1])
         return
-    tolerance = torch.finfo(b.dtype).eps ** 0.5 / 3
+    tolerance = 2 * torch.finfo(b.dtype).eps ** 0.5
     for layout in _candidates(b.shape, n, dims):
-        size, error = torch.zeros_like(cotangent), torch.zeros_like(cotangent)
         first = layout.examples_first(b.detach()).reshape(n, -1).to(cotangent.dtype)
         first_scaled = layout.examples_first(b_scaled.detach()).reshape(n, -1).to(cotangent.dtype)
         size = torch.linalg.vector_norm(first, dim=1)
@@ -120,7 +119,7 @@ def fitting_layouts(b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[i
         # A few examples' own b may be all but cancelled; rounding then comes from what was cancelled.
         finite = torch.isfinite(size) & torch.isfinite(error)
         largest = size[finite].max() if finite.any() else size.new_zeros(())
-        if (error <= tolerance * (size + 0.01 * largest))[finite].all() and _same_finite(first, first_scaled, finite):
+        if (error <= tolerance * (size + 0.1 * largest))[finite].all() and _same_finite(first, first_scaled, finite):
             yield layout
 
 

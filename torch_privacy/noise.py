@@ -3,7 +3,7 @@
 
 Why not torch.Generator: on a CPU it is seeded by 32 bits (``manual_seed(s)`` and ``manual_seed(s + 2**32)`` draw the
 same), a user's script can fix its seed by accident, the Mersenne twister can be run backwards from what it has drawn,
-and its normal numbers end at 5.8 standard deviations. AES has none of that, and is faster (docs/benchmarks.md).
+and its normal numbers end at 5.8 standard deviations. AES has none of that, and is no slower (docs/benchmarks.md).
 """
 
 from __future__ import annotations
