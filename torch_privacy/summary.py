@@ -102,7 +102,7 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
         ("releases", f"{summary.num_steps} steps at noise multiplier {summary.noise_multiplier:.6g}"),
         ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
         ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
-        ("mu of the central limit theorem", f"{summary.mu:.3f}"),
+        ("mu of the central limit theorem", f"{summary.mu:.4g}"),
         (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks"),
     ]
 

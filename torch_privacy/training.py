@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import secrets
 import weakref
@@ -277,7 +278,7 @@ class PrivateTraining:
             "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
             "target_epsilon": self.target_epsilon,
             "delta": self.delta,
-            "epsilon": None if self.delta is None else self.profile().epsilon(self.delta)._asdict(),
+            "epsilon": self._epsilon_as_json(),
             "releases": [
                 {"event": privacy.event_to_dict(event), "count": count} for event, count in self.ledger.events
             ],
@@ -294,6 +295,13 @@ class PrivateTraining:
                 "python": platform.python_version(),
             },
         }
+
+    def _epsilon_as_json(self) -> dict[str, float | None] | None:
+        """The bracket at the given delta; null stands for infinity."""
+        if self.delta is None:
+            return None
+        bracket = self.profile().epsilon(self.delta)._asdict()
+        return {side: value if math.isfinite(value) else None for side, value in bracket.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on after a stop: keys of noise and sampler, step, settings and ledger.

@@ -279,3 +279,21 @@ def test_random_settings_are_bracketed_or_refused():
         setting = 10 ** draw.uniform(-0.5, 1.3), 10 ** draw.uniform(-4, 0), int(10 ** draw.uniform(0, 6))
         low, high = poisson(*setting).epsilon(float(10 ** draw.uniform(-12, -3)))
         assert 0 <= low <= high <= low * 1.01 + 1e-12, setting
+
+
+@pytest.mark.parametrize("noise_multiplier", [1e-3, 0.02, 0.049])
+@pytest.mark.parametrize("num_steps", [1, 2000])
+def test_hardly_any_noise_is_priced_from_above(noise_multiplier, num_steps):
+    """Outside floating-point range of the losses: the bound ignores the sampling, and so lies above it."""
+    profile = privacy.compose([(privacy.SubsampledGaussian(noise_multiplier, 0.01), num_steps)])
+    unsampled = privacy.compose([(privacy.Gaussian(noise_multiplier), num_steps)])
+    assert profile.epsilon(1e-5) == (0.0, unsampled.epsilon(1e-5).high)
+    assert profile.delta(1.0).low == 0.0
+    assert 0.0 <= profile.true_positive_rate(0.01).low <= profile.true_positive_rate(0.01).high <= 1.0
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.05, 0.1, 0.2])
+def test_little_noise_is_bracketed(noise_multiplier):
+    low, high = privacy.compose([(privacy.SubsampledGaussian(noise_multiplier, 0.07), 29)]).epsilon(1e-5)
+    assert low <= high <= low * 1.0001
+    assert high < privacy.compose([(privacy.Gaussian(noise_multiplier), 29)]).epsilon(1e-5).low

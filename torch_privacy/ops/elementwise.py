@@ -24,7 +24,7 @@ class TermUse(Use):
         return list(range(b_ndim))
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        rows = _sum_to_weight(in_sum_dtype(b), self.weight, layout)
+        rows = sum_to_weight(in_sum_dtype(b), self.weight, layout)
         return Rows(rows if self.scale == 1 else rows * self.scale)
 
 
@@ -41,10 +41,10 @@ class FactorUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        return Rows(_sum_to_weight(in_sum_dtype(b) * in_sum_dtype(self.x), self.weight, layout))
+        return Rows(sum_to_weight(in_sum_dtype(b) * in_sum_dtype(self.x), self.weight, layout))
 
 
-def _sum_to_weight(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+def sum_to_weight(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     """(like y) -> (n, *weight.shape): the rows of a weight that was broadcast to y."""
     broadcast = (1,) * (terms.ndim - weight.ndim) + tuple(weight.shape)
     if broadcast[layout.dim] > 1 and layout.num_examples > 1:

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._check import in_range, positive, strictly_between, whole
 from .curve import crossing
+from .law import LARGEST_SHIFT
 from .tradeoff import Array, Gaussian
 
 
@@ -49,7 +50,7 @@ def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) ->
         10.199
     """
     _check("clt", noise_multiplier, sampling_probability, num_steps)
-    return CLT(float(sampling_probability * np.sqrt(num_steps * np.expm1(noise_multiplier**-2))))
+    return CLT(float(sampling_probability * np.sqrt(num_steps * np.expm1(min(noise_multiplier**-2, 700.0)))))
 
 
 def moments(
@@ -95,6 +96,8 @@ def _check(where: str, noise_multiplier: float, sampling_probability: float, num
 
 def _log_moments(shift: float, probability: float, orders: Array) -> Array:
     """α(λ) by the trapezoid rule, geometrically convergent: the nearest branch points lie σπ off the axis."""
+    if shift > LARGEST_SHIFT:  # out of floating-point range; without sampling α is larger, hence still a bound
+        return orders * (orders + 1) / 2 * shift**2
     step = min(0.1, 1 / (4 * shift))
     x = np.arange(-12 - shift * orders.max(), 12 + shift * (orders.max() + 1), step)
     log_q = -(x**2) / 2 + np.log(step / np.sqrt(2 * np.pi))

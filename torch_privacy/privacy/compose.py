@@ -10,9 +10,9 @@ import numpy as np
 
 from .._check import strictly_between, whole
 from . import fourier
-from .curve import Bracket, ClosedForm, Curve, Nothing, Value
+from .curve import Bracket, ClosedForm, Curve, Nothing, UpperHalf, Value
 from .event import Event, Gaussian, NeighboringRelation, SubsampledGaussian
-from .law import SubsampledNormal
+from .law import LARGEST_SHIFT, SubsampledNormal
 from .tradeoff import Array
 
 # What one release of each type costs. A new event type is one more line here.
@@ -38,6 +38,7 @@ class Profile:
         - ``low <= truth <= high``: discretisation and truncation are bounded by proof, rounding by an estimate (see
           `fourier`);
         - for full-batch Gaussians and for single steps the bracket is a closed form, its width the rounding error;
+        - with a noise multiplier below 0.05, ``low`` is trivial and ``high`` ignores the sampling;
         - otherwise ``high - low`` is about 1e-5 of ε in usual settings (up to 1e4 steps).
 
     Edge cases: nothing released: ε = 0 and δ = 0. If no finite ε has the given δ, ``high`` is infinite.
@@ -184,10 +185,12 @@ def _curves(steps: list[tuple[SubsampledNormal, int]]) -> tuple[Curve, ...]:
     """The remove and the add curve: in closed form where there is one, else from the lattice engine."""
     if not steps:
         return (Nothing(),)
+    # Full-batch Gaussians add up: independent shifts z_i are one shift of length sqrt(Σ z_i²).
+    unsampled = ClosedForm(SubsampledNormal(sum(n * law.shift**2 for law, n in steps) ** 0.5, 1.0), swapped=False)
     if all(law.probability == 1 for law, _ in steps):
-        # Full-batch Gaussians add up: independent shifts z_i are one shift of length sqrt(Σ z_i²).
-        together = SubsampledNormal(sum(count * law.shift**2 for law, count in steps) ** 0.5, 1.0)
-        return (ClosedForm(together, swapped=False),)
+        return (unsampled,)
+    if any(law.shift > LARGEST_SHIFT for law, _ in steps):
+        return (UpperHalf(unsampled),)  # sampling only helps: a mixture is easier to confuse with N(0, 1)
     if sum(count for _, count in steps) == 1:
         return ClosedForm(steps[0][0], swapped=False), ClosedForm(steps[0][0], swapped=True)
     return fourier.curves(steps)

@@ -79,6 +79,22 @@ class Nothing:
         return 0.0
 
 
+class UpperHalf:
+    """A curve of which only upper bounds are known, from one that dominates it; the lower bounds are trivial."""
+
+    def __init__(self, dominating: Curve):
+        self._dominating = dominating
+
+    def delta(self, epsilon: float) -> Bracket:
+        return Bracket(max(-float(np.expm1(min(epsilon, 0.0))), 0.0), self._dominating.delta(epsilon).high)
+
+    def epsilon(self, delta: float) -> Bracket:
+        return Bracket(0.0, self._dominating.epsilon(delta).high)
+
+    def epsilon_bound(self, delta: float) -> float:
+        return self._dominating.epsilon_bound(delta)
+
+
 class ClosedForm:
     """A single law whose hockey stick is a difference of two normal tails; the bounds differ by its rounding error.
 

@@ -197,7 +197,8 @@ def _window(tilted: Sequence[tuple[Tilted, int]]) -> tuple[float, float]:
 
     Chernoff: ``P(l - mean > w) <= exp(Σ K(t) - t w)`` for every t > 0.
     """
-    deviation = sum(count * term.variance for term, count in tilted) ** 0.5
+    spacing = tilted[0][0].lattice.spacing  # a law tilted onto a single point has no deviation
+    deviation = max(sum(count * term.variance for term, count in tilted) ** 0.5, spacing)
     t = np.sqrt(-2 * np.log(TAIL)) / deviation * 2.0 ** np.arange(-16, 3.5, 0.5)
     above = (sum(count * term.grouped.log_moment(t) for term, count in tilted) - np.log(TAIL)) / t
     below = (sum(count * term.grouped.log_moment(-t) for term, count in tilted) - np.log(TAIL)) / t

@@ -11,6 +11,9 @@ from .tradeoff import Array
 # P- and Q-mass beyond this many standard deviations is treated as truncated: 7.6e-24 on each side, per step.
 REACH = 10.0
 
+# 1 / noise_multiplier beyond which one step's losses leave floating-point range; ε is above 200 there.
+LARGEST_SHIFT = 20.0
+
 
 def normal_mass(low: Array, high: Array) -> Array:
     """Mass of N(0, 1) in [low, high], low <= high, with relative accuracy in both tails."""
@@ -86,7 +89,7 @@ class SubsampledNormal:
         ``δ(ε) = q (N_z - e^u N_0)(x > x(u))`` with u the base loss of ε; ``1 - e^ε`` below the edge.
         """
         x, u, below = self._threshold(epsilon)
-        gain = np.where(below, np.maximum(-np.expm1(epsilon), 0), self.probability * ndtr(self.shift - x))
+        gain = np.where(below, -np.expm1(np.minimum(epsilon, 0)), self.probability * ndtr(self.shift - x))
         loss = np.where(below, 0.0, self.probability * np.exp(u + log_ndtr(-x)))
         return gain, loss, np.abs(u) + np.abs(log_ndtr(-x))
 
