@@ -197,6 +197,40 @@ def test_breaking_off_within_a_step_begins_it_anew():
     assert torch.equal(parameters_of(training), parameters_of(whole))
 
 
+def test_going_back_to_a_state_and_training_otherwise_is_refused():
+    """Rolling back with another learning rate would release other gradients with the noise already used."""
+    training = training_of()
+    train(training, steps=2)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training)
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    train(training, steps=4)  # the same again: a replay
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(tp.Refused, match=r"step 3 was .* Two different releases would share one step's noise"):
+        train(training)
+    assert len(training.ledger) == 6
+
+
+def test_interrupted_update_spends_its_noise():
+    training = training_of()
+    broken = [True]
+
+    def interrupt(*_):
+        if broken.pop():
+            raise KeyboardInterrupt
+
+    training.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(training)
+    assert training.step_count == len(training.ledger) == 1
+    broken[:] = [False] * 9
+    train(training)
+    assert training.step_count == len(training.ledger) == 6
+
+
 def test_state_of_other_settings_is_refused():
     state = training_of().state_dict()
     with pytest.raises(tp.Refused, match=r"noise_multiplier=0\.9 \(the state has 1\.0\)"):

@@ -323,8 +323,9 @@ class PrivateTraining:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
 
-        Steps that the ledger on disk has beyond the state (the run was killed after its last checkpoint) are made
-        again with the same batch and the same noise: the same release, recorded once.
+        Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
+        the same batch and the same noise: the same release, recorded once. That takes the same weights, optimizer and
+        losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused when it is made.
 
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.
@@ -349,7 +350,8 @@ class PrivateTraining:
         private_sum = {name: self._sum_of(name, p) for name, p in parameters.items()}
         self._noise.add_to(self.step_count, private_sum, stddev)
         self._clipped_sum = {}
-        self.ledger.record(self.event, self.step_count, self._fingerprint())
+        self.ledger.record(self.event, self.step_count, self._fingerprint(private_sum))
+        self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         for name, p in parameters.items():
             p.grad = private_sum[name].div_(self.expected_batch_size).to(p.dtype)
@@ -358,7 +360,6 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-        self.step_count += 1
 
     def _sum_of(self, name: str, p: Tensor) -> Tensor:
         """The clipped sum in a parameter; zero after an empty batch."""
@@ -372,11 +373,19 @@ class PrivateTraining:
         self._sampler = Poisson(self.num_examples, self.sampling_probability, sampler_key or secrets.token_bytes(32))
         self._indices = lru_cache(maxsize=64)(self._sampler.indices)  # asked for by loader, loop and fingerprint
 
-    def _fingerprint(self) -> str:
-        """Tells the step's noise and batch from any other without giving them away."""
-        batch = self._indices(self.step_count).tobytes()
-        text = self._sampler.key + self.step_count.to_bytes(8, "big") + batch
-        return hashlib.blake2b(text, key=self._noise.key, digest_size=8).hexdigest()
+    def _fingerprint(self, private_sum: Mapping[str, Tensor]) -> str:
+        """Tells the step's release from any other without giving it away: keyed digest of step, batch and some entries.
+
+        A replay after a crash has the same fingerprint. The same step with other weights, learning rates or losses
+        before it has not, and must not be released: it would have the same noise.
+        """
+        digest = hashlib.blake2b(
+            self._sampler.key + self.step_count.to_bytes(8, "big"), key=self._noise.key, digest_size=8
+        )
+        digest.update(self._indices(self.step_count).tobytes())
+        some = [total.view(-1)[:: max(1, total.numel() // 256)] for total in private_sum.values()]
+        digest.update(torch.cat(some).cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def _parts(self, step: int) -> list[np.ndarray]:
         return list(split(self._indices(step), self.microbatch_size))
