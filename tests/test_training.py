@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, Calls, losses_of
 from oracle import one_backward_per_example, recorded_jacobian
+from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
@@ -113,6 +114,22 @@ def test_microbatches_give_the_same_noise_and_the_same_sum():
     assert split.step_count == whole.step_count == 6
     torch.testing.assert_close(parameters_of(split), parameters_of(whole), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(noise_of(whole, step), noise_of(split, step)) for step in range(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("microbatch_size", [None, 3, 1])
+def test_released_noise_is_normal_for_any_dtype_and_split(dtype, microbatch_size):
+    """Losses without a gradient: what moves a million weights from zero is the noise alone."""
+    model = nn.Linear(1000, 1000, bias=False).to(dtype)
+    nn.init.zeros_(model.weight)
+    dataset = TensorDataset(torch.randn(N, 1000, dtype=dtype), torch.zeros(N))
+    training = training_of(model, dataset, num_steps=1, microbatch_size=microbatch_size)
+    train(training, losses=lambda model, x, y: 0 * model(x).sum(1))
+    z = model.weight.detach().double().flatten().numpy() * -8 / 0.5  # learning rate 1, clip norm 0.5, batch 8
+    assert abs(z.mean()) < 4 / len(z) ** 0.5
+    assert abs(z.std() - 1) < 4 / (2 * len(z)) ** 0.5
+    if dtype != torch.bfloat16:  # whose 8 bits are coarse enough for the test to see
+        assert stats.kstest(z, "norm").pvalue > 1e-3
 
 
 def test_empty_batches_make_steps_of_noise_alone():

@@ -206,20 +206,22 @@ class Tape(TorchFunctionMode):
 
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
         inputs = tuple(t.grad_fn for t in data if t.grad_fn is not None)
-        names = tuple(sorted({name for t in met for name in self._names_of(t)}))
         y = func(*args, **kwargs)
         op = getattr(func, "__name__", str(func))
         nodes = [t.grad_fn for t in _tensors((y,)) if t.grad_fn is not None]
-        uses = self._uses(func, y, args, kwargs, names) if nodes else ()
+        uses = self._uses(func, y, args, kwargs, met) if nodes else ()
         if {id(t) for t in met if t.requires_grad} <= {id(use.weight) for use in uses}:
             uses = tuple(self._before_expansion(use) for use in uses)
             versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
             self._calls.append(Call(op, _output_edge(y), y.shape, inputs, uses, versions))
         else:
-            self._unknown.update(dict.fromkeys(nodes, (op, names)))
+            self._unknown.update(dict.fromkeys(nodes, (op, self._names_behind(met))))
         return y
 
-    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[Use, ...]:
+    def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
+        return tuple(sorted({name for t in met for name in self._names_of(t)}))
+
+    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, met: list[Tensor]) -> tuple[Use, ...]:
         """The uses of sources that the op's recorder finds; none where the op is unknown."""
         recorder = OPS.get(func)
         if recorder is None:
@@ -228,7 +230,8 @@ class Tape(TorchFunctionMode):
             with torch.no_grad():
                 found = tuple(recorder(y, *args, **kwargs))
         except Refused as error:
-            raise Refused(f"{error} Met by parameter {', '.join(map(repr, names))}.") from None
+            names = ", ".join(map(repr, self._names_behind(met)))
+            raise Refused(f"{error} Met by parameter {names}.") from None
         return tuple(use for use in found if use.weight.requires_grad and self._source(use.weight) is not None)
 
     def _before_expansion(self, use: Use) -> Use:
@@ -247,7 +250,7 @@ class Tape(TorchFunctionMode):
         self._sources[key] = Source(
             result,
             result._version,
-            tuple(sorted({name for source in sources for name in source.names})),
+            self._names_behind(met),
             direct=False,
             rearranged=len(met) == 1 and sources[0].rearranged and _rearranges(func, args),
             before_expansion=_before(sources[0]) if func in _EXPANSIONS else None,
