@@ -158,6 +158,53 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         ),
         torch.randn(5, 3, 6, 7),
     ),
+    "expanded parameter in a linear map": lambda: (
+        Calls(lambda m, x: x + F.linear(m.h.expand(len(x), -1), m.w), h=torch.randn(1, 3), w=torch.randn(4, 3)),
+        torch.randn(5, 4),
+    ),
+    "repeated parameter": lambda: (
+        Calls(lambda m, x: x * m.s.repeat(len(x), 2, 1), s=torch.randn(1, 3, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "position by expand_as": lambda: (
+        Calls(lambda m, x: x + m.b.expand_as(x), b=torch.randn(6, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "positions looked up for every example": lambda: (
+        Calls(lambda m, x: x + m.e(torch.arange(6).expand(len(x), 6)), e=nn.Embedding(8, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "positions looked up once": lambda: (
+        Calls(lambda m, x: x + m.e(torch.arange(6)[None]), e=nn.Embedding(8, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "recurrence from a state that a weight makes": lambda: (
+        Calls(
+            lambda m, x: torch.tanh(
+                m.i(x[:, 1]) + m.h(torch.tanh(m.i(x[:, 0]) + m.h(m.h.weight.new_zeros(len(x), 4))))
+            ),
+            i=nn.Linear(3, 4),
+            h=nn.Linear(4, 4),
+        ),
+        torch.randn(5, 2, 3),
+    ),
+    "scaled in place": lambda: (
+        Calls(lambda m, x: m.f(x).mul_(m.s).tanh(), f=nn.Linear(3, 4), s=torch.randn(4)),
+        torch.randn(5, 6, 3),
+    ),
+    "one gradient for several parameters": lambda: (
+        Calls(lambda m, x: F.linear(x, m.a + m.b + m.c), a=torch.randn(1, 3), b=torch.randn(1, 3), c=torch.randn(1, 3)),
+        torch.randn(5, 3),
+    ),
+    "normalised over equal entries": lambda: (
+        nn.Sequential(
+            nn.Linear(3, 4),
+            nn.LayerNorm(4),
+            Calls(lambda m, x: x.mean(-1, keepdim=True).expand(-1, 4)),
+            nn.LayerNorm(4),
+        ),
+        torch.randn(5, 3),
+    ),
     "frozen part": lambda: (
         nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),
         torch.randn(5, 3),

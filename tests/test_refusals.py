@@ -103,10 +103,23 @@ REFUSED = {  # name -> (model, input, what the message must name)
         r"scale_grad_by_freq=True .* 'weight'",
     ),
     "sparse embedding": lambda: (nn.Embedding(7, 4, sparse=True), tokens(5, 6), r"sparse=True .* 'weight'"),
-    "a weight for every example": lambda: (
-        Calls(lambda m, x: x * m.w, w=torch.randn(5, 3)),
+    "entries for every example, too many": lambda: (
+        Calls(lambda m, x: x + m.w.repeat(len(x), 1), w=torch.randn(1, 2**14)),
+        torch.randn(80, 2**14),
+        r"entries of its own for each of the 80 examples, too many .* 'w'",
+    ),
+    "one parameter in two roles": lambda: (
+        Calls(lambda m, x: F.linear(m.a, x[0], m.a)[None], a=torch.randn(3)),
+        torch.randn(1, 3, 3),
+        r"'a' was used by 'linear'",
+    ),
+    "complex numbers": lambda: (
+        Calls(
+            lambda m, x: torch.view_as_real(torch.complex(x, 2 * x) @ torch.view_as_complex(m.w)),
+            w=torch.randn(3, 4, 2),
+        ),
         torch.randn(5, 3),
-        r"one entry per example",
+        r"'w' was used by 'matmul'",
     ),
     "image without a batch": lambda: (
         Calls(lambda m, x: m.f(x).flatten(1), f=nn.Conv2d(3, 3, 3)),
@@ -115,6 +128,19 @@ REFUSED = {  # name -> (model, input, what the message must name)
     ),
 }
 M = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
+
+
+def test_constant_with_data_written_into_it_is_data():
+    """A buffer made in the forward takes in activations: the path through them must count."""
+
+    def forward(m, x):
+        o = m.w.new_zeros(3, 3)
+        o[:] = F.linear(x, m.u).mean(0)
+        return F.linear(x, o * m.w) + F.linear(x, m.u)
+
+    model = Calls(forward, w=torch.randn(3, 3), u=torch.randn(3, 3))
+    with pytest.raises(tp.Refused):
+        recorded_jacobian(model, torch.randn(4, 3), losses_of)
 
 
 @pytest.mark.parametrize("case", REFUSED)

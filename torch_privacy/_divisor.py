@@ -7,6 +7,7 @@ Its traces are plain numbers that autograd keeps for the backward of a product o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -36,16 +37,14 @@ class Divisors:
         """
         if len(self._seen) >= _BATCHES or num_examples < 2:
             return
-        factors = [_plain_factor(node) for node in nodes]
-        found = [factor for factor in factors if factor is not None]
-        size = torch.tensor(float(num_examples), dtype=torch.float64)
+        found = [factor for node in nodes if (factor := _plain_factor(node)) is not None]
         for factor in found:
-            value = factor.double().cpu()
-            if torch.isclose(value, size, rtol=1e-6) or torch.isclose(value * size, torch.ones_like(size), rtol=1e-6):
+            if _is_size_or_inverse(factor, num_examples):
                 raise Refused(
                     f"losses were multiplied or divided by {factor.item():g}, and the batch has {num_examples} "
                     "examples: a loss must not depend on how many others there are. Leave the division out; "
-                    "PrivateTraining divides by the expected batch size."
+                    "PrivateTraining divides by the expected batch size. (A constant of your own that happens to be as "
+                    f"large: write it as a float, {factor.item():.1f}.)"
                 )
         for factor, before in zip(found, self._seen[-1] if self._seen else [], strict=False):
             # Python floats, which arrive in double precision, may follow a schedule of the user's.
@@ -53,14 +52,22 @@ class Divisors:
                 raise Refused(
                     f"losses were multiplied or divided by a number that changes with the batch ({before.item():g}, "
                     f"then {factor.item():g}), so that each loss depends on other examples. Divide each example's "
-                    "loss by a number of its own, such as the count of its own tokens."
+                    "loss by a number of its own, such as the count of its own tokens; write a schedule as a float."
                 )
         self._seen.append(found)
+
+
+def _is_size_or_inverse(factor: Tensor, n: int) -> bool:
+    """Whether a factor is n (unless it was written as a Python float, which arrives in double precision) or 1/n."""
+    value = float(factor)
+    is_size = factor.dtype != torch.float64 and math.isclose(value, n, rel_tol=1e-6)
+    return is_size or math.isclose(value * n, 1, rel_tol=1e-6)
 
 
 def _plain_factor(node: Node) -> Tensor | None:
     """The number by which a product's or quotient's node scales everything alike, if it is one."""
     if not node.name().startswith(("DivBackward", "MulBackward")):
         return None
-    other = getattr(node, "_saved_other", None)
-    return other if isinstance(other, Tensor) and other.ndim == 0 and not other.requires_grad else None
+    operands = (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None))
+    numbers = [t for t in operands if isinstance(t, Tensor) and t.numel() == 1 and not t.requires_grad]
+    return numbers[0].reshape(()) if numbers else None

@@ -19,18 +19,23 @@ from .ops import Layout
 if TYPE_CHECKING:
     from ._tape import Call
 
-# A call's layout is measured until this many batches have told it without doubt; then it is known by its signature.
+# The layouts on a path are measured until this many batches have told them without doubt; then they are known.
 PROOFS = 2
+# A known path is measured again on one batch in so many, in case that not all of its branches could be seen.
+SPOT_CHECK = 64
+# A gradient that has all but cancelled is rounding: up to so many units of it, relative to the largest on the way.
+CANCELLED = 1000
 
-Signature = tuple
+Kind = tuple[int, str]
 NamesOf = Callable[[Tensor], tuple[str, ...]]
 
 
 class Layouts:
-    """What earlier batches taught about the layout of each call, by the call's place, op, parameters and rank."""
+    """What earlier batches taught about the layout of every call on a path (see ``Tape._path``)."""
 
     def __init__(self) -> None:
-        self._proofs: dict[Signature, tuple[tuple[int, str | int], int]] = {}
+        self._proofs: dict[int, tuple[list[Kind], int]] = {}
+        self._generator = fresh_generator()
         self._batches = 0
 
     @property
@@ -38,45 +43,54 @@ class Layouts:
         """Whether enough batches of two examples or more were measured to trust the model's inputs as well."""
         return self._batches >= PROOFS
 
-    def recall(self, calls: list[Call], names_of: NamesOf, n: int) -> list[Layout] | None:
-        """The layout of every call for a batch of n, or None if any of them must be measured."""
-        layouts = []
-        for key, call in zip(_signatures(calls, names_of), calls, strict=True):
-            kind, count = self._proofs.get(key, (None, 0))
-            layout = _recall(kind, call, n) if kind is not None and count >= PROOFS else None
-            if layout is None:
-                return None
-            layouts.append(layout)
-        return layouts
+    def knows(self, path: int) -> bool:
+        """Whether enough batches have told the layouts on this path."""
+        return path in self._proofs and self._proofs[path][1] >= PROOFS
+
+    def recall(self, path: int, calls: list[Call], n: int) -> list[Layout] | None:
+        """The layout of every call for a batch of n, or None if they must be measured."""
+        if not self.knows(path) or not torch.randint(SPOT_CHECK, (), generator=self._generator):
+            return None
+        layouts = [_recall(kind, call, n) for kind, call in zip(self._proofs[path][0], calls, strict=True)]
+        return None if any(layout is None for layout in layouts) else [layout for layout in layouts if layout]
 
     def measure(
         self,
+        path: int,
         calls: list[Call],
         names_of: NamesOf,
         bs: Sequence[Tensor | None],
         bs_scaled: Sequence[Tensor | None],
         cotangent: Tensor,
+        precision: float,
     ) -> list[Layout]:
-        """The layout of every call, from the b of cotangent ones and of ``cotangent``; remembered for later batches."""
-        layouts = []
+        """The layout of every call, from the b of cotangent ones and of ``cotangent``; remembered for later batches.
+
+        ``precision`` is the relative rounding of the coarsest type in which the gradients were computed.
+        """
         self._batches += len(cotangent) > 1
-        for key, call, b, b_scaled in zip(_signatures(calls, names_of), calls, bs, bs_scaled, strict=True):
+        largest = max((float(b.norm()) for b in bs if b is not None), default=0.0)
+        found = []
+        for call, b, b_scaled in zip(calls, bs, bs_scaled, strict=True):
             zero = cotangent.new_zeros(call.shape)
             b, b_scaled = (zero if g is None else g.reshape(call.shape) for g in (b, b_scaled))
-            fitting = list(fitting_layouts(b, b_scaled, cotangent, _example_dims(call)))
+            dims = _example_dims(call)
+            fitting = list(fitting_layouts(b, b_scaled, cotangent, dims, precision))
+            if not fitting and max(b.norm(), b_scaled.norm()) <= CANCELLED * precision * largest:
+                fitting = 2 * list(_candidates(b.shape, len(cotangent), dims))  # rounding of zero: any will do, for now
             if not fitting:
                 raise Refused(_coupled(call, names_of, len(cotangent)))
-            self._learn(key, fitting, len(cotangent))
-            layouts.append(fitting[0])
-        return layouts
+            found.append(fitting)
+        self._learn(path, found, len(cotangent))
+        return [fitting[0] for fitting in found]
 
-    def _learn(self, key: Signature, fitting: list[Layout], n: int) -> None:
+    def _learn(self, path: int, found: list[list[Layout]], n: int) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
-        if len(fitting) > 1 or n < 2:
+        if n < 2 or any(len(fitting) > 1 for fitting in found):
             return
-        kind = _kind(fitting[0])
-        before, count = self._proofs.get(key, (kind, 0))
-        self._proofs[key] = (kind, count + 1 if before == kind else 1)
+        kinds = [_kind(fitting[0]) for fitting in found]
+        before, count = self._proofs.get(path, (kinds, 0))
+        self._proofs[path] = (kinds, count + 1 if before == kinds else 1)
 
 
 def fresh_generator() -> torch.Generator:
@@ -91,12 +105,12 @@ def random_cotangent(losses: Tensor) -> Tensor:
     return 1 + torch.rand(losses.shape, generator=fresh_generator()).to(losses)
 
 
-def check_input(leaf: Tensor, g: Tensor | None, g_scaled: Tensor | None, cotangent: Tensor) -> None:
+def check_input(leaf: Tensor, g: Tensor | None, g_scaled: Tensor | None, cotangent: Tensor, precision: float) -> None:
     """Refuse where one example's loss depends on another example's part of an input of the model."""
     if g is None or g_scaled is None:  # the losses do not depend on it
         return
     dims = [dim for dim, size in enumerate(leaf.shape) if size == len(cotangent)]
-    if next(fitting_layouts(g, g_scaled, cotangent, dims), None) is None:
+    if next(fitting_layouts(g, g_scaled, cotangent, dims, precision), None) is None:
         raise Refused(
             f"tape: the losses of the {len(cotangent)} examples depend on each other's part of the model's input of "
             f"shape {tuple(leaf.shape)} (batch normalisation, in-batch negatives, a loss averaged over the batch?). "
@@ -104,22 +118,27 @@ def check_input(leaf: Tensor, g: Tensor | None, g_scaled: Tensor | None, cotange
         )
 
 
-def fitting_layouts(b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[int]) -> Iterator[Layout]:
-    """Every layout with its examples in one of ``dims`` under which ``b_scaled`` is ``cotangent`` times ``b``."""
+def fitting_layouts(
+    b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[int], precision: float
+) -> Iterator[Layout]:
+    """Every layout with its examples in one of ``dims`` under which ``b_scaled`` is ``cotangent`` times ``b``.
+
+    Up to rounding, which is relative to an example's own b and, at a tenth, to the largest of the examples.
+    """
     n = len(cotangent)
     if n == 1:  # nothing to tell apart
         yield from (Layout(dim, 1, 1, b.shape[dim]) for dim in dims[:1])
         return
-    tolerance = 2 * torch.finfo(b.dtype).eps ** 0.5
+    dtype = torch.promote_types(cotangent.dtype, torch.float32)
     for layout in _candidates(b.shape, n, dims):
-        first = layout.examples_first(b.detach()).reshape(n, -1).to(cotangent.dtype)
-        first_scaled = layout.examples_first(b_scaled.detach()).reshape(n, -1).to(cotangent.dtype)
+        first = layout.examples_first(b.detach()).reshape(n, -1).to(dtype)
+        first_scaled = layout.examples_first(b_scaled.detach()).reshape(n, -1).to(dtype)
         size = torch.linalg.vector_norm(first, dim=1)
-        error = torch.linalg.vector_norm(first_scaled - cotangent[:, None] * first, dim=1)
-        # A few examples' own b may be all but cancelled; rounding then comes from what was cancelled.
+        error = torch.linalg.vector_norm(first_scaled - cotangent[:, None].to(dtype) * first, dim=1)
         finite = torch.isfinite(size) & torch.isfinite(error)
-        largest = size[finite].max() if finite.any() else size.new_zeros(())
-        if (error <= tolerance * (size + 0.1 * largest))[finite].all() and _same_finite(first, first_scaled, finite):
+        largest = size[finite].max() if finite.any() else 0.0
+        allowed = 2 * precision**0.5 * (size + 0.1 * largest)
+        if (error <= allowed)[finite].all() and _same_finite(first, first_scaled, finite):
             yield layout
 
 
@@ -145,26 +164,21 @@ def _example_dims(call: Call) -> list[int]:
     return sorted(set.intersection(*dims))
 
 
-def _signatures(calls: list[Call], names_of: NamesOf) -> list[Signature]:
-    return [
-        (i, call.op, len(call.shape), tuple(names_of(use.weight) for use in call.uses)) for i, call in enumerate(calls)
-    ]
-
-
-def _kind(layout: Layout) -> tuple[int, str | int]:
+def _kind(layout: Layout) -> Kind:
     """A layout less the sizes that change with the batch."""
-    if layout.before == 1:
-        return layout.dim, "after"
-    return (layout.dim, "before") if layout.after == 1 else (layout.dim, layout.before)
+    if layout.before == layout.after == 1:
+        return layout.dim, "only"
+    if layout.before == 1 or layout.after == 1:
+        return layout.dim, "after" if layout.before == 1 else "before"
+    return layout.dim, f"{layout.before} before, {layout.after} after"
 
 
-def _recall(kind: tuple[int, str | int], call: Call, n: int) -> Layout | None:
-    dim, where = kind
+def _recall(kind: Kind, call: Call, n: int) -> Layout | None:
+    """The layout of this kind for a batch of n, unless the sizes say that it must be another one."""
+    dim = kind[0]
     positions, left = divmod(call.shape[dim], n)
-    before = {"after": 1, "before": positions}.get(where, where) if isinstance(where, str) else where
-    if left or positions == 0 or positions % int(before):
-        return None
-    return Layout(dim, int(before), n, positions // int(before))
+    layouts = [Layout(dim, 1, n, positions), Layout(dim, positions, n, 1)] if positions and not left else []
+    return next((layout for layout in layouts if _kind(layout) == kind), None)
 
 
 def _coupled(call: Call, names_of: NamesOf, n: int) -> str:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
@@ -19,8 +20,47 @@ class Census:
     """The tensors of a model, by the part they play in one step."""
 
     trained: Mapping[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
-    constants: Sequence[Tensor]  # the others that hold no data of the batch: buffers and frozen parameters
-    buffers: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]  # frozen parameters and buffers, which hold no data of the batch
+
+
+class Seal:
+    """Tells whether anything was written into a model since: by identity, by version and, where asked, by content.
+
+    Args:
+        census: the model's tensors as they are now.
+        content: whether to remember what they hold, too, for writes that leave no other trace (``.data``).
+    """
+
+    def __init__(self, census: Census, *, content: bool):
+        self._content = content
+        self._marks = self._marks_of(census)
+
+    def check(self, census: Census) -> None:
+        """Refuse if a forward wrote into the model: such a tensor carries data past the noise."""
+        marks = self._marks_of(census)
+        changed = [name for name, mark in marks.items() if self._marks.get(name) != mark]
+        if changed:
+            raise Refused(
+                f"PrivateTraining: the forward changed {', '.join(map(repr, changed))}, which would carry data past "
+                "the noise. Use a layer without running statistics, such as GroupNorm; put that module in eval mode; or "
+                "change the model between the steps, not between a batch and its training.step."
+            )
+
+    def _marks_of(self, census: Census) -> dict[str, tuple]:
+        tensors = {**census.trained, **census.others}
+        return {
+            name: (id(t), t._version, _digest(t) if self._content else None)
+            for name, t in tensors.items()
+            if not t.is_inference()
+        }
+
+
+def _digest(tensor: Tensor) -> tuple[float, float]:
+    """Two sums over the entries that hardly any change leaves as they are."""
+    flat = tensor.detach().flatten().double().nan_to_num()
+    return float(flat.sum()), float(
+        (flat * torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)).sum()
+    )
 
 
 def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
@@ -36,8 +76,8 @@ def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
     trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
     if not trained:
         raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
-    frozen = [p for p in named.values() if not p.requires_grad]
-    return Census(trained, [*frozen, *buffers.values()], buffers)
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    return Census(trained, {**frozen, **buffers})
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
@@ -52,14 +92,4 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise Refused(
             f"PrivateTraining: batch normalisation in training mode mixes examples, in module {listed}. Replace it, or "
             "put it in eval mode and freeze it."
-        )
-
-
-def check_buffers_unchanged(buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
-    """Refuse a forward that wrote into a buffer: such a buffer learns from the data without noise."""
-    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
-    if changed:
-        raise Refused(
-            f"PrivateTraining: the forward changed buffer {', '.join(map(repr, changed))}, which would carry data past "
-            "the noise. Use a layer without running statistics, such as GroupNorm, or put that module in eval mode."
         )

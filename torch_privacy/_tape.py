@@ -8,6 +8,7 @@ the names of parameter and op. One backward, to the outputs only, then gives eve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_map
 from ._check import Refused
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
 from .jacobian import Block, Jacobian
-from .ops import OPS, Layout, Op, Use
-from .ops.elementwise import FactorUse, TermUse
+from .ops import OPS, Layout, Use
+from .ops.elementwise import OVERWRITING, FactorUse, TermUse
 
 
 def _getter(attribute: str) -> Callable:
@@ -40,9 +41,12 @@ _REARRANGEMENTS = {
 }
 # Factories whose result holds no data of the batch. What random and fill functions make may stand for an input.
 _CONSTANTS = {torch.arange, torch.linspace, torch.eye}
+# Functions that take no more than the shape or type of their second tensor.
+_LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
 _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
-    *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "_pack_padded_sequence", "_pad_packed_sequence"),
+    *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
+    *("_pack_padded_sequence", "_pad_packed_sequence"),
 }
 _EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
@@ -54,6 +58,7 @@ class Call:
     op: str
     edge: GradientEdge
     shape: torch.Size
+    dtype: torch.dtype
     inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
     uses: tuple[Use, ...]
     versions: tuple[tuple[Tensor, int], ...]
@@ -98,9 +103,10 @@ class Tape(TorchFunctionMode):
         self._sources = {
             id(p): Source(p, p._version, (name,), direct=True, rearranged=True) for name, p in self.parameters.items()
         }
-        self._constants: dict[int, Tensor] = {id(t): t for t in constants}
+        self._constants = {id(t): (t, t._version) for t in constants}
         self._inputs: list[Tensor] = []
         self._reorders = False  # the data of the batch may have decided where its examples lie
+        self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
         self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
 
@@ -112,16 +118,15 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         met = [t for t in tensors if self._source(t) is not None]
-        data = [t for t in tensors if id(t) not in self._constants and self._source(t) is None]
-        if data and met:
+        data = [t for t in _data_arguments(func, args, tensors) if not self._is_constant(t) and self._source(t) is None]
+        self._program.append((func, _numbers((*args, *kwargs.values()))))
+        if (data or _looks_up_examples(func, args)) and met:
             return self._run_and_note(func, args, kwargs, data, met)
-        if data and not self._reorders and _may_reorder(func, args):
-            self._reorders = any(t.requires_grad for t in data)
+        self._reorders = self._reorders or (bool(data) and _may_reorder(func, args))
         out = func(*args, **kwargs)
-        if data or not (tensors or func in _CONSTANTS):
-            return out
-        for result in _tensors((out,)):
-            self._add_derived(func, args, met, result)
+        if not data and (tensors or func in _CONSTANTS) and not _makes_new(func):
+            for result in _tensors((out,)):
+                self._add_derived(func, args, met, result)
         return out
 
     def probe(self, arguments: Any) -> Any:
@@ -159,32 +164,32 @@ class Tape(TorchFunctionMode):
                 which examples cannot be told apart; an input changed in place since it was used; disagreement with
                 a native backward.
         """
-        _check_losses(losses)
+        check_losses(losses)
         calls = self._reached_calls(losses)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        layouts = self.layouts.recall(calls, self._names_of, len(losses))
-        verify = verify and (layouts is None or bool(self._inputs))
-        measure = layouts is None or bool(self._inputs) or self._reorders
+        n = len(losses)
+        path = self._path(losses, n)
+        layouts = None if self._inputs or self._reorders else self.layouts.recall(path, calls, n)
+        verify = verify and not self.layouts.knows(path)
         edges = [call.edge for call in calls]
-        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or measure)
-        if measure:
-            layouts = self._measure(losses, calls, bs, retain_graph=retain_graph or verify)
-        assert layouts is not None
+        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or layouts is None)
+        if layouts is None:
+            layouts = self._measure(path, losses, calls, bs, retain_graph=retain_graph or verify)
         blocks: dict[int, Block] = {}
         with torch.no_grad():
             for call, b, layout in zip(calls, bs, layouts, strict=True):
                 b = losses.new_zeros(call.shape) if b is None else b.reshape(call.shape)
                 for use in call.uses:
-                    self._add_to_block(blocks, use.weight, use.op(b, layout))
+                    self._add_to_block(blocks, use, b, layout)
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
         if verify:
-            verify_against_native(jacobian, losses, self.parameters)
+            verify_against_native(jacobian, losses, self.parameters, _precision(losses, calls))
         return jacobian
 
     def _measure(
-        self, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
+        self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
     ) -> list[Layout]:
         """The layouts of the calls by a second backward; the model's inputs must have one, too."""
         c = random_cotangent(losses)
@@ -192,28 +197,45 @@ class Tape(TorchFunctionMode):
         inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
         plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
         scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=retain_graph)
-        layouts = self.layouts.measure(calls, self._names_of, bs, scaled[: len(calls)], c)
+        precision = _precision(losses, calls)
+        layouts = self.layouts.measure(path, calls, self._names_of, bs, scaled[: len(calls)], c, precision)
         for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
-            check_input(leaf, g, g_scaled, c)
+            check_input(leaf, g, g_scaled, c, precision)
         return layouts
+
+    def _path(self, losses: Tensor, n: int) -> int:
+        """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.
+
+        Sizes are taken in units of n where they are multiples of it. Another path, as by a branch in the model's or the
+        loss's code, may have other layouts or mix examples; so it must be measured anew.
+        """
+        functions = ((func, _in_units_of(n, numbers)) for func, numbers in self._program)
+        return hash((*functions, *(node.name() for node in self.nodes_before_calls(losses))))
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))
         return source if source is not None and source.version == tensor._version else None
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        known = self._constants.get(id(tensor))
+        return known is not None and known[1] == tensor._version and not tensor.requires_grad
 
     def _names_of(self, tensor: Tensor) -> tuple[str, ...]:
         return self._sources[id(tensor)].names
 
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
         inputs = tuple(t.grad_fn for t in data if t.grad_fn is not None)
+        remembered = (args[0].detach().clone(), *args[1:]) if func in OVERWRITING else args
         y = func(*args, **kwargs)
         op = getattr(func, "__name__", str(func))
-        nodes = [t.grad_fn for t in _tensors((y,)) if t.grad_fn is not None]
-        uses = self._uses(func, y, args, kwargs, met) if nodes else ()
-        if {id(t) for t in met if t.requires_grad} <= {id(use.weight) for use in uses}:
+        results = list(_tensors((y,)))
+        nodes = [t.grad_fn for t in results if t.grad_fn is not None]
+        real = not any(t.is_complex() for t in (*results, *data, *met))
+        uses = self._uses(func, y, remembered, kwargs, met) if nodes and real else ()
+        if Counter(id(t) for t in met if t.requires_grad) == Counter(id(use.weight) for use in uses):
             uses = tuple(self._before_expansion(use) for use in uses)
             versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
-            self._calls.append(Call(op, _output_edge(y), y.shape, inputs, uses, versions))
+            self._calls.append(Call(op, _output_edge(y), y.shape, y.dtype, inputs, uses, versions))
         else:
             self._unknown.update(dict.fromkeys(nodes, (op, self._names_behind(met))))
         return y
@@ -243,7 +265,7 @@ class Tape(TorchFunctionMode):
     def _add_derived(self, func: Callable, args: tuple, met: list[Tensor], result: Tensor) -> None:
         key = id(result)
         if not result.requires_grad:
-            self._constants[key] = result
+            self._constants[key] = (result, result._version)
         if not met or not result.requires_grad or self._source(result) is not None:  # as contiguous() may give back
             return
         sources = [self._sources[id(t)] for t in met]
@@ -256,11 +278,15 @@ class Tape(TorchFunctionMode):
             before_expansion=_before(sources[0]) if func in _EXPANSIONS else None,
         )
 
-    def _add_to_block(self, blocks: dict[int, Block], weight: Tensor, op: Op) -> None:
-        source = self._sources[id(weight)]
-        if id(weight) not in blocks:
-            blocks[id(weight)] = Block(weight, source.names, source.direct, source.rearranged)
-        blocks[id(weight)].add(op)
+    def _add_to_block(self, blocks: dict[int, Block], use: Use, b: Tensor, layout: Layout) -> None:
+        key, source = id(use.weight), self._sources[id(use.weight)]
+        try:
+            op = use.op(b, layout)
+        except Refused as error:
+            raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
+        if key not in blocks:
+            blocks[key] = Block(use.weight, source.names, source.direct, source.rearranged)
+        blocks[key].add(op)
 
     def nodes_before_calls(self, losses: Tensor) -> Iterator[Node]:
         """The nodes of the graph between the losses and the first noted calls on every path."""
@@ -281,7 +307,7 @@ class Tape(TorchFunctionMode):
         by_node: dict[Node, list[Call]] = {}
         for call in self._calls:
             by_node.setdefault(call.edge.node, []).append(call)
-        leaves = {get_gradient_edge(p).node: name for name, p in self.parameters.items()}
+        leaves = {get_gradient_edge(p).node: name for name, p in self.parameters.items() if p.requires_grad}
         assert losses.grad_fn is not None
         reached: list[Call] = []
         stack, seen = [losses.grad_fn], {losses.grad_fn}
@@ -368,11 +394,31 @@ def _output_edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(base if base is not None and same and base.grad_fn is not None else y)
 
 
+def _data_arguments(func: Callable, args: tuple, tensors: list[Tensor]) -> list[Tensor]:
+    return [t for t in tensors if t is args[0]] if func in _LIKE else tensors
+
+
+def _makes_new(func: Callable) -> bool:
+    """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: a new input."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _looks_up_examples(func: Callable, args: tuple) -> bool:
+    """Whether a look-up by constant numbers gives every example vectors of its own, as of positions expanded to (n, t).
+
+    Numbers of shape (t,) or (1, t) make one result for all examples: a function of the parameter alone.
+    """
+    return func is F.embedding and args[0].ndim > 1 and args[0].shape[0] > 1
+
+
 def _may_reorder(func: Callable, args: tuple) -> bool:
     """Whether the function may move examples about as its data say: then layouts are measured on every batch."""
     if func is Tensor.__getitem__:
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(key, (Tensor, list)) for key in keys)
+        return any(isinstance(key, Tensor) for key in keys)
+    if func is F.embedding:
+        return args[1].requires_grad
     return getattr(func, "__name__", "").rstrip("_") in _REORDERING
 
 
@@ -387,7 +433,7 @@ def _rearranges(func: Callable, args: tuple) -> bool:
     return False
 
 
-def _check_losses(losses: Tensor) -> None:
+def check_losses(losses: Tensor) -> None:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise Refused(
@@ -416,7 +462,39 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
     return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))
 
 
-def verify_against_native(jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor]) -> None:
+def _precision(losses: Tensor, calls: list[Call]) -> float:
+    """Relative rounding of the coarsest floating-point type on the way."""
+    return max(torch.finfo(dtype).eps for dtype in {losses.dtype, *(call.dtype for call in calls)})
+
+
+def _numbers(values: Iterable[Any]) -> tuple:
+    """The whole numbers, names and None among arguments, lists and slices included."""
+    found: list[Any] = []
+    for value in values:
+        if value is None or value is Ellipsis or isinstance(value, (int, str)):
+            found.append(value)
+        elif isinstance(value, slice):
+            found.append(_numbers((value.start, value.stop, value.step)))
+        elif isinstance(value, (list, tuple)):
+            found.append(_numbers(value))
+    return tuple(found)
+
+
+def _in_units_of(n: int, numbers: tuple) -> tuple:
+    """The same with multiples of n replaced by how many times n they are."""
+    return tuple(
+        _in_units_of(n, value)
+        if isinstance(value, tuple)
+        else ("n", value // n)
+        if type(value) is int and value and value % n == 0
+        else value
+        for value in numbers
+    )
+
+
+def verify_against_native(
+    jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor], precision: float
+) -> None:
     """Refuse unless the sum of all rows, and two rows drawn at random, equal what ordinary backwards give.
 
     The graph stays: the Jacobian still needs its chains of parameter-only ops.
@@ -435,7 +513,7 @@ def verify_against_native(jacobian: Jacobian, losses: Tensor, parameters: Mappin
         scale = (c * norms.to(c.dtype).sqrt()).sum()
         if not scale.isfinite():
             continue
-        tolerance = torch.finfo(losses.dtype).eps ** 0.5 * scale
+        tolerance = precision**0.5 * scale
         wrong = [
             name
             for name, grad in zip(parameters, native, strict=True)

@@ -47,14 +47,15 @@ class Block:
 
     def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Jᵀ c by name, (*shape,), in the parameters behind the weight."""
-        total = torch.stack([op.weighted_sum(c) for op in self.ops]).sum(0) if len(self.ops) > 1 else None
-        total = self.ops[0].weighted_sum(c) if total is None else total
+        first, *others = (op.weighted_sum(c.to(op.dtype)) for op in self.ops)
+        total = sum(others, first)
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
 
     def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """(n, k): J v, with the directions pushed forward from the parameters to the weight."""
         pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
-        return sum((op.project(pushed) for op in self.ops[1:]), self.ops[0].project(pushed))
+        first, *others = (op.project(pushed.to(op.dtype)) for op in self.ops)
+        return sum(others, first)
 
     def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
         """Through the chain of ops between parameters and weight, by one (batched) backward of that chain alone."""
@@ -63,7 +64,9 @@ class Block:
             pulled = torch.autograd.grad(
                 self.weight, leaves, rows.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched
             )
-        return dict(zip(self.names, pulled, strict=True))
+        # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
+        own = (g.clone(memory_format=torch.contiguous_format) for g in pulled)
+        return dict(zip(self.names, own, strict=True))
 
     def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """(k, *weight.shape): derivatives of the weight along v, as the derivative of a backward in its cotangent."""
@@ -116,7 +119,7 @@ class Jacobian:
         """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         total = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self._unmet().items()}
         for block in self._blocks:
-            for name, part in block.weighted_sum(c.to(self._sum_dtype(block)), self._parameters).items():
+            for name, part in block.weighted_sum(c, self._parameters).items():
                 total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 
@@ -164,9 +167,6 @@ class Jacobian:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters.values()), torch.device("cpu"))
-
-    def _sum_dtype(self, block: Block) -> torch.dtype:
-        return torch.float64 if block.weight.dtype == torch.float64 else torch.float32
 
     def _unmet(self) -> dict[str, Tensor]:
         met = {name for block in self._blocks for name in block.names}

@@ -26,8 +26,8 @@ from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
 from ._divisor import Divisors
 from ._layout import Layouts
-from ._model import check_buffers_unchanged, check_model, take_census
-from ._tape import Tape
+from ._model import Seal, check_model, take_census
+from ._tape import Tape, check_losses
 from .clipping import ClippingRule
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
@@ -57,6 +57,7 @@ class _Pending:
     size: int
     last: bool
     tape: Tape
+    seal: Seal
 
 
 class PrivateTraining:
@@ -172,9 +173,11 @@ class PrivateTraining:
         self._pending: _Pending | None = None
         self._clipped_sum: dict[str, Tensor] = {}
         self._census = take_census(model, optimizer)
-        switch = _Switch(self)
-        model.register_forward_pre_hook(switch.before, with_kwargs=True)
-        model.register_forward_hook(switch.after, always_call=True)
+        self._loops = 0  # iterations begun; only the latest may go on
+        self._switch = _Switch(self)
+        # First of the hooks before the forward and last of those behind, so that the model's own hooks are seen, too.
+        model.register_forward_pre_hook(self._switch.before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._switch.after, always_call=True)
 
     def __len__(self) -> int:
         """Number of steps in all."""
@@ -185,20 +188,28 @@ class PrivateTraining:
 
         After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
         """
-        self._pending = None
+        self._loops += 1
+        loop = self._loops
+        self._forget_batch()
         batches = self._batches(self._parts_from(self.step_count))
         while self.step_count < self.num_steps:
             self._clipped_sum = {}
-            self._census = take_census(self.model, self.optimizer)
             parts = self._parts(self.step_count)
             for i, part in enumerate(parts):
                 batch = next(batches)
-                tape = Tape(self._census.trained, self._census.constants, self._layouts)
-                self._pending = _Pending(len(part), i == len(parts) - 1, tape)
+                self._census = take_census(self.model, self.optimizer)
+                tape = Tape(self._census.trained, self._census.others.values(), self._layouts)
+                seal = Seal(self._census, content=not self._layouts.settled)
+                self._pending = _Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
+                if self._loops != loop:
+                    raise Refused(
+                        "this loop over the training was left behind by a newer loop. Go on with the newer one."
+                    )
                 if self._pending is not None:
                     raise Refused("the loop went on without training.step(losses) for its batch. Call it once a batch.")
             if not parts:
+                self._census = take_census(self.model, self.optimizer)
                 self._release()
 
     def step(self, losses: Tensor) -> bool:
@@ -217,11 +228,14 @@ class PrivateTraining:
         pending = self._pending
         if pending is None:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
-        if isinstance(losses, Tensor) and losses.ndim == 1 and len(losses) != pending.size:
+        self._switch.unwind()
+        check_losses(losses)
+        if len(losses) != pending.size:
             raise Refused(
                 f"losses of shape {tuple(losses.shape)} given for a batch of {pending.size} examples: must be "
                 f"({pending.size},), one loss per example."
             )
+        pending.seal.check(take_census(self.model, self.optimizer))
         self._divisors.check(pending.size, pending.tape.nodes_before_calls(losses))
         jacobian = pending.tape.jacobian(losses, may_miss=self._seen, verify=True)
         self._seen |= set(pending.tape.parameters)
@@ -341,7 +355,12 @@ class PrivateTraining:
         self.ledger.load_state_dict(state["ledger"])
         self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
         self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
+        self._loops += 1
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
         self._pending = None
+        self._switch.unwind()
 
     def _release(self) -> None:
         """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
@@ -433,7 +452,7 @@ class _Switch:
 
     def __init__(self, training: PrivateTraining | None = None):
         self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[tuple[Tape, Mapping[str, Tensor], dict[str, int]]] = []
+        self._active: list[Tape | None] = []  # one for every forward under way; None where it runs untouched
 
     def __deepcopy__(self, memo: dict) -> _Switch:
         return _Switch()
@@ -444,20 +463,25 @@ class _Switch:
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         training = self._training()
         if training is None or training._pending is None or not torch.is_grad_enabled():
+            self._active.append(None)
             return None
         tape = training._pending.tape
         probed = None if tape.layouts.settled else (tape.probe(args), tape.probe(kwargs))
-        buffers = training._census.buffers
-        self._active.append((tape, buffers, {name: buffer._version for name, buffer in buffers.items()}))
+        self._active.append(tape)
         tape.__enter__()
         return probed
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        if not self._active or not torch.is_grad_enabled():
-            return
-        tape, buffers, versions = self._active.pop()
-        tape.__exit__(None, None, None)
-        check_buffers_unchanged(buffers, versions)
+        tape = self._active.pop() if self._active else None
+        if tape is not None:
+            tape.__exit__(None, None, None)
+
+    def unwind(self) -> None:
+        """Turn off what a forward left on that never came to its end, as after Ctrl-C."""
+        while self._active:
+            tape = self._active.pop()
+            if tape is not None:
+                tape.__exit__(None, None, None)
 
 
 def _open_ledger(run_folder: Path | str | None) -> privacy.Ledger:

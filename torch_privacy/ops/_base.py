@@ -44,6 +44,11 @@ class Op(ABC):
     def shape(self) -> torch.Size:
         """Shape of the tensor ``W`` whose gradient the rows are."""
 
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type in which the block computes."""
+
     @abstractmethod
     def methods(self) -> list[Method]:
         """Every exact way to get the squared norms (n,); the plan takes the cheapest and can say why."""
@@ -117,3 +122,10 @@ class Use(ABC):
 def in_sum_dtype(tensor: Tensor) -> Tensor:
     """Half precision raised to float32, in which norms and sums are taken; anything else as it is."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def in_one_dtype(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their types for sums."""
+    x, b = in_sum_dtype(x), in_sum_dtype(b)
+    dtype = torch.promote_types(x.dtype, b.dtype)
+    return x.to(dtype), b.to(dtype)

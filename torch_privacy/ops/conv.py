@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import Layout, Method, Op, Use, in_sum_dtype
+from ._base import Layout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows
 from .linear import Linear
 
@@ -51,6 +51,10 @@ class Conv(Op):
         if not isinstance(other, Conv) or other.geometry != self.geometry or other.x.shape[2:] != self.x.shape[2:]:
             return None
         return Conv(torch.cat([self.x, other.x], 1), torch.cat([self.b, other.b], 1), self.geometry)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
 
     def methods(self) -> list[Method]:
         """Those of the matrix product with the unfolded input, group by group."""
@@ -136,7 +140,8 @@ class ConvUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        return Conv(_images(in_sum_dtype(self.x), layout), _images(in_sum_dtype(b), layout), self.geometry)
+        x, b = in_one_dtype(self.x, b)
+        return Conv(_images(x, layout), _images(b, layout), self.geometry)
 
 
 @dataclass(frozen=True)

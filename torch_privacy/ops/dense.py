@@ -25,6 +25,10 @@ class Rows(Op):
     def shape(self) -> torch.Size:
         return self.values.shape[1:]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
     def methods(self) -> list[Method]:
         size = self.values.numel()
         return [Method("rows", Rows.squared_norms, flops=2 * size, floats=0)]

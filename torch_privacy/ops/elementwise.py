@@ -13,6 +13,8 @@ from .._check import Refused
 from ._base import Layout, Op, Use, in_sum_dtype
 from .dense import Rows
 
+MOST_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with entries for every example
+
 
 @dataclass(frozen=True)
 class TermUse(Use):
@@ -48,13 +50,23 @@ def sum_to_weight(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     """(like y) -> (n, *weight.shape): the rows of a weight that was broadcast to y."""
     broadcast = (1,) * (terms.ndim - weight.ndim) + tuple(weight.shape)
     if broadcast[layout.dim] > 1 and layout.num_examples > 1:
-        raise Refused(
-            f"ops.elementwise: a parameter of shape {tuple(weight.shape)} has one entry per example of the batch "
-            f"(dimension {layout.dim} of the result). Give it size 1 there, or freeze it."
-        )
+        return _rows_of_entries_per_example(terms, weight, layout)
     first = layout.examples_first(terms)
     summed = [dim + 1 for dim, size in enumerate(broadcast) if size == 1 and first.shape[dim + 1] != 1]
     return (first.sum(summed) if summed else first).reshape(first.shape[0], *weight.shape)
+
+
+def _rows_of_entries_per_example(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    """Rows of a weight that has entries of its own for every example, such as an expanded parameter: n² of them."""
+    n = layout.num_examples
+    if n * weight.numel() > MOST_ENTRIES:
+        raise Refused(
+            f"ops.elementwise: a function of parameters of shape {tuple(weight.shape)} has entries of its own for each "
+            f"of the {n} examples, too many to tell apart. Let broadcasting repeat the parameter, not expand or repeat."
+        )
+    owner = torch.arange(n, device=terms.device).view(1, n, 1).expand(layout.before, n, layout.after).flatten()
+    owner = owner.view(-1, *(1,) * (terms.ndim - 1 - layout.dim))
+    return torch.stack([torch.where(owner == i, terms, 0).sum_to_size(weight.shape) for i in range(n)])
 
 
 def add(y: Tensor, input: Tensor, other: Tensor, *, alpha: float = 1) -> Iterator[Use]:
@@ -91,7 +103,10 @@ RECORDERS = {
     ),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), reversed_subtract),
     **dict.fromkeys(
-        (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
         multiply,
     ),
 }
+
+# Functions that write over the very input they must remember; the tape hands their recorder a copy made before.
+OVERWRITING = {Tensor.mul_}

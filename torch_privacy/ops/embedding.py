@@ -39,6 +39,10 @@ class Embedding(Op):
             return None
         return Embedding(torch.cat([self.ids, other.ids], 1), torch.cat([self.b, other.b], 1), self.vocabulary)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
     def methods(self) -> list[Method]:
         n, t, e = self.b.shape
         return [Method("sum per token", Embedding._sum_per_token, flops=4 * n * t * e, floats=n * t * e)]

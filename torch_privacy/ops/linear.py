@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import Layout, Method, Op, Use, in_sum_dtype
+from ._base import Layout, Method, Op, Use, in_one_dtype
 from .dense import Rows
 from .elementwise import TermUse
 
@@ -44,6 +44,10 @@ class Linear(Op):
         if not isinstance(other, Linear):
             return None
         return Linear(torch.cat([self.x, other.x], 1), torch.cat([self.b, other.b], 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
 
     def methods(self) -> list[Method]:
         n, t, d, e = *self.x.shape, self.b.shape[2]
@@ -96,7 +100,7 @@ class LinearUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        x, b = (_positions(layout.examples_first(in_sum_dtype(tensor))) for tensor in (self.x, b))
+        x, b = (_positions(layout.examples_first(tensor)) for tensor in in_one_dtype(self.x, b))
         return Linear(b, x) if self.transposed else Linear(x, b)
 
 
@@ -113,7 +117,7 @@ class ColumnsUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        return Linear(*(_positions(layout.examples_first(in_sum_dtype(tensor)).mT) for tensor in (self.x, b)))
+        return Linear(*(_positions(layout.examples_first(tensor).mT) for tensor in in_one_dtype(self.x, b)))
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class VectorUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        x, b = (_positions(layout.examples_first(in_sum_dtype(tensor))) for tensor in (self.x, b.unsqueeze(-1)))
+        x, b = (_positions(layout.examples_first(tensor)) for tensor in in_one_dtype(self.x, b.unsqueeze(-1)))
         return Rows((b.mT @ x).squeeze(1))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,6 +57,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Iterator[Use]:
     """``y = (x - mean) / sqrt(var + eps)·w + bias`` over the last dimensions."""
 
@@ -72,6 +74,7 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Iterator[Use]:
     """``y = (x - mean) / sqrt(var + eps)·w + bias`` over groups of channels, per example."""
 
@@ -90,4 +93,9 @@ def _scale_and_shift(
         yield ShiftUse(bias, x, normalize, channels)
 
 
-RECORDERS = {F.layer_norm: layer_norm, F.group_norm: group_norm}
+RECORDERS = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+}
