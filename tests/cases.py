@@ -178,6 +178,14 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         Calls(lambda m, x: x + m.e(torch.arange(6)[None]), e=nn.Embedding(8, 4)),
         torch.randn(5, 6, 4),
     ),
+    "positions from a list": lambda: (
+        Calls(lambda m, x: x + m.e(torch.tensor(list(range(6)))), e=nn.Embedding(8, 4)),
+        torch.randn(5, 6, 4),
+    ),
+    "table of relative positions": lambda: (
+        Calls(lambda m, x: x + m.e(torch.arange(6)[:, None] + torch.arange(4)[None]).squeeze(2), e=nn.Embedding(12, 1)),
+        torch.randn(5, 6, 4),
+    ),
     "recurrence from a state that a weight makes": lambda: (
         Calls(
             lambda m, x: torch.tanh(

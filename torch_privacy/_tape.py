@@ -124,7 +124,7 @@ class Tape(TorchFunctionMode):
             return self._run_and_note(func, args, kwargs, data, met)
         self._reorders = self._reorders or (bool(data) and _may_reorder(func, args))
         out = func(*args, **kwargs)
-        if not data and (tensors or func in _CONSTANTS) and not _makes_new(func):
+        if not data and (tensors or _makes_constant(func, out)) and not _makes_new(func):
             for result in _tensors((out,)):
                 self._add_derived(func, args, met, result)
         return out
@@ -398,6 +398,11 @@ def _data_arguments(func: Callable, args: tuple, tensors: list[Tensor]) -> list[
     return [t for t in tensors if t is args[0]] if func in _LIKE else tensors
 
 
+def _makes_constant(func: Callable, out: Any) -> bool:
+    """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
+    return func in _CONSTANTS or (func is torch.tensor and out.ndim < 2 and not out.is_floating_point())
+
+
 def _makes_new(func: Callable) -> bool:
     """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: a new input."""
     name = getattr(func, "__name__", "")
@@ -405,11 +410,11 @@ def _makes_new(func: Callable) -> bool:
 
 
 def _looks_up_examples(func: Callable, args: tuple) -> bool:
-    """Whether a look-up by constant numbers gives every example vectors of its own, as of positions expanded to (n, t).
+    """Whether a look-up by constant numbers repeats one example's for all, as of positions expanded to (n, t).
 
-    Numbers of shape (t,) or (1, t) make one result for all examples: a function of the parameter alone.
+    Any other constant numbers make one result for all examples together: a function of the parameter alone.
     """
-    return func is F.embedding and args[0].ndim > 1 and args[0].shape[0] > 1
+    return func is F.embedding and args[0].ndim > 1 and args[0].shape[0] > 1 and bool((args[0] == args[0][:1]).all())
 
 
 def _may_reorder(func: Callable, args: tuple) -> bool:
