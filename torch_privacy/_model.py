@@ -41,8 +41,8 @@ class Seal:
         changed = [name for name, mark in marks.items() if self._marks.get(name) != mark]
         if changed:
             raise Refused(
-                f"PrivateTraining: the forward changed {', '.join(map(repr, changed))}, which would carry data past the "
-                "noise. Use a layer without running statistics, such as GroupNorm; put that module in eval mode; or "
+                f"PrivateTraining: the forward changed {', '.join(map(repr, changed))}, which would carry data past "
+                "the noise. Take a layer without running statistics, e.g. GroupNorm; put that module in eval mode, or "
                 "change the model between the steps, not between a batch and its training.step."
             )
 
