@@ -9,6 +9,7 @@ from oracle import recorded_jacobian
 from torch import nn
 
 import torch_privacy as tp
+from torch_privacy._tape import verify_against_native
 
 
 class Squares(torch.autograd.Function):
@@ -182,6 +183,17 @@ def test_refuses_losses_that_are_not_one_per_example(losses, message):
         y = model(torch.randn(5, 3))
     with pytest.raises(tp.Refused, match=message):
         tape.jacobian(losses(y))
+
+
+def test_rows_in_the_wrong_order_are_refused_although_their_sum_is_right():
+    model, x = nn.Linear(3, 4), torch.randn(2, 3)
+    with tp.record(model) as tape:
+        losses = losses_of(model, x)
+    jacobian = tape.jacobian(losses, retain_graph=True)
+    swapped = jacobian.select(torch.tensor([1, 0]))
+    verify_against_native(jacobian, losses, tape.parameters, 1e-16)
+    with pytest.raises(tp.Refused, match=r"'weight', 'bias' do not add up"):
+        verify_against_native(swapped, losses, tape.parameters, 1e-16)
 
 
 def test_gradient_override_is_refused():

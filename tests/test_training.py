@@ -87,6 +87,21 @@ def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size()
     assert training.step_count == 6
 
 
+@pytest.mark.parametrize("left_out", [0, 7, 39])
+def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
+    """Everyone joins, and the noise, which is the same in both, is taken off again."""
+    everyone = data()
+    others = Subset(everyone, [i for i in range(N) if i != left_out])
+    sums = []
+    for dataset in (everyone, others):
+        training = training_of(dataset=dataset, expected_batch_size=len(dataset), num_steps=1)
+        train(training)
+        start = torch.cat([p.detach().flatten() for p in network().parameters()])
+        sums.append((start - parameters_of(training)) * len(dataset) - 0.5 * noise_of(training, 0))
+    moved = (sums[0] - sums[1]).norm()
+    assert 0.4 < moved <= 0.5 * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):

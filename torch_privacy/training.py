@@ -83,7 +83,8 @@ class PrivateTraining:
         num_workers: processes that fetch examples, as of ``DataLoader``.
         scheduler: learning-rate scheduler to advance after every step, empty batches included. One that the user's
             loop advances works as well, but sees no empty batches.
-        run_folder: folder for the ledger (``ledger.jsonl``); every release is on disk before it is used.
+        run_folder: folder for the ledger (``ledger.jsonl``). Every release has reached the operating system before it
+            is used, so that it survives ``kill -9``; it reaches the disk itself within a second or so.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -402,8 +403,9 @@ class PrivateTraining:
             self._sampler.key + self.step_count.to_bytes(8, "big"), key=self._noise.key, digest_size=8
         )
         digest.update(self._indices(self.step_count).tobytes())
-        some = [total.view(-1)[:: max(1, total.numel() // 256)] for total in private_sum.values()]
-        digest.update(torch.cat(some).cpu().numpy().tobytes())
+        for total in private_sum.values():
+            some = total.view(-1)[:: max(1, total.numel() // 256)]
+            digest.update(some.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _parts(self, step: int) -> list[np.ndarray]:
