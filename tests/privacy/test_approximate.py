@@ -69,10 +69,30 @@ def test_moments_refuse_orders(orders):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0, 0.1, 10), "noise_multiplier"), ((1.0, 2.0, 10), "sampling_probability"), ((1.0, 0.1, 0), "num_steps")],
+    [
+        ((0, 0.1, 10), "noise_multiplier=0 must be greater than 0"),
+        ((1e-310, 0.1, 10), r"noise_multiplier=1e-310 must lie in \[1e-06, 1e\+06\]"),
+        ((1e300, 0.1, 10), r"noise_multiplier=1e\+300 must lie in \[1e-06, 1e\+06\]"),
+        ((1.0, 2.0, 10), "sampling_probability=2.0"),
+        ((1.0, 0.1, 0), "num_steps=0 must be an integer of at least 1"),
+    ],
 )
 def test_hostile_arguments_are_refused_by_name(arguments, message):
-    with pytest.raises(ValueError, match=f"clt: {message}="):
+    with pytest.raises(ValueError, match=f"clt: {message}"):
         privacy.clt(*arguments)
-    with pytest.raises(ValueError, match=f"moments: {message}="):
+    with pytest.raises(ValueError, match=f"moments: {message}"):
         privacy.moments(*arguments, delta=1e-5)
+
+
+def test_clt_is_no_lower_bound_either():
+    setting = 0.3, 256 / 29305, 11
+    truth = privacy.compose([(privacy.SubsampledGaussian(*setting[:2]), setting[2])]).epsilon(1e-5)
+    assert truth.high < 14.5 < 59.2 < privacy.clt(*setting).epsilon(1e-5)
+
+
+@pytest.mark.parametrize("q", [1e-20, 0.01, 1.0])
+@pytest.mark.parametrize("sigma", [1e-6, 0.03, 1.0, 1e6])
+def test_both_answer_over_the_whole_range_of_noise(sigma, q):
+    for num_steps in (1, 10_000_000):
+        assert privacy.clt(sigma, q, num_steps).epsilon(1e-5) >= 0
+        assert privacy.moments(sigma, q, num_steps, delta=1e-5) >= 0

@@ -62,3 +62,12 @@ def test_calibrate_refuses_hostile_arguments(change, message):
     usual = {"target_epsilon": 1.0, "delta": 1e-5, "sampling_probability": 0.1, "num_steps": 10}
     with pytest.raises(ValueError, match=f"calibrate: {message}"):
         privacy.calibrate(**{**usual, **change})
+
+
+@pytest.mark.parametrize(("target", "q", "num_steps"), [(0.3, 3.2e-3, 183), (3, MNIST, 10_000), (0.05, 0.5, 10)])
+def test_calibrate_asks_few_questions(target, q, num_steps, monkeypatch):
+    asked, high = [], privacy.Profile.epsilon_high
+    monkeypatch.setattr(privacy.Profile, "epsilon_high", lambda profile, d: asked.append(d) or high(profile, d))
+    found = privacy.calibrate(target, 1e-5, sampling_probability=q, num_steps=num_steps)
+    assert len(asked) <= 8
+    assert privacy.compose([(privacy.SubsampledGaussian(found, q), num_steps)]).epsilon(1e-5).high <= target

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
 from torch_privacy import privacy
-from torch_privacy.privacy.curve import Bracket
+from torch_privacy.privacy.curve import Bracket, Nothing
 
 MNIST = 256 / 60000
 
@@ -211,10 +211,11 @@ def test_statement_rounds_outwards_and_names_its_assumptions():
     assert profile.events == [(privacy.SubsampledGaussian(0.55, 256 / 29305), 2061)]
 
 
-def test_epsilon_is_infinite_when_delta_is_below_what_was_truncated():
-    low, high = poisson(1.0, 0.5, 100).epsilon(1e-23)
-    assert high == np.inf
-    assert 0 <= low < np.inf
+def test_epsilon_is_finite_when_delta_is_below_what_was_truncated():
+    profile = poisson(1.0, 0.5, 100)
+    assert profile._curves[0]._engine.epsilon_high(1e-23) == np.inf
+    low, high = profile.epsilon(1e-23)
+    assert 0 <= low <= high <= privacy.compose([(privacy.Gaussian(1.0), 100)]).epsilon(1e-23).high * (1 + 1e-9)
 
 
 HOSTILE_COUNTS = [-1, 1.0, True, None, float("nan")]
@@ -284,11 +285,15 @@ def test_random_settings_are_bracketed_or_refused():
 @pytest.mark.parametrize("noise_multiplier", [1e-3, 0.02, 0.049])
 @pytest.mark.parametrize("num_steps", [1, 2000])
 def test_hardly_any_noise_is_priced_from_above(noise_multiplier, num_steps):
-    """Outside floating-point range of the losses: the bound ignores the sampling, and so lies above it."""
+    """Outside floating-point range of the losses: the bound is that of one step which dominates all."""
     profile = privacy.compose([(privacy.SubsampledGaussian(noise_multiplier, 0.01), num_steps)])
-    unsampled = privacy.compose([(privacy.Gaussian(noise_multiplier), num_steps)])
-    assert profile.epsilon(1e-5) == (0.0, unsampled.epsilon(1e-5).high)
-    assert profile.delta(1.0).low == 0.0
+    unsampled = privacy.compose([(privacy.Gaussian(noise_multiplier), num_steps)]).epsilon(1e-5)
+    epsilon = profile.epsilon(1e-5)
+    assert unsampled.low * 0.5 < epsilon.high <= unsampled.high
+    if num_steps == 1:
+        assert epsilon.low == pytest.approx(epsilon.high, rel=1e-6)
+    else:
+        assert epsilon.low == profile.delta(1.0).low == 0.0
     assert 0.0 <= profile.true_positive_rate(0.01).low <= profile.true_positive_rate(0.01).high <= 1.0
 
 
@@ -297,3 +302,88 @@ def test_little_noise_is_bracketed(noise_multiplier):
     low, high = privacy.compose([(privacy.SubsampledGaussian(noise_multiplier, 0.07), 29)]).epsilon(1e-5)
     assert low <= high <= low * 1.0001
     assert high < privacy.compose([(privacy.Gaussian(noise_multiplier), 29)]).epsilon(1e-5).low
+
+
+def assert_answers(sigma, q, num_steps, delta):
+    low, high = poisson(sigma, q, num_steps).epsilon(delta)
+    unsampled = privacy.compose([(privacy.Gaussian(sigma), num_steps)]).epsilon(delta).high
+    assert 0 <= low <= high < np.inf
+    assert high <= unsampled * (1 + 1e-6)
+    assert poisson(sigma, q, num_steps).epsilon_high(delta) == high
+
+
+@pytest.mark.parametrize("delta", [1e-15, 1e-5, 0.49])
+@pytest.mark.parametrize("num_steps", [1, 1000, 10_000_000])
+@pytest.mark.parametrize("q", [1e-310, 1e-20, 0.5, 0.999])
+@pytest.mark.parametrize("sigma", [1e-6, 1e-2, 1e3, 1e4, 1e6])
+def test_extreme_settings_are_bracketed_below_the_full_batch(sigma, q, num_steps, delta):
+    assert_answers(sigma, q, num_steps, delta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [1e-20, 1e-8, 1e-3, 256 / 29305, 0.5, 1 - 1e-16, 1.0])
+@pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.049, 0.06, 0.3, 1, 10, 100, 1e3, 1e4, 1e6])
+def test_grid_of_all_settings_is_bracketed_below_the_full_batch(sigma, q):
+    for num_steps in (1, 2, 11, 1000, 10_000_000):
+        for delta in (1e-15, 1e-5, 0.49):
+            assert_answers(sigma, q, num_steps, delta)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "num_steps", "rel"),
+    [(1e4, 0.999, 10_000_000, 2e-3), (1e3, 0.5, 100, 2e-4), (1e6, 0.5, 10_000_000, 3e-3), (1e3, 0.5, 10_000_000, 1e-3)],
+)
+def test_much_noise_is_nearly_gaussian_and_tightly_bracketed(sigma, q, num_steps, rel):
+    low, high = poisson(sigma, q, num_steps).epsilon(1e-5)
+    assert low < high <= low * (1 + 2 * rel)
+    assert high == pytest.approx(privacy.clt(sigma, q, num_steps).epsilon(1e-5), rel=rel)
+
+
+@pytest.mark.parametrize("q", [1e-20, 1e-12])
+def test_tiny_sampling_probability_costs_nothing_once_delta_covers_ever_being_sampled(q):
+    assert poisson(1.0, q, 1_000_000).epsilon(1.1e6 * q) == (0, 0)
+    low, high = poisson(0.3, q, 100_000).epsilon(0.3e5 * q)  # dear if sampled: delta does not cover it
+    assert 0 <= low <= high <= privacy.compose([(privacy.Gaussian(0.3), 100_000)]).epsilon(0.3).high
+    assert high > 0
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("setting", [(1.0, 0.1, 30), (0.5, 0.01, 500), (3.0, 0.9, 4), (20.0, 0.5, 100)])
+def test_dominating_step_lies_above_the_composition_in_both_directions(setting, direction):
+    curve = poisson(*setting)._curves[direction]
+    for epsilon in (-1.0, -0.1, 0.0, 0.05, 0.5, 2.0):
+        assert curve._cap.delta(epsilon).high >= curve._engine.delta(epsilon).low
+
+
+def test_dominating_step_of_mixed_releases_lies_above_them():
+    events = [(privacy.SubsampledGaussian(1.0, 0.1), 5), (privacy.SubsampledGaussian(2.0, 0.01), 50)]
+    for curve in privacy.compose(events)._curves:
+        for epsilon in (0.0, 0.3, 1.0, 3.0):
+            assert curve._cap.delta(epsilon).high >= curve._engine.delta(epsilon).low
+
+
+def test_epsilon_asks_the_add_direction_whenever_its_bound_is_higher():
+    class Fixed(Nothing):
+        def __init__(self, value):
+            self.value = value
+
+        def epsilon(self, delta):
+            return Bracket(self.value, self.value)
+
+        def epsilon_high(self, delta):
+            return self.value
+
+        epsilon_bound = epsilon_high
+
+    profile = privacy.Profile([])
+    for remove, add in ((1.0, 2.0), (2.0, 1.0)):
+        profile._curves = (Fixed(remove), Fixed(add))
+        assert profile.epsilon(1e-5) == (2.0, 2.0)
+        assert profile.epsilon_high(1e-5) == 2.0
+
+
+@pytest.mark.parametrize("setting", [(0.5, 0.01, 100), (1.0, 0.5, 10), (5.0, 0.9, 50), (50.0, 0.99, 10), (1.0, 0.1, 1)])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.05, 0.3])
+def test_epsilon_is_never_below_the_add_direction(setting, delta):
+    profile = poisson(*setting)
+    assert profile.epsilon(delta).high >= max(curve.epsilon(delta).low for curve in profile._curves)

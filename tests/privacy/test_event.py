@@ -56,3 +56,10 @@ def test_event_from_dict_refuses_by_name(description, message):
 def test_event_to_dict_refuses_what_is_no_event():
     with pytest.raises(ValueError, match="type='int'"):
         privacy.event_to_dict(3)
+
+
+@pytest.mark.parametrize("value", [1e-310, 1e-300, 9.9e-7, 1.1e6, 1e300])
+def test_noise_multiplier_that_cannot_be_priced_is_refused(value):
+    for kind in (lambda s: privacy.SubsampledGaussian(s, 0.1), privacy.Gaussian):
+        with pytest.raises(ValueError, match=r"noise_multiplier=.* must lie in \[1e-06, 1e\+06\]\. Usual"):
+            kind(value)

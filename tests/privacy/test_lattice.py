@@ -93,3 +93,19 @@ def _one_step_in_forty_digits(sigma: float, q: float, epsilon: float, swapped: b
         if swapped:
             return float(mpmath.ncdf(x) - mpmath.exp(e) * ((1 - q) * mpmath.ncdf(x) + q * mpmath.ncdf(x - z)))
         return float((1 - q - mpmath.exp(e)) * mpmath.ncdf(-x) + q * mpmath.ncdf(z - x))
+
+
+def test_pessimistic_lattice_with_much_noise_starts_near_its_losses_and_keeps_all_mass():
+    law = SubsampledNormal(1e-4, 0.5)
+    upper = pessimistic(law, law.span / 1000)
+    assert len(upper.mass) < 1100
+    assert upper.mass.sum() + upper.only_p == pytest.approx(1, abs=1e-12)
+    assert 0 < upper.only_q < 1e-22
+    below = law.cell_masses(law.base_loss(np.array([0.0, upper.start - law.floor])))
+    truncated = float(law.mixed(*below)[0])
+    assert upper.mass[0] >= truncated  # the P-mass of the cell that reaches to -∞ moves up, none is lost
+
+
+@pytest.mark.parametrize("q", [1e-20, 1e-12, 1e-3])
+def test_mean_height_keeps_its_digits_however_small_q(q):
+    assert SubsampledNormal(1.0, q).mean_height(0.5, 0.25) == pytest.approx(q / 2, rel=1e-3, abs=0)

@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,42 @@ def test_closed_ledger_refuses_to_record_into_nowhere(tmp_path):
     with pytest.raises(Refused, match="closed"):
         ledger.record(A, 4, "lost")
     assert len(ledger) == 4
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Whether each fsync so far went to a directory."""
+    calls, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(stat.S_ISDIR(os.fstat(file).st_mode)) or fsync(file))
+    return calls
+
+
+def test_new_and_loaded_ledgers_reach_the_disk_with_their_directory_entry(tmp_path, synced):
+    privacy.Ledger(tmp_path / "ledger")
+    assert sorted(synced) == [False, True]
+    synced.clear()
+    privacy.Ledger.load(tmp_path / "ledger")
+    assert True in synced
+
+
+def test_sync_and_close_reach_the_disk(tmp_path, synced):
+    ledger = filled(tmp_path / "ledger")
+    synced.clear()
+    ledger.sync()
+    assert synced == [False]
+    ledger.close()
+    assert synced == [False, False]
+
+
+def test_record_reaches_the_disk_when_a_second_has_passed(tmp_path, synced, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    ledger = privacy.Ledger(tmp_path / "ledger")
+    synced.clear()
+    ledger.record(A, 0, "a")
+    assert synced == []
+    now[0] += 1.01
+    ledger.record(A, 1, "b")
+    assert synced == [False]
+    ledger.record(A, 2, "c")
+    assert synced == [False]

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._check import in_range, positive, strictly_between, whole
 from .curve import crossing
+from .event import check_noise
 from .law import LARGEST_SHIFT
 from .tradeoff import Array, Gaussian
 
@@ -18,8 +19,9 @@ class CLT:
 
     ``δ(ε) = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ)``
 
-    **An approximation, not a bound.** It lies *below* the truth in every setting of the papers, by 0.2% to 17% of
-    ε; it must never be reported as a guarantee.
+    **An approximation, not a bound on either side.** It lies below the truth in every setting of the papers, by 0.2%
+    to 17% of ε, and far above it with little noise and few steps: 59.3 against 14.5 at σ = 0.3, q = 256 / 29305, T =
+    11, δ = 1e-5. It must never be reported as a guarantee.
 
     Args:
         mu: ``q sqrt(T (e^{1/σ²} - 1))``, above 0.
@@ -41,7 +43,7 @@ class CLT:
 
 
 def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) -> CLT:
-    """The CLT's μ for equal Poisson-sampled Gaussian steps; an approximation below the truth, see `CLT`.
+    """The CLT's μ for equal Poisson-sampled Gaussian steps; not a bound on either side, see `CLT`.
 
     Source: Bu, Dong, Long & Su (2020), arXiv:1911.11607, equation 5.
 
@@ -50,7 +52,8 @@ def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) ->
         10.199
     """
     _check("clt", noise_multiplier, sampling_probability, num_steps)
-    return CLT(float(sampling_probability * np.sqrt(num_steps * np.expm1(min(noise_multiplier**-2, 700.0)))))
+    deviation = np.sqrt(np.expm1(min(noise_multiplier**-2, 700.0)))
+    return CLT(float(sampling_probability * np.sqrt(num_steps) * deviation))
 
 
 def moments(
@@ -66,7 +69,7 @@ def moments(
     with ``P = (1 - q) N(0, 1) + q N(1/σ, 1)``, ``Q = N(0, 1)``.
 
     Args:
-        noise_multiplier: σ, above 0.
+        noise_multiplier: σ, in [1e-6, 1e6].
         sampling_probability: q, in (0, 1].
         num_steps: T, at least 1.
         delta: in (0, 1).
@@ -89,7 +92,7 @@ def moments(
 
 
 def _check(where: str, noise_multiplier: float, sampling_probability: float, num_steps: int) -> None:
-    positive(where, noise_multiplier=noise_multiplier)
+    check_noise(where, noise_multiplier)
     in_range(where, 0, 1, sampling_probability=sampling_probability)
     whole(where, at_least=1, num_steps=num_steps)
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from itertools import count
-from math import log1p
+from math import exp, log, log1p
 
 from .._check import in_range, positive, strictly_between, whole
 from .compose import compose
@@ -11,7 +11,7 @@ from .curve import bisect
 from .event import SubsampledGaussian
 from .tradeoff import Gaussian
 
-Point = tuple[float, float]  # noise multiplier, relative excess of ε over the target
+Point = tuple[float, float]  # noise multiplier, log of ε over the target: nearly a straight line in log-log
 SMALLEST, LARGEST = 0.1, 1e4  # noise multipliers among which to search
 
 
@@ -52,36 +52,44 @@ def calibrate(
 
     def excess(noise_multiplier: float) -> float:
         event = SubsampledGaussian(noise_multiplier, sampling_probability)
-        return compose([(event, num_steps)]).epsilon(delta).high / target_epsilon - 1
+        return _log_ratio(compose([(event, num_steps)]).epsilon_high(delta), target_epsilon)
 
     start = min(max(_clt_guess(target_epsilon, delta, sampling_probability, num_steps), SMALLEST), LARGEST)
     fails, enough = _enclose(excess, start, f"calibrate: target_epsilon={target_epsilon!r}")
     return _narrow(excess, fails, enough, tolerance)
 
 
+def _log_ratio(epsilon: float, target: float) -> float:
+    """``log(ε / target)``, at most 0 if and only if ε <= target, kept finite."""
+    value = log(min(max(epsilon / target, 1e-9), 1e9))
+    return max(value, 1e-15) if epsilon > target else min(value, 0.0)
+
+
 def _enclose(excess: Callable[[float], float], start: float, what: str) -> tuple[Point, Point]:
     """A noise multiplier that is too small and one that is enough, each with its excess."""
-    points, factor = [(start, excess(start))], 1.1
-    while points[-1][1] > 0:
-        if points[-1][0] == LARGEST:
+    point, slope, least = (start, excess(start)), 4.0, 0.01
+    too_small = point[1] > 0
+    while True:
+        if too_small and point[0] == LARGEST:
             raise ValueError(f"{what} needs a noise_multiplier above {LARGEST:g}. Take fewer steps.")
-        larger = min(points[-1][0] * factor, LARGEST)
-        points, factor = [points[-1], (larger, excess(larger))], factor**2
-    while points[0][1] <= 0:
-        if points[0][0] == SMALLEST:
+        if not too_small and point[0] == SMALLEST:
             raise ValueError(f"{what} is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon.")
-        smaller = max(points[0][0] / factor, SMALLEST)
-        points, factor = [(smaller, excess(smaller)), points[0]], factor**2
-    return points[0], points[1]
+        step = min(max(1.2 * abs(point[1]) / slope, least), max(1.0, least))
+        noise = min(max(point[0] * exp(step if too_small else -step), SMALLEST), LARGEST)
+        following = (noise, excess(noise))
+        if (following[1] > 0) != too_small:
+            return (point, following) if too_small else (following, point)
+        slope = max(abs((following[1] - point[1]) / log(noise / point[0])), 0.5)
+        point, least = following, 2 * least
 
 
 def _narrow(excess: Callable[[float], float], fails: Point, enough: Point, tolerance: float) -> float:
-    """Regula falsi, aimed alternately just above and just below the root, so that both ends close in."""
+    """Regula falsi in log-log, aimed alternately just above and just below the root, so that both ends close in."""
     above = True
     for attempt in count():
         if enough[0] - fails[0] <= tolerance * enough[0]:
             return enough[0]
-        root = fails[0] + (enough[0] - fails[0]) * fails[1] / (fails[1] - enough[1])
+        root = fails[0] * (enough[0] / fails[0]) ** (fails[1] / (fails[1] - enough[1]))
         middle = root * (1 + tolerance / 3 if above else 1 - tolerance / 3)
         if attempt > 20 or not fails[0] < middle < enough[0]:
             middle = (fails[0] + enough[0]) / 2

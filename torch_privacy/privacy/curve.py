@@ -12,6 +12,10 @@ from .tradeoff import Array
 Value = TypeVar("Value", float, Array, float | Array)
 
 
+class Unresolved(Exception):
+    """An engine cannot represent these laws; whoever asks falls back on a bound that needs no engine."""
+
+
 class Bracket(NamedTuple, Generic[Value]):
     """Two bounds on one true value: ``low <= truth <= high``; numbers, or arrays of one shape."""
 
@@ -28,6 +32,10 @@ class Curve(Protocol):
 
     def epsilon(self, delta: float) -> Bracket[float]:
         """Bounds on the smallest ε >= 0 with δ(ε) <= delta."""
+        ...
+
+    def epsilon_high(self, delta: float) -> float:
+        """``epsilon(delta).high`` exactly, without the work for ``low``."""
         ...
 
     def epsilon_bound(self, delta: float) -> float:
@@ -60,7 +68,7 @@ def crossing(small_enough: Callable[[float], bool]) -> Bracket[float]:
     upper = 1.0
     while not small_enough(upper):
         upper *= 2
-        if upper > 1e12:
+        if upper > 1e20:
             return Bracket(upper, np.inf)
     return Bracket(*bisect(small_enough, 0.0, upper, 1e-13))
 
@@ -74,6 +82,9 @@ class Nothing:
 
     def epsilon(self, delta: float) -> Bracket[float]:
         return Bracket(0.0, 0.0)
+
+    def epsilon_high(self, delta: float) -> float:
+        return 0.0
 
     def epsilon_bound(self, delta: float) -> float:
         return 0.0
@@ -89,10 +100,55 @@ class UpperHalf:
         return Bracket(max(-float(np.expm1(min(epsilon, 0.0))), 0.0), self._dominating.delta(epsilon).high)
 
     def epsilon(self, delta: float) -> Bracket:
-        return Bracket(0.0, self._dominating.epsilon(delta).high)
+        return Bracket(0.0, self.epsilon_high(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return self._dominating.epsilon_high(delta)
 
     def epsilon_bound(self, delta: float) -> float:
         return self._dominating.epsilon_bound(delta)
+
+
+class Capped:
+    """An engine's curve, its upper bound cut at a curve that dominates it; where the engine fails, that curve alone.
+
+    The cap costs next to nothing, so it is asked first: if its ε or δ is 0, the engine is left alone.
+    """
+
+    def __init__(self, engine: Curve, dominating: Curve):
+        self._engine, self._cap = engine, UpperHalf(dominating)
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return self._cut(self._cap.delta(epsilon), lambda: self._engine.delta(epsilon))
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return self._cut(self._cap.epsilon(delta), lambda: self._engine.epsilon(delta))
+
+    def epsilon_bound(self, delta: float) -> float:
+        return self._smaller(self._cap.epsilon_high(delta), lambda: self._engine.epsilon_bound(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return self._smaller(self._cap.epsilon_high(delta), lambda: self._engine.epsilon_high(delta))
+
+    @staticmethod
+    def _smaller(cap: float, ask: Callable[[], float]) -> float:
+        if cap == 0:
+            return 0.0
+        try:
+            return min(ask(), cap)
+        except Unresolved:
+            return cap
+
+    @staticmethod
+    def _cut(cap: Bracket[float], ask: Callable[[], Bracket[float]]) -> Bracket[float]:
+        if cap.high <= cap.low:
+            return cap
+        try:
+            low, high = ask()
+        except Unresolved:
+            return cap
+        high = min(high, cap.high)
+        return Bracket(min(low, high), high)  # the cap lies above the truth but for rounding
 
 
 class ClosedForm:
@@ -111,8 +167,10 @@ class ClosedForm:
 
     def epsilon(self, delta: float) -> Bracket[float]:
         low = crossing(lambda epsilon: self.delta(epsilon).low <= delta).low
-        high = crossing(lambda epsilon: self.delta(epsilon).high <= delta).high
-        return Bracket(low, high)
+        return Bracket(low, self.epsilon_high(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return crossing(lambda epsilon: self.delta(epsilon).high <= delta).high
 
     def epsilon_bound(self, delta: float) -> float:
         return np.inf  # the answer itself is just as quick

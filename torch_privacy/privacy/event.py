@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 from .._check import in_range, one_of, positive
 
+# Beyond these there is no privacy or no signal left, and floating point gives out.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+
 
 class NeighboringRelation(Enum):
     """Which two data sets count as neighbors; an epsilon means nothing without it."""
@@ -20,6 +23,16 @@ class NeighboringRelation(Enum):
 
     REPLACE_SPECIAL = "replace_special"
     """Same size, one example is swapped for a null record that contributes nothing."""
+
+
+def check_noise(where: str, noise_multiplier: float) -> None:
+    """Raise unless the noise multiplier is a number that can be priced."""
+    positive(where, noise_multiplier=noise_multiplier)
+    if not SMALLEST_NOISE <= noise_multiplier <= LARGEST_NOISE:
+        raise ValueError(
+            f"{where}: noise_multiplier={noise_multiplier!r} must lie in [{SMALLEST_NOISE:g}, {LARGEST_NOISE:g}]. "
+            "Usual values lie between 0.3 and 10; it is relative to the sensitivity."
+        )
 
 
 class Event(ABC):
@@ -36,7 +49,7 @@ class SubsampledGaussian(Event):
     Released is ``sum of clipped values + N(0, (noise_multiplier * sensitivity)² I)``.
 
     Args:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity, above 0.
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
         sampling_probability: chance that an example joins the sample, in (0, 1].
 
     Example:
@@ -50,7 +63,7 @@ class SubsampledGaussian(Event):
     sampler: ClassVar[str] = "Poisson"
 
     def __post_init__(self) -> None:
-        positive("SubsampledGaussian", noise_multiplier=self.noise_multiplier)
+        check_noise("SubsampledGaussian", self.noise_multiplier)
         in_range(
             "SubsampledGaussian",
             0,
@@ -65,7 +78,7 @@ class Gaussian(Event):
     """One noisy sum over all the data: the case ``sampling_probability = 1``.
 
     Args:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity, above 0.
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
     """
 
     noise_multiplier: float
@@ -73,7 +86,7 @@ class Gaussian(Event):
     sampler: ClassVar[str] = "full batch"
 
     def __post_init__(self) -> None:
-        positive("privacy.Gaussian", noise_multiplier=self.noise_multiplier)
+        check_noise("privacy.Gaussian", self.noise_multiplier)
 
 
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in (SubsampledGaussian, Gaussian)}

@@ -19,9 +19,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .curve import Bracket, bisect, crossing
+from .curve import Bracket, Unresolved, bisect, crossing
 from .lattice import Lattice, optimistic, pessimistic
-from .law import REACH, SubsampledNormal
+from .law import SubsampledNormal
 from .tradeoff import Array
 
 TAIL = 1e-17  # tilted mass outside the window, per side
@@ -85,8 +85,8 @@ class Tilted:
     @cached_property
     def _unnormalised(self) -> tuple[Array, float]:
         exponents = self.s * self.lattice.losses
-        shift = float(exponents.max()) if self.s else 0.0
-        return self.lattice.mass * np.exp(exponents - shift), shift
+        shift = float(exponents[self.lattice.mass > 0].max()) if self.s else 0.0
+        return self.lattice.mass * np.exp(np.minimum(exponents - shift, 0)), shift
 
     @cached_property
     def log_moment(self) -> float:
@@ -273,8 +273,9 @@ class Family:
         return self.at_epsilon(self._moments_epsilon(delta))
 
     def epsilon_bound(self, delta: float) -> float:
-        """Upper bound on ε(δ) from moments alone, if no loss is infinite."""
-        return np.inf if any(lattice.only_p for lattice, _ in self._terms) else self._moments_epsilon(delta)
+        """Upper bound on ε(δ) from the moments of the finite losses; the mass of infinite ones comes off δ."""
+        rest = delta - sum(count * lattice.only_p for lattice, count in self._terms)
+        return self._moments_epsilon(rest) if rest > 0 else np.inf
 
     def _moments_epsilon(self, delta: float) -> float:
         """``min_s (K(s) + H(s) + log 1/δ) / s``."""
@@ -289,27 +290,38 @@ class LatticeCurve:
     """
 
     def __init__(self, steps: Sequence[tuple[SubsampledNormal, int]], spacing: float, *, swapped: bool):
-        self._steps, self._spacing, self._swapped = steps, spacing, swapped
+        self._steps, self._swapped = steps, swapped
+        self._spacing: dict[Discretise, float] = {optimistic: spacing, pessimistic: spacing}
         self._families: dict[Discretise, Family] = {}
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        low = self._composed(optimistic, lambda family: family.at_epsilon(epsilon)).at_least(epsilon)
         high = self._composed(pessimistic, lambda family: family.at_epsilon(epsilon)).at_most(epsilon)
+        try:
+            low = self._composed(optimistic, lambda family: family.at_epsilon(epsilon)).at_least(epsilon)
+        except Unresolved:
+            low = 0.0
         return Bracket(low, high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
         upper = self._composed(pessimistic, lambda family: family.at_delta(delta))
-        lower = self._composed(optimistic, lambda family: family.at_delta(delta))
         high = crossing(lambda epsilon: upper.at_most(epsilon) <= delta).high
+        try:
+            lower = self._composed(optimistic, lambda family: family.at_delta(delta))
+        except Unresolved:
+            return Bracket(0.0, high)
         reach = high if np.isfinite(high) else crossing(lambda epsilon: lower.at_least(epsilon) <= delta).high
         return Bracket(_last_above(lower.at_least, delta, reach), high)
+
+    def epsilon_high(self, delta: float) -> float:
+        upper = self._composed(pessimistic, lambda family: family.at_delta(delta))
+        return crossing(lambda epsilon: upper.at_most(epsilon) <= delta).high
 
     def epsilon_bound(self, delta: float) -> float:
         return self._family(pessimistic).epsilon_bound(delta)
 
     def _family(self, discretise: Discretise) -> Family:
         if discretise not in self._families:
-            terms = [(discretise(law, self._spacing), count) for law, count in self._steps]
+            terms = [(discretise(law, self._spacing[discretise]), count) for law, count in self._steps]
             terms = [(lattice.swapped if self._swapped else lattice, count) for lattice, count in terms]
             self._families[discretise] = Family(terms)
         return self._families[discretise]
@@ -318,9 +330,9 @@ class LatticeCurve:
         try:
             return choose(self._family(discretise))
         except WindowTooLong:
-            self._spacing *= 2
-            _check_spacing(self._steps, self._spacing)
-            self._families.clear()
+            self._spacing[discretise] *= 2  # of this side alone: the other's answers stay as they are
+            _check_spacing(self._steps, self._spacing[discretise])
+            del self._families[discretise]
             return self._composed(discretise, choose)
 
 
@@ -328,7 +340,7 @@ def curves(steps: Sequence[tuple[SubsampledNormal, int]]) -> tuple[LatticeCurve,
     """The lattice engine: the *remove* and the *add* curve of the composition of ``count`` steps of each law.
 
     Raises:
-        ValueError: now or when asked, a lattice fine enough for these laws would not fit into memory.
+        Unresolved: now or when asked, a lattice fine enough for these laws would not fit into memory.
     """
     spacing = _spacing(steps)
     return LatticeCurve(steps, spacing, swapped=False), LatticeCurve(steps, spacing, swapped=True)
@@ -353,16 +365,12 @@ def _spacing(steps: Sequence[tuple[SubsampledNormal, int]]) -> float:
     Relative to ε the bracket is about (spacing / deviation)² / 4 wide.
     """
     deviation, num_steps = _deviation(steps), sum(count for _, count in steps)
-    span = max(float(law.height(np.array(law.shift + REACH))) for law, _ in steps) + 20 * deviation * num_steps**0.5
+    span = max(law.span for law, _ in steps) + 20 * deviation * num_steps**0.5
     spacing = float(2.0 ** np.floor(np.log2(max(min(deviation / 80, FINEST), span / POINTS))))
     _check_spacing(steps, spacing)
     return spacing
 
 
 def _check_spacing(steps: Sequence[tuple[SubsampledNormal, int]], spacing: float) -> None:
-    deviation = _deviation(steps)
-    if spacing > 4 * deviation:
-        raise ValueError(
-            f"privacy: the losses of these events spread by only {deviation:.3g} per step, but {LONGEST} lattice "
-            f"points resolve no less than {spacing:.3g}. Use a larger sampling_probability or noise_multiplier."
-        )
+    if spacing > 4 * _deviation(steps):
+        raise Unresolved

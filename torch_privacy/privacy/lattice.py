@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from .curve import Unresolved
 from .law import REACH, SubsampledNormal
 from .tradeoff import Array
 
@@ -66,17 +67,27 @@ def pessimistic(law: SubsampledNormal, spacing: float) -> Lattice:
     Source: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi (2022), arXiv:2207.04380.
     """
     top = float(law.height(np.array(law.shift + REACH)))
-    heights = spacing * np.arange(int(np.ceil(top / spacing)) + 1)
+    lowest = _lowest_index(law, spacing)
+    heights = spacing * np.arange(lowest, int(np.ceil(top / spacing)) + 1)
     ends = np.concatenate([[-np.inf], law.base_loss(heights), [np.inf]])
     base, shifted = law.cell_masses(ends)
     gap = np.full(len(base), -np.expm1(-spacing))
     gap[[0, -1]] = 1.0
     mass = law.mixed(base, shifted)
     up = np.clip(law.probability * (shifted - np.exp(ends[:-1]) * base) / gap, 0, mass)
+    if lowest:
+        up[0] = mass[0]  # from a loss of -∞, where `down` has no P-mass
     down = mass - up
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
-    only_q = max(float(base[0] - np.exp(-law.floor) * up[0]), 0.0)
-    return Lattice(law.floor, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
+    start = law.floor + lowest * spacing
+    only_q = max(float(base[0] - np.exp(-start) * up[0]), 0.0)
+    return Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
+
+
+def _lowest_index(law: SubsampledNormal, spacing: float) -> int:
+    """How many lattice points above the floor to begin: 0, unless the losses keep far away from it (much noise)."""
+    lowest = int(law.height(np.array(-REACH)) / spacing)
+    return lowest if law.probability < 1 and lowest * spacing > law.span else 0
 
 
 @lru_cache(maxsize=16)
@@ -105,13 +116,15 @@ def optimistic(law: SubsampledNormal, spacing: float) -> Lattice:
 def _gentle_range(mass: Array) -> tuple[int, int]:
     """First and last cell to keep: beyond, masses more than halve from cell to cell, so that those tails join in."""
     rising, falling = mass[1:] > 2 * mass[:-1], mass[:-1] > 2 * mass[1:]
-    first = np.flatnonzero((mass[:-1] > 0) & ~rising)[0]
-    last = np.flatnonzero((mass[1:] > 0) & ~falling)[-1] + 1
-    return int(first), int(last)
+    first = np.flatnonzero((mass[:-1] > 0) & ~rising)
+    last = np.flatnonzero((mass[1:] > 0) & ~falling) + 1
+    if not len(first) or not len(last):
+        raise Unresolved
+    return int(first[0]), int(last[-1])
 
 
 def _cell_count(law: SubsampledNormal, spacing: float) -> int:
-    return max(int(law.height(np.array(law.shift + REACH)) / spacing), 3)
+    return max(int(law.span / spacing), 3)
 
 
 def _first_height(law: SubsampledNormal, spacing: float) -> float:
@@ -123,8 +136,7 @@ def _first_height(law: SubsampledNormal, spacing: float) -> float:
     height = start
     for _ in range(100):
         base, shifted = law.cell_masses(law.base_loss(np.array([0.0, height + spacing / 2])))
-        mean = float(np.log(law.mixed(base, shifted)[0] / base[0])) - law.floor
-        height = max(mean, start)
+        height = max(law.mean_height(base[0], shifted[0]), start)
     return height
 
 
@@ -147,6 +159,8 @@ def _without_concave_kinks(mass: Array, spacing: float) -> Array:
     """
     kept, mass = np.arange(len(mass)), mass.copy()
     while (concave := np.flatnonzero(mass[kept] < 0)).size:
+        if concave[0] == 0 or concave[0] == len(kept) - 1:
+            raise Unresolved
         below, here, above = kept[concave[0] - 1 : concave[0] + 2]
         share = -np.expm1((below - here) * spacing) / -np.expm1((below - above) * spacing)
         mass[above] += share * mass[here]

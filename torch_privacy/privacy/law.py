@@ -63,6 +63,18 @@ class SubsampledNormal:
             return u - self.floor
         return np.logaddexp(0, u + np.log(self.probability) - np.log1p(-self.probability))
 
+    def mean_height(self, base: float, shifted: float) -> float:
+        """Log of the mean likelihood ratio, less the floor, of what has these masses under N(0, 1) and N(z, 1)."""
+        if self.probability == 1:
+            return float(np.log(shifted / base)) - self.floor
+        return float(np.log1p(self.probability / (1 - self.probability) * shifted / base))
+
+    @property
+    def span(self) -> float:
+        """Distance between the largest and the smallest loss within REACH."""
+        ends = self.height(np.array([-REACH, self.shift + REACH]))
+        return float(ends[1] - ends[0])
+
     def outcome(self, u: Array) -> Array:
         """The x at which the base loss is u."""
         return u / self.shift + self.shift / 2
@@ -90,13 +102,17 @@ class SubsampledNormal:
         """
         x, u, below = self._threshold(epsilon)
         gain = np.where(below, -np.expm1(np.minimum(epsilon, 0)), self.probability * ndtr(self.shift - x))
-        loss = np.where(below, 0.0, self.probability * np.exp(u + log_ndtr(-x)))
+        # In truth e^u N_0 <= N_z there; the minimum only catches rounding errors of huge exponents.
+        log_loss = np.minimum(u + log_ndtr(-x), log_ndtr(self.shift - x))
+        loss = np.where(below, 0.0, self.probability * np.exp(log_loss))
         return gain, loss, np.abs(u) + np.abs(log_ndtr(-x))
 
     def add_tails(self, epsilon: Array) -> tuple[Array, Array, Array]:
         """The same for Q against P: ``δ(ε) = q e^ε (e^u N_0 - N_z)(x < x(u))``, u the base loss of -ε."""
         x, u, beyond = self._threshold(-epsilon)
-        log_gain, log_loss = epsilon + u + log_ndtr(x), epsilon + log_ndtr(x - self.shift)
+        log_weight = np.minimum(epsilon + u, -np.log(self.probability))  # q e^(ε + u) = 1 - (1 - q) e^ε is at most 1
+        log_gain = log_weight + log_ndtr(x)
+        log_loss = np.minimum(epsilon + log_ndtr(x - self.shift), log_gain)
         gain, loss = (np.where(beyond, 0.0, self.probability * np.exp(tail)) for tail in (log_gain, log_loss))
         return gain, loss, np.abs(epsilon) + np.abs(u) + np.abs(log_ndtr(x - self.shift))
 

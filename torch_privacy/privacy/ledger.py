@@ -18,9 +18,14 @@ SECONDS_BETWEEN_SYNCS = 1.0
 class Ledger:
     """Append-only list of releases, one per step.
 
-    With a path, each release is a line of JSON that has reached the operating system when `record` returns, so none is
-    lost if the process is killed. Against power failure the file is flushed to the disk at most once per second, and by
-    `sync`, which belongs before every checkpoint.
+    With a path, each release is a line of JSON. What survives, and from when on:
+
+    - the process is killed: every release whose `record` has returned, for its line is with the operating system;
+    - the power fails: every release recorded before the last `sync` returned. `record` itself syncs when more than a
+      second has passed since the last one, `close` always does, and a checkpoint should come after a `sync`. Releases
+      recorded since then may be lost, as long as nothing is recorded after them: no timer runs in the background;
+    - the power fails early: the file and its header are there once ``Ledger(path)`` has returned, since the directory
+      is flushed, too (not on systems that cannot open a directory, such as Windows).
 
     ``{"ledger": 1}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
     ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release.
@@ -185,6 +190,7 @@ class Ledger:
 
     def _open(self, path: str | os.PathLike[str], flags: int) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+        _sync_directory(Path(path).absolute().parent)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -196,3 +202,14 @@ class Ledger:
             raise OSError(f"Ledger: wrote only {written} of {len(data)} bytes of a line; the disk may be full.")
         if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
             self.sync()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Return when the names of the files in a directory are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
+        return
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
