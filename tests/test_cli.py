@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
+import io
 import json
 import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from torch_privacy import privacy
+from torch_privacy import _display, privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import EXPERIMENTS, load_experiment
+from torch_privacy.experiments.log import Metrics, Progress
 from torch_privacy.summary import round_down, round_up
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
@@ -31,33 +34,48 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "no value": (["train", "adult", "--delta"], "Option '--delta' requires an argument"),
     "not a number": (["train", "adult", "--delta", "small"], "Invalid value for '--delta'"),
     "not an integer": (["train", "adult", "--batch-size", "2.5"], "Invalid value for '--batch-size'"),
-    "delta of 1/n": (["train", "adult", "--delta", "3.5e-5"], "delta=3.5e-05 must lie in (0, 3.41239e-05)"),
-    "delta 0": (["train", "adult", "--delta", "0"], "delta=0.0 must lie in"),
-    "delta nan": (["train", "adult", "--delta", "nan"], "delta=nan must be a finite number"),
-    "negative noise": (["train", "adult", "--noise-multiplier", "-1"], "noise_multiplier=-1.0 must be greater than 0"),
-    "no noise": (["train", "adult", "--noise-multiplier", "0"], "noise_multiplier=0.0 must be greater than 0"),
-    "negative epsilon": (["train", "adult", "--epsilon", "-1"], "target_epsilon=-1.0 must be greater than 0"),
+    "delta of 1/n": (["train", "adult", "--delta", "3.5e-5"], "--delta 3.5e-05 must lie in (0, 3.41239e-05)"),
+    "delta 0": (["train", "adult", "--delta", "0"], "--delta 0.0 must lie in"),
+    "delta nan": (["train", "adult", "--delta", "nan"], "--delta nan must be a finite number"),
+    "negative noise": (
+        ["train", "adult", "--noise-multiplier", "-1"],
+        "--noise-multiplier -1.0 must be greater than 0",
+    ),
+    "no noise": (["train", "adult", "--noise-multiplier", "0"], "--noise-multiplier 0.0 must be greater than 0"),
+    "negative epsilon": (["train", "adult", "--epsilon", "-1"], "--epsilon -1.0 must be greater than 0"),
     "noise and epsilon": (["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"], "exclude each other"),
-    "empty batch": (["train", "adult", "--batch-size", "0"], "expected_batch_size=0 must be an integer of at least 1"),
-    "huge batch": (["train", "adult", "--batch-size", "30000"], "expected_batch_size=30000 must lie in (0, 29305]"),
-    "infinite rate": (["train", "adult", "--learning-rate", "inf"], "learning_rate=inf must be a finite number"),
-    "no clipping": (["train", "adult", "--clip-norm", "0"], "clip_norm=0.0 must be greater than 0"),
-    "no epochs": (["train", "adult", "--epochs", "0"], "epochs=0.0 must be greater than 0"),
-    "no units": (["train", "adult", "--hidden-units", "0"], "hidden_units=0 must be an integer of at least 1"),
-    "negative seed": (["train", "adult", "--seed", "-1"], "seed=-1 must be an integer of at least 0"),
+    "empty batch": (["train", "adult", "--batch-size", "0"], "--batch-size 0 must be an integer of at least 1"),
+    "huge batch": (["train", "adult", "--batch-size", "30000"], "--batch-size 30000 must lie in (0, 29305]"),
+    "infinite rate": (["train", "adult", "--learning-rate", "inf"], "--learning-rate inf must be a finite number"),
+    "no clipping": (["train", "adult", "--clip-norm", "0"], "--clip-norm 0.0 must be greater than 0"),
+    "no epochs": (["train", "adult", "--epochs", "0"], "--epochs 0.0 must be greater than 0"),
+    "no units": (["train", "adult", "--hidden-units", "0"], "--hidden-units 0 must be an integer of at least 1"),
+    "negative seed": (["train", "adult", "--seed", "-1"], "--seed -1 must be an integer of at least 0"),
     "no data": (["train", "adult", "--data", "/nowhere"], "/nowhere/adult/a9a.xz: no such file"),
     "resume nothing": (["train", "--resume", "/nowhere"], "/nowhere: is not a run folder"),
     "resume with settings": (["train", "--resume", "/nowhere", "--epochs", "3"], "takes every setting from the run"),
     "resume with a name": (["train", "adult", "--resume", "/nowhere"], "takes every setting from the run"),
     "probability above 1": (
         ["epsilon", *EVENTS[:3], "1.5", *EVENTS[4:]],
-        "sampling_probability=1.5 must lie in (0, 1]",
+        "--sampling-probability 1.5 must lie in (0, 1]",
     ),
-    "no steps": (["epsilon", *EVENTS[:5], "-1"], "-1"),
-    "certain delta": (["epsilon", *EVENTS, "--delta", "1"], "delta=1.0"),
+    "no steps": (["epsilon", *EVENTS[:5], "0"], "epsilon: --steps 0 must be an integer of at least 1"),
+    "certain delta": (["epsilon", *EVENTS, "--delta", "1"], "--delta 1.0"),
     "missing option": (["epsilon"], "Missing option '--noise-multiplier'"),
     "impossible target": (["calibrate", "--epsilon", "-2", *EVENTS[2:]], "-2"),
-    "rate above 1": (["tradeoff", *EVENTS, "--alpha", "2"], "alpha=2.0"),
+    "rate above 1": (["tradeoff", *EVENTS, "--alpha", "2"], "--alpha 2.0 must lie in [0, 1]"),
+    "tiny noise": (["train", "adult", "--noise-multiplier", "1e-300"], "--noise-multiplier 1e-300 must lie in [0.001"),
+    "huge noise": (["train", "adult", "--noise-multiplier", "1e300"], "--noise-multiplier 1e+300 must lie in [0.001"),
+    "many epochs": (["train", "adult", "--epochs", "1e300"], "--epochs 1e+300 must lie in (0, 1e+06]"),
+    "many units": (["train", "adult", "--hidden-units", "100000000000"], "--hidden-units 100000000000 must lie in"),
+    "huge rate": (["train", "adult", "--learning-rate", "1e300"], "--learning-rate 1e+300 must lie in (0, 1e+30]"),
+    "huge seed": (["train", "adult", "--seed", "9" * 23], "must be an integer of at most 2**63 - 1"),
+    "unnamed run": (["train", "adult", "--run", ""], "Invalid value for '--run': it is empty"),
+    "unnamed resume": (["train", "--resume", ""], "Invalid value for '--resume': it is empty"),
+    "no steps to calibrate": (["calibrate", "--epsilon", "2", *EVENTS[2:5], "0"], "calibrate: --steps 0 must be"),
+    "no steps to trade": (["tradeoff", *EVENTS[:5], "0"], "tradeoff: --steps 0 must be"),
+    "negative rate": (["tradeoff", *EVENTS, "--alpha", "-0.5"], "--alpha -0.5 must lie in [0, 1]"),
+    "not a rate": (["tradeoff", *EVENTS, "--alpha", "nan"], "--alpha nan must lie in [0, 1]"),
 }
 
 
@@ -174,3 +192,89 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
         assert default is not None, option
         assert float(default[1]) == value
     assert all(name in shown for name in EXPERIMENTS)
+
+
+def steps(num_steps, training="private"):
+    for step in range(1, num_steps + 1):
+        metrics = Metrics(training, 1.0, step, 0.345, 0.8, 0.8, 0.1, 0.1) if step % 50 == 0 else None
+        yield Progress(training, step, num_steps, 0.345, 0.843, metrics)
+
+
+def lines_of(text):
+    """The lines that a terminal shows in the end, one after the other, of all that was written to it."""
+    return [re.split(r"[\r]|\x1b\[2K|\x1b\[1A", line)[-1] for line in text.split("\n")]
+
+
+def shown_on_a_terminal(width, progress, price=lambda step: step / 8):
+    """What the display writes for one step."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    with _display.TrainingDisplay(console, silent=False) as display:
+        display.show(progress, price)
+    return console.file.getvalue()
+
+
+def certified(step):
+    return float(privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), step)]).epsilon(1e-5).high)
+
+
+@pytest.mark.parametrize("slow_from", [0, 100, 10**9], ids=["slow", "slowing down", "fast"])
+def test_bar_epsilon_is_never_below_that_of_the_step_shown(slow_from, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(_display, "monotonic", lambda: now)
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+    display, priced = _display.TrainingDisplay(console, silent=False), []
+    for progress in steps(400):
+        now += 0.3 if progress.step > slow_from else 0.001
+        display.show(progress, lambda step: priced.append(step) or certified(step))
+        shown = float(re.search(r"ε ≤ (\S+)", display._live.tasks[0].fields["state"])[1])
+        if progress.step % 20 == 1 or progress.step % 50 == 0:
+            truth = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), progress.step)]).epsilon(1e-5)
+            assert shown >= truth.high
+    assert len(priced) < 2 + now  # about one a second
+    assert max(priced) <= 400
+
+
+def test_bar_prices_ahead_for_less_than_a_hundredth_of_the_time(monkeypatch):
+    now, spent = 0.0, 0.0
+
+    def price(step):
+        nonlocal now, spent
+        now, spent = now + 0.1, spent + 0.1
+        return step
+
+    monkeypatch.setattr(_display, "monotonic", lambda: now)
+    ahead = _display.EpsilonAhead()
+    for step in range(1, 100_001):
+        now += 0.002
+        assert ahead.bound(step, 100_000, price) >= step
+    assert spent < 0.01 * now + 0.2  # two prices before the speed is known
+
+
+@pytest.mark.parametrize("width", [60, 69, 70, 80, 89, 90, 120, 200])
+def test_bar_shows_steps_epsilon_loss_and_accuracy(width):
+    text = lines_of(shown_on_a_terminal(width, Progress("private", 1234, 2061, 0.345, 0.843)))[-2]
+    for part in ("private", "1234/2061", "ε ≤ 156.750", "0.345", "84.3 %"):
+        assert part in text
+    assert ("loss 0.345" in text, "accuracy 84.3 %" in text) == (True, width >= 70)
+    assert len(text.rstrip()) <= width - 4  # the terminal's ^C has room
+
+
+def test_bar_keeps_steps_and_epsilon_in_the_narrowest_terminal():
+    text = lines_of(shown_on_a_terminal(40, Progress("private", 1234, 2061, 0.345, 0.843)))[-2]
+    assert "1234/2061" in text
+    assert "ε ≤ 156.750" in text
+
+
+def test_bar_of_the_baseline_has_no_epsilon():
+    text = lines_of(shown_on_a_terminal(80, Progress("non-private", 12, 2061, 0.345, 0.843)))[-2]
+    assert "ε" not in text
+    assert "loss 0.345" in text
+
+
+def test_price_out_of_range_of_floats_is_one_sentence(capsys, monkeypatch):
+    def overflow(*_):
+        raise OverflowError(34, "Numerical result out of range")
+
+    monkeypatch.setattr("torch_privacy.summary.summarize", overflow)
+    assert run(["epsilon", *EVENTS]) == 2
+    assert re.fullmatch(r"torch-privacy: a number given is too large or too small [^\n]*\.\n", capsys.readouterr().err)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``torch-privacy``: parses, calls the library, prints. Nothing but ``train`` waits for torch."""
 
+import errno
 import json
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +28,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+OPTIONS = {  # names that differ between library and command
+    "target_epsilon": "--epsilon",
+    "expected_batch_size": "--batch-size",
+    "num_steps": "--steps",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            "noise_multiplier", "sampling_probability", "delta", "learning_rate", "clip_norm", "epochs", "hidden_units",
+            "seed", "alpha",
+        )
+    },
+}  # fmt: skip
+
+
+def _folder(text: str) -> Path:
+    """A path as given; the empty one, which would be the current folder, is refused."""
+    if not text:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(text)
+
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
 Probability = Annotated[float, typer.Option(help="Chance of an example to join a step, batch size / n; in (0, 1].")]
@@ -51,6 +76,7 @@ def epsilon(
     """
     from torch_privacy.summary import privacy_lines, summarize
 
+    _check_steps("epsilon", steps)
     summary = summarize(noise_multiplier, sampling_probability, steps, delta)
     _print(summary.as_json(), privacy_lines(summary), as_json)
 
@@ -63,6 +89,7 @@ def calibrate(
     from torch_privacy import privacy
     from torch_privacy.summary import privacy_lines, summarize
 
+    _check_steps("calibrate", steps)
     noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling_probability, num_steps=steps)
     summary = summarize(noise, sampling_probability, steps, delta)
     lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
@@ -81,6 +108,7 @@ def tradeoff(
     from torch_privacy._display import tradeoff_table
     from torch_privacy.summary import compose_steps, tradeoff_points
 
+    _check_steps("tradeoff", steps)
     profile = compose_steps(noise_multiplier, sampling_probability, steps)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     _print({"tradeoff": points}, tradeoff_table(points), as_json)
@@ -128,13 +156,21 @@ Baseline = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Folder with adult/a9a.xz or a9a.xz.", metavar="DIR", show_default="the package's copy"),
+    typer.Option(
+        parser=_folder, help="Folder with adult/a9a.xz or a9a.xz.", metavar="DIR", show_default="the package's copy"
+    ),
 ]
 RunPath = Annotated[
-    Path | None, typer.Option("--run", help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME")
+    Path | None,
+    typer.Option(
+        "--run", parser=_folder, help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME"
+    ),
 ]
 ResumePath = Annotated[
-    Path | None, typer.Option("--resume", help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER")
+    Path | None,
+    typer.Option(
+        "--resume", parser=_folder, help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER"
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
@@ -195,20 +231,41 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
         from torch_privacy.experiments.runner import Run
         from torch_privacy.summary import accuracy_lines, privacy_lines
 
-        job = Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)
-        with TrainingDisplay(Console(stderr=True), silent=quiet or as_json) as display:
-            for progress in job.steps():
-                display.show(progress, job.training.spent)
-                if signals.received:
-                    break
-        if signals.received:
-            job.checkpoint()
-            _say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
-            _say(f"  torch-privacy train --resume {folder}")
-            raise typer.Exit(128 + signals.received)
-        results = job.finish()
+        with (
+            _naming(folder),
+            closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
+        ):
+            with TrainingDisplay(Console(stderr=True), silent=quiet or as_json) as display:
+                for progress in job.steps():
+                    display.show(progress, job.epsilon_high)
+                    if signals.received:
+                        break
+            if signals.received:
+                job.checkpoint()
+                _say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
+                _say(f"  torch-privacy train --resume {folder}")
+                raise typer.Exit(128 + signals.received)
+            results = job.finish()
     lines = [*accuracy_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
     _print({**results, "run": str(folder)}, lines, as_json)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """An ``OSError`` that does not say which file it is about, such as a full disk, names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(folder)) from error
+
+
+def _check_steps(where: str, steps: int) -> None:
+    """Raise a ``ValueError`` unless there is a step."""
+    from torch_privacy import _check
+
+    _check.whole(where, at_least=1, num_steps=steps)
 
 
 def _check_alone(option: str, *others: Any) -> None:
@@ -233,6 +290,11 @@ def _say(message: str) -> None:
     typer.echo(message, err=True)
 
 
+def _with_option_names(message: str) -> str:
+    """The library's words for what is wrong, with its arguments by the names that they have on the command line."""
+    return re.sub(rf"(?<![\w(])({'|'.join(OPTIONS)})=", lambda found: f"{OPTIONS[found[1]]} ", message)
+
+
 def _complain(message: str) -> int:
     """One line on stderr, and the exit code of a user's mistake."""
     _say(f"torch-privacy: {' '.join(message.split())}")
@@ -251,7 +313,9 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
     except ValueError as error:
-        return _complain(str(error))
+        return _complain(_with_option_names(str(error)))
+    except OverflowError as error:
+        return _complain(f"a number given is too large or too small to compute with ({error}).")
     except (KeyboardInterrupt, typer.Abort):
         return 130
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_privacy import _check, privacy
+from torch_privacy import privacy
 
 FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
@@ -110,8 +110,8 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
 def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[dict[str, float]]:
     """At each false positive rate alpha, the certified bracket of the smallest possible false negative rate beta."""
     for alpha in alphas:
-        _check.non_negative("tradeoff", alpha=alpha)
-        _check.in_range("tradeoff", -1, 1, alpha=alpha)
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"tradeoff: alpha={alpha!r} must lie in [0, 1]. It is a rate of false positives.")
     curve = profile.tradeoff(np.asarray(alphas, np.float64))
     return [
         {"alpha": float(alpha), "beta_low": float(low), "beta_high": float(high)}
@@ -124,7 +124,11 @@ def accuracy_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
     baseline = results["baseline_test_accuracy"]
     without = "not trained (--no-baseline)" if baseline is None else f"{100 * baseline:.2f} %"
     private = f"{100 * results['test_accuracy']:.2f} % of {results['num_test_examples']:,} held-out examples"
-    return [("test accuracy, private", private), ("test accuracy, same network, not private", without)]
+    lines = [("test accuracy, private", private), ("test accuracy, same network, not private", without)]
+    if results.get("diverged"):
+        advice = "the loss is not a finite number; try a smaller learning rate"
+        lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))
+    return lines
 
 
 def round_down(value: float, digits: int = 3) -> str:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import csv
+import errno
+import hashlib
 import json
 import os
 import re
@@ -9,15 +11,19 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
+import scipy
 import torch
 
 from torch_privacy.cli import run as command
-from torch_privacy.experiments import adult
+from torch_privacy.data.adult import load_adult
+from torch_privacy.experiments import adult, runner
 from torch_privacy.experiments._protocol import number_of_steps
 from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.log import Metrics
 from torch_privacy.experiments.runner import Run
 
 FILES = {
@@ -103,6 +109,9 @@ def test_finished_run_states_its_privacy(finished):
     assert statement["noise_multiplier"] == 0.55
     assert sum(release["count"] for release in statement["releases"]) == results["privacy"]["num_steps"]
     assert statement["run"]["settings"]["seed"] == 0
+    assert statement["run"]["versions"] == {"scipy": scipy.__version__}
+    packed = (Path(load_adult.__code__.co_filename).parent / "adult_files" / "a9a.xz").read_bytes()
+    assert statement["run"]["data_files_sha256"] == {"a9a.xz": hashlib.sha256(packed).hexdigest()}
     assert any("non-private baseline" in item for item in statement["not_covered"])
     assert results["privacy"]["epsilon"]["low"] <= results["privacy"]["epsilon"]["high"]
 
@@ -190,6 +199,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, saved):
     drain(run, at_most=stop)
     if saved:
         run.checkpoint()
+    run.close()
     stopped, whole = Run.resume(tmp_path / "stopped"), Run.resume(tmp_path / "whole")
     drain(stopped)
     drain(whole)
@@ -254,3 +264,135 @@ def test_stopped_command_can_be_resumed(tmp_path, number, code):
     twin = RunFolder(tmp_path / "twin")
     assert twin.ledger.read_text().splitlines() == after
     assert_equal_weights(*map(safetensors.torch.load_file, (path / "model.safetensors", twin.model)))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The folder of a run that was left after a few steps."""
+    run = Run.start(tmp_path / "run", "adult", **TINY)
+    drain(run, at_most=3)
+    run.checkpoint()
+    run.close()
+    return run.folder
+
+
+def assert_refused(arguments, words, capfd):
+    assert command(arguments) == 2
+    shown = capfd.readouterr().err
+    assert words in shown
+    assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown)
+
+
+BUSY = "another process is training in this folder"
+
+
+@pytest.mark.slow
+def test_second_process_is_kept_out_of_a_run(tmp_path, capfd):
+    path = tmp_path / "run"
+    process = start_in_a_process(path)
+    try:
+        assert_refused(["train", "--resume", str(path)], BUSY, capfd)
+    finally:
+        process.kill()
+        process.communicate()
+    assert command(["train", "--resume", str(path), "--quiet"]) == 0  # the kernel has let go of the lock
+    assert {file.name for file in path.iterdir()} == FILES
+
+
+def test_second_start_in_a_folder_is_kept_out(tmp_path, capfd):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    assert_refused(["train", "adult", "--run", str(folder.path)], BUSY, capfd)
+    folder.unlock()
+    Run.start(folder.path, "adult", **TINY).close()
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"", b"\x80\x02}q\x00."], ids=["garbage", "empty", "other pickle"])
+def test_damaged_checkpoint_is_refused(stopped, content, capfd):
+    stopped.checkpoint.write_bytes(content)
+    assert_refused(["train", "--resume", str(stopped.path)], "checkpoint.pt: cannot be read (damaged?)", capfd)
+
+
+def test_truncated_checkpoint_is_refused(stopped, capfd):
+    stopped.checkpoint.write_bytes(stopped.checkpoint.read_bytes()[:-100])
+    assert_refused(["train", "--resume", str(stopped.path)], "checkpoint.pt: cannot be read (damaged?)", capfd)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    {
+        "learning rate": (lambda old: {**old, "learning_rate": 0.3}, "began with in learning_rate."),
+        "empty": (lambda old: {}, "began with in experiment, "),
+        "unknown key": (lambda old: {**old, "momentum": 0.9}, "began with in momentum."),
+        "missing key": (lambda old: {key: old[key] for key in old if key != "data"}, "began with in data."),
+        "list": (lambda old: [1], "not a JSON object"),
+    }.values(),
+    ids=["learning rate", "empty", "unknown key", "missing key", "list"],
+)
+def test_edited_settings_are_refused(stopped, edit, words, capfd):
+    stopped.settings.write_text(json.dumps(edit(json.loads(stopped.settings.read_text()))))
+    assert_refused(["train", "--resume", str(stopped.path)], words, capfd)
+
+
+def test_full_disk_is_one_sentence_with_the_path(tmp_path, capfd, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "run"
+    assert_refused(["train", "adult", "--run", str(path)], f"{path}: No space left on device", capfd)
+    with pytest.raises(OSError, match="No space left") as raised:
+        RunFolder(path).write_json(path / "settings.json", {})
+    assert raised.value.filename == str(path / "settings.json")
+
+
+def test_full_disk_under_the_ledger_names_the_folder(tmp_path, capfd, monkeypatch):
+    def full(*_):
+        raise OSError("Ledger: wrote only 3 of 100 bytes of a line; the disk may be full.")
+
+    monkeypatch.setattr("torch_privacy.privacy.Ledger.record", full)
+    arguments = ["train", "adult", "--run", str(tmp_path / "run"), "--epochs", "0.1", "--quiet"]
+    assert_refused(arguments, f"{tmp_path / 'run'}: Ledger: wrote only 3", capfd)
+
+
+def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
+    end_epoch = runner.Log.end_epoch
+
+    def diverge(log, *arguments):
+        log.loss_sum = float("nan") if log.training == "private" else 1.0
+        return end_epoch(log, *arguments)
+
+    monkeypatch.setattr(runner.Log, "end_epoch", diverge)
+    arguments = ["train", "adult", "--run", str(tmp_path / "run"), "--epochs", "0.1", "--quiet"]
+    assert command(arguments) == 0
+    assert re.search(r"DIVERGED +private training: the loss", capfd.readouterr().out)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["diverged"] == ["private"]
+
+
+def test_log_has_diverged_when_a_loss_is_not_finite():
+    for loss, diverged in [(0.3, False), (float("nan"), True), (float("inf"), True)]:
+        rows = [Metrics("private", 1.0, 5, loss, 0.8, 0.8), Metrics("private", 2.0, 10, 0.3, 0.8, 0.8)]
+        assert runner.Log("private", 10, 2, rows).has_diverged() == diverged
+
+
+def test_failing_summary_does_not_lose_the_model(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("no summary today")
+
+    run = Run.start(tmp_path / "run", "adult", **TINY)
+    drain(run)
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "summarize", fail)
+        with pytest.raises(ValueError, match="no summary today"):
+            run.finish()
+    assert_equal_weights(safetensors.torch.load_file(run.folder.model), run.model.state_dict())
+    run.close()
+    again = Run.resume(tmp_path / "run")
+    again.finish()
+    assert again.folder.is_complete
+
+
+def test_epsilon_high_is_what_the_ledger_says(tmp_path):
+    run = Run.start(tmp_path / "run", "adult", **TINY)
+    drain(run, at_most=4)
+    assert run.epsilon_high(4) == run.training.spent().epsilon.high < run.epsilon_high(5)

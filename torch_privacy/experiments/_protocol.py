@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_privacy import _check
+
+NOISE_RANGE = 1e-3, 100.0  # beyond, float32 noise or the accountant's lattice ends
+LARGEST_SCALE = 1e30  # what float32 holds, with room for the noise
+LARGEST_SEED = 2**63 - 1
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +52,7 @@ class Task:
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     correct: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), 1 where the prediction is right
+    data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
     num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
 
 
@@ -60,13 +65,28 @@ class Experiment(Protocol):
     def build_task(self) -> Callable[[Any], Task]: ...
 
 
-def check_settings(settings: Settings, num_examples: int) -> None:
-    """Raise a ``ValueError`` that names the first setting that cannot be run on ``num_examples`` examples."""
+def check_numbers(settings: Settings) -> None:
+    """Raise a ``ValueError`` that names the first setting that no data could be trained with."""
     noise = {"noise_multiplier": settings.noise_multiplier, "target_epsilon": settings.target_epsilon}
     _check.positive("train", **{name: value for name, value in noise.items() if value is not None})
     _check.positive("train", clip_norm=settings.clip_norm, learning_rate=settings.learning_rate, epochs=settings.epochs)
+    _check.in_range("train", 0, LARGEST_SCALE, clip_norm=settings.clip_norm, learning_rate=settings.learning_rate)
+    _check.in_range("train", 0, 1e6, epochs=settings.epochs)
+    low, high = NOISE_RANGE
+    if settings.noise_multiplier is not None and not low <= settings.noise_multiplier <= high:
+        raise ValueError(
+            f"train: noise_multiplier={settings.noise_multiplier!r} must lie in [{low:g}, {high:g}]. "
+            "Useful values are about 0.5 to 10."
+        )
     _check.whole("train", seed=settings.seed)
+    if settings.seed > LARGEST_SEED:
+        raise ValueError(f"train: seed={settings.seed!r} must be an integer of at most 2**63 - 1.")
     _check.whole("train", at_least=1, expected_batch_size=settings.expected_batch_size)
+
+
+def check_settings(settings: Settings, num_examples: int) -> None:
+    """Raise a ``ValueError`` that names the first setting that cannot be run on ``num_examples`` examples."""
+    check_numbers(settings)
     mean = "It is the mean number of examples that a step draws from the training data."
     _check.in_range("train", 0, num_examples, expected_batch_size=settings.expected_batch_size, hint=mean)
     whole = f"From 1/n on (n = {num_examples} examples) it would allow publishing somebody's record; try 1e-5."

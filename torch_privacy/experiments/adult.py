@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from torch_privacy import _check
-from torch_privacy.data.adult import NUM_FEATURES, load_adult
+from torch_privacy.data.adult import FILES, NUM_FEATURES, load_adult
 from torch_privacy.data.files import random_split
 from torch_privacy.experiments._protocol import Task
+
+MOST_UNITS = 65536  # 8 million weights; beyond, memory ends before anything is learned
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Settings:
 def build_task(settings: Settings) -> Task:
     """The random split of Adult, and the perceptron to be trained on it."""
     _check.whole("train", at_least=1, hidden_units=settings.hidden_units)
+    _check.in_range("train", 0, MOST_UNITS, hidden_units=settings.hidden_units, hint="The paper's network has 16.")
     features, labels = map(torch.from_numpy, load_adult(Path(settings.data) if settings.data else None))
     train, test = random_split(len(labels), test_fraction=settings.test_fraction, seed=settings.seed)
     return Task(
@@ -54,6 +57,7 @@ def build_task(settings: Settings) -> Task:
         new_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=settings.learning_rate),
         losses=partial(F.cross_entropy, reduction="none"),
         correct=is_correct,
+        data_files={FILES["train"].name: FILES["train"].sha256},
         num_threads=1,
     )
 

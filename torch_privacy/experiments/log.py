@@ -58,6 +58,10 @@ class Log:
         self.loss_sum += float(losses.detach().sum())
         self.correct_sum += float(correct.sum())
 
+    def has_diverged(self) -> bool:
+        """Whether the loss of some epoch is not a finite number."""
+        return not all(math.isfinite(row.loss) for row in self.rows)
+
     def is_complete(self) -> bool:
         """Whether every epoch has its row."""
         return len(self.rows) >= math.ceil(self.epochs)

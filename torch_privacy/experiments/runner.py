@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ import torch_privacy as tp
 from torch_privacy import report
 from torch_privacy._batches import Batches, split
 from torch_privacy.experiments import load_experiment
-from torch_privacy.experiments._protocol import Task, check_settings, number_of_steps
+from torch_privacy.experiments._protocol import Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Log, Progress
-from torch_privacy.summary import Summary, summarize
+from torch_privacy.summary import Summary, compose_steps, summarize
 
 TEST_BATCH_SIZE = 4096
+CHECKPOINT_KEYS = {"experiment", "settings", "model", "optimizer", "training", "log", "random_state"}
 
 
 @dataclass
@@ -32,7 +35,8 @@ class Run:
     """One run of an experiment in its folder.
 
     Iterate over ``steps()`` to the end, then call ``finish()``. Between two steps ``checkpoint()`` may be called and
-    the run abandoned: ``Run.resume`` goes on from there, with the same batches and ledger as without a stop.
+    the run abandoned with ``close()``: ``Run.resume`` goes on from there, with the same batches and ledger as without
+    a stop. The folder is locked for as long as the run is open.
 
     Guarantees:
         - The run starts with a checkpoint, renews it at the end of every epoch, and deletes it when it is complete.
@@ -54,7 +58,7 @@ class Run:
         """A new run in a new folder; the ``chosen`` settings replace the experiment's own, a target its noise.
 
         Raises:
-            ValueError: If the experiment is unknown, a setting cannot be run, or the folder is not empty.
+            ValueError: If the experiment is unknown, a setting cannot be run, or the folder is not empty or in use.
         """
         folder = RunFolder(path)
         folder.check_new()
@@ -62,11 +66,13 @@ class Run:
         if "target_epsilon" in chosen:
             chosen = {"noise_multiplier": None, **chosen}
         settings = module.Settings(**chosen)
+        check_numbers(settings)
         task = module.build_task(settings)
         check_settings(settings, _length(task.train))
+        _check_priced(settings, _length(task.train))
         folder.create()
         run = cls._build(folder, experiment, settings, task)
-        folder.write_json(folder.settings, {"experiment": experiment, **asdict(settings)})
+        folder.write_json(folder.settings, run._all_settings())
         run.checkpoint()
         return run
 
@@ -75,16 +81,18 @@ class Run:
         """The run in ``path``, as its last checkpoint left it.
 
         Raises:
-            ValueError: If the folder holds no unfinished run.
+            ValueError: If the folder holds no unfinished run, is in use, or its settings or checkpoint were changed.
         """
         folder = RunFolder(path)
         folder.check_resumable()
-        stored = folder.read_json(folder.settings)
-        experiment = stored.pop("experiment")
-        module = load_experiment(experiment)
-        settings = module.Settings(**stored)
-        run = cls._build(folder, experiment, settings, module.build_task(settings))
-        run._restore(torch.load(folder.checkpoint, weights_only=True))
+        folder.lock()
+        folder.check_resumable()  # once more: the process that had the lock may have ended the run
+        state = folder.read_checkpoint(lambda file: torch.load(file, weights_only=True), CHECKPOINT_KEYS)
+        folder.check_settings({"experiment": state["experiment"], **state["settings"]})
+        module = load_experiment(state["experiment"])
+        settings = module.Settings(**state["settings"])
+        run = cls._build(folder, state["experiment"], settings, module.build_task(settings))
+        run._restore(state)
         return run
 
     @classmethod
@@ -118,26 +126,44 @@ class Run:
     def checkpoint(self) -> None:
         """Save what is needed to go on; the baseline, which takes seconds, starts over. The file is secret."""
         state = {
+            "experiment": self.experiment,
+            "settings": asdict(self.settings),  # settings.json must not change under a run
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "training": self.training.state_dict(),
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
         }
+        content = BytesIO()
+        torch.save(state, content)
         self.training.ledger.sync()
-        self.folder.write_checkpoint(lambda file: torch.save(state, file))
+        self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
 
     def finish(self) -> dict[str, Any]:
-        """Write model, privacy statement, results and report; delete the checkpoint; return the results."""
+        """Write model, privacy statement, results and report; delete the checkpoint; return the results.
+
+        The model comes first: whatever fails behind it, the trained weights are on disk.
+        """
         weights = {name: value.detach().clone().contiguous() for name, value in self.model.state_dict().items()}
-        results = self._results()
         self.folder.write_model(safetensors.torch.save(weights))
+        results = self._results()
         self.folder.write_json(self.folder.privacy, self._statement())
         self.folder.write_json(self.folder.results, results)
         self.folder.write_report(report.render(self.folder))
         self.training.ledger.close()
         self.folder.checkpoint.unlink()
+        self.close()
         return results
+
+    def close(self) -> None:
+        """Give the folder back, so that the run can be resumed; this object is of no further use."""
+        self.training.ledger.close()
+        self.folder.unlock()
+
+    def epsilon_high(self, num_steps: int) -> float:
+        """Certified epsilon of ``num_steps`` steps, never below the true one; grows with the number of steps."""
+        profile = compose_steps(self.training.noise_multiplier, self.training.sampling_probability, num_steps)
+        return float(profile.epsilon(self.settings.delta).high)
 
     def summary(self) -> Summary:
         """The privacy of what has been released so far, in the numbers that one reports."""
@@ -145,6 +171,10 @@ class Run:
         return summarize(
             training.noise_multiplier, training.sampling_probability, training.step_count, self.settings.delta
         )
+
+    def _all_settings(self) -> dict[str, Any]:
+        """What ``settings.json`` holds."""
+        return {"experiment": self.experiment, **asdict(self.settings)}
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -206,7 +236,13 @@ class Run:
         statement = self.training.statement()
         if self.settings.baseline:
             statement["not_covered"].append("the non-private baseline that was trained to compare")
-        return statement | {"run": {"experiment": self.experiment, "settings": asdict(self.settings)}}
+        run = {
+            "experiment": self.experiment,
+            "settings": asdict(self.settings),
+            "data_files_sha256": dict(self.task.data_files),
+            "versions": {"scipy": version("scipy")},
+        }
+        return statement | {"run": run}
 
     def _results(self) -> dict[str, Any]:
         """The numbers of the closing table."""
@@ -217,9 +253,25 @@ class Run:
             "num_test_examples": _length(self.task.test),
             "test_accuracy": last.test_accuracy,
             "baseline_test_accuracy": self.baseline.rows[-1].test_accuracy if self.baseline.rows else None,
+            "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }
+
+
+def _check_priced(settings: Any, num_examples: int) -> None:
+    """Raise a ``ValueError`` if no epsilon can be told for these settings, before hours are spent on training."""
+    if settings.noise_multiplier is None:
+        return  # calibration tells
+    num_steps, probability = number_of_steps(settings, num_examples), settings.expected_batch_size / num_examples
+    try:
+        for steps in (max(1, round(num_steps / max(1, settings.epochs))), num_steps):
+            summarize(settings.noise_multiplier, probability, steps, settings.delta)
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(
+            f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
+            f"{settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise multiplier."
+        ) from None
 
 
 @contextmanager
