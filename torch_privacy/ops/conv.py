@@ -103,16 +103,24 @@ class Conv(Op):
 
     def _blocks(self) -> list[Linear]:
         """One matrix product per group: x unfolded to (n, t, d·kernel) and b to (n, t, e)."""
-        n, m = self.x.shape[:2]
-        g = self.geometry
-        x, kernel, stride, padding, dilation = self.x.flatten(0, 1), g.kernel, g.stride, g.padding, g.dilation
-        if len(kernel) == 1:  # F.unfold knows images only: a signal is an image of height 1
-            x = x.unsqueeze(2)
-            kernel, stride, padding, dilation = (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
-        patches = F.unfold(x, kernel, dilation, padding, stride)  # (n·m, d·kernel, places)
-        patches = patches.view(n, m, g.groups, -1, patches.shape[2])
-        b = self.b.flatten(3).unflatten(2, (g.groups, -1))
-        return [Linear(_positions(patches[:, :, k]), _positions(b[:, :, k])) for k in range(g.groups)]
+        groups = self.geometry.groups
+        patches = self._patches().unflatten(2, (groups, -1)).flatten(3, 4)  # (n, m, group, d·kernel, places)
+        b = self.b.flatten(3).unflatten(2, (groups, -1))
+        return [Linear(_positions(patches[:, :, k]), _positions(b[:, :, k])) for k in range(groups)]
+
+    def _patches(self) -> Tensor:
+        """What the kernel meets at every place, (n, m, d, kernel, places): one copy of a strided view.
+
+        ``F.unfold`` gives the same for images without groups, in twice the time on a CPU.
+        """
+        g, dims = self.geometry, len(self.geometry.kernel)
+        sides = [side for padding in reversed(g.padding) for side in (padding, padding)]
+        x = F.pad(self.x, sides) if any(sides) else self.x
+        outer, steps = x.stride()[:3], x.stride()[3:]
+        inner = [step * dilation for step, dilation in zip(steps, g.dilation, strict=True)]
+        across = [step * stride for step, stride in zip(steps, g.stride, strict=True)]
+        view = x.as_strided((*x.shape[:3], *g.kernel, *self.b.shape[3:]), (*outer, *inner, *across), x.storage_offset())
+        return view.flatten(3 + dims).flatten(3, 2 + dims)
 
     def _rows_norms(self) -> Tensor:
         return torch.stack([block._rows_norms() for block in self._blocks()]).sum(0)
