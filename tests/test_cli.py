@@ -11,7 +11,7 @@ from rich.console import Console
 from torch_privacy import _display, privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import EXPERIMENTS, load_experiment
-from torch_privacy.experiments.log import Metrics, Progress
+from torch_privacy.experiments.log import Log, Metrics, Progress
 from torch_privacy.summary import round_down, round_up
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
@@ -232,6 +232,19 @@ def test_bar_epsilon_is_never_below_that_of_the_step_shown(slow_from, monkeypatc
             assert shown >= truth.high
     assert len(priced) < 2 + now  # about one a second
     assert max(priced) <= 400
+
+
+def test_bar_prices_no_further_ahead_than_the_end_of_the_epoch():
+    display, priced = _display.TrainingDisplay(Console(file=io.StringIO(), force_terminal=True), silent=False), []
+    log = Log("private", 2061, 18.0)
+    for step in range(1, 2062):
+        display.show(log.progress(step), lambda step: priced.append(step) or float(step))
+        end = log._epoch_end()
+        shown = float(re.search(r"ε ≤ (\S+)", display._live.tasks[0].fields["state"])[1])
+        assert step <= shown <= end
+        if log.is_epoch_over(step):
+            log.end_epoch(step, 0.5)
+    assert len(priced) < 60
 
 
 def test_bar_prices_ahead_for_less_than_a_hundredth_of_the_time(monkeypatch):

@@ -37,6 +37,7 @@ class Progress:
     loss: float
     accuracy: float
     metrics: Metrics | None = None
+    epoch_end: int | None = None  # the step that ends the epoch under way
 
 
 @dataclass
@@ -68,8 +69,7 @@ class Log:
 
     def is_epoch_over(self, step: int) -> bool:
         """Whether ``step`` steps finish an epoch that has no row yet."""
-        end = min((len(self.rows) + 1) / self.epochs, 1) * self.num_steps
-        return not self.is_complete() and step >= round(end)
+        return not self.is_complete() and step >= self._epoch_end()
 
     def end_epoch(self, step: int, test_accuracy: float, *epsilon: float) -> Progress:
         """Add a row for the epoch that ``step`` finished, and begin the next one."""
@@ -81,7 +81,7 @@ class Log:
 
     def progress(self, step: int) -> Progress:
         """Where the training stands in the middle of an epoch."""
-        return Progress(self.training, step, self.num_steps, *self._means())
+        return Progress(self.training, step, self.num_steps, *self._means(), epoch_end=self._epoch_end())
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """The same steps, with the time spent in them added up; the time between them is the caller's."""
@@ -100,6 +100,9 @@ class Log:
         """The log that ``state_dict`` described."""
         rows: Any = [Metrics(**row) for row in state["rows"]]
         return Log(**{**state, "rows": rows})
+
+    def _epoch_end(self) -> int:
+        return round(min((len(self.rows) + 1) / self.epochs, 1) * self.num_steps)
 
     def _means(self) -> tuple[float, float]:
         n = max(self.num_examples, 1)
