@@ -14,41 +14,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ._check import Refused
+from ._functions import (
+    EXPANSIONS,
+    data_arguments,
+    in_units_of,
+    looks_up_examples,
+    makes_constant,
+    makes_new,
+    may_reorder,
+    numbers_in,
+    rearranges,
+    tensors_in,
+)
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
 from .jacobian import Block, Jacobian
 from .ops import OPS, Layout, Use
 from .ops.elementwise import OVERWRITING, FactorUse, TermUse
-
-
-def _getter(attribute: str) -> Callable:
-    """The function by which torch reports that an attribute such as ``Tensor.T`` was read."""
-    return vars(torch._C.TensorBase)[attribute].__get__
-
-
-# Functions of one tensor that only move its entries about (injectively): the norm of a gradient survives the way back.
-_REARRANGEMENTS = {
-    *(torch.t, Tensor.t, torch.transpose, Tensor.transpose, _getter("T"), _getter("mT"), Tensor.permute),
-    *(torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten),
-    *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.contiguous, Tensor.clone, torch.clone),
-    *(Tensor.movedim, torch.movedim, Tensor.view_as, Tensor.narrow, torch.narrow, Tensor.select, torch.select),
-}
-# Factories whose result holds no data of the batch. What random and fill functions make may stand for an input.
-_CONSTANTS = {torch.arange, torch.linspace, torch.eye}
-# Functions that take no more than the shape or type of their second tensor.
-_LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
-_REORDERING = {
-    *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
-    *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
-    *("_pack_padded_sequence", "_pad_packed_sequence"),
-}
-_EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
 @dataclass(frozen=True)
@@ -116,16 +103,16 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         met = [t for t in tensors if self._source(t) is not None]
-        data = [t for t in _data_arguments(func, args, tensors) if not self._is_constant(t) and self._source(t) is None]
-        self._program.append((func, _numbers((*args, *kwargs.values()))))
-        if (data or _looks_up_examples(func, args)) and met:
+        data = [t for t in data_arguments(func, args, tensors) if not self._is_constant(t) and self._source(t) is None]
+        self._program.append((func, numbers_in((*args, *kwargs.values()))))
+        if (data or looks_up_examples(func, args)) and met:
             return self._run_and_note(func, args, kwargs, data, met)
-        self._reorders = self._reorders or (bool(data) and _may_reorder(func, args))
+        self._reorders = self._reorders or (bool(data) and may_reorder(func, args))
         out = func(*args, **kwargs)
-        if not data and (tensors or _makes_constant(func, out)) and not _makes_new(func):
-            for result in _tensors((out,)):
+        if not data and (tensors or makes_constant(func, out)) and not makes_new(func):
+            for result in tensors_in((out,)):
                 self._add_derived(func, args, met, result)
         return out
 
@@ -209,7 +196,7 @@ class Tape(TorchFunctionMode):
         Sizes are taken in units of n where they are multiples of it. Another path, as by a branch in the model's or the
         loss's code, may have other layouts or mix examples; so it must be measured anew.
         """
-        functions = ((func, _in_units_of(n, numbers)) for func, numbers in self._program)
+        functions = ((func, in_units_of(n, numbers)) for func, numbers in self._program)
         return hash((*functions, *(node.name() for node in self.nodes_before_calls(losses))))
 
     def _source(self, tensor: Tensor) -> Source | None:
@@ -228,7 +215,7 @@ class Tape(TorchFunctionMode):
         remembered = (args[0].detach().clone(), *args[1:]) if func in OVERWRITING else args
         y = func(*args, **kwargs)
         op = getattr(func, "__name__", str(func))
-        results = list(_tensors((y,)))
+        results = list(tensors_in((y,)))
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         real = not any(t.is_complex() for t in (*results, *data, *met))
         uses = self._uses(func, y, remembered, kwargs, met) if nodes and real else ()
@@ -274,8 +261,8 @@ class Tape(TorchFunctionMode):
             result._version,
             self._names_behind(met),
             direct=False,
-            rearranged=len(met) == 1 and sources[0].rearranged and _rearranges(func, args),
-            before_expansion=_before(sources[0]) if func in _EXPANSIONS else None,
+            rearranged=len(met) == 1 and sources[0].rearranged and rearranges(func, args),
+            before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
 
     def _add_to_block(self, blocks: dict[int, Block], use: Use, b: Tensor, layout: Layout) -> None:
@@ -374,15 +361,6 @@ class record(Tape):
         super().__init__(trainable, constants=(*frozen, *model.buffers()))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among the values, lists and tuples included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _output_edge(y: Tensor) -> GradientEdge:
     """The edge that stays in the graph when y is changed in place, as by ``relu_``.
 
@@ -392,50 +370,6 @@ def _output_edge(y: Tensor) -> GradientEdge:
     base = y._base
     same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
     return get_gradient_edge(base if base is not None and same and base.grad_fn is not None else y)
-
-
-def _data_arguments(func: Callable, args: tuple, tensors: list[Tensor]) -> list[Tensor]:
-    return [t for t in tensors if t is args[0]] if func in _LIKE else tensors
-
-
-def _makes_constant(func: Callable, out: Any) -> bool:
-    """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
-    return func in _CONSTANTS or (func is torch.tensor and out.ndim < 2 and not out.is_floating_point())
-
-
-def _makes_new(func: Callable) -> bool:
-    """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: a new input."""
-    name = getattr(func, "__name__", "")
-    return name.startswith("new_") or name.endswith("_like")
-
-
-def _looks_up_examples(func: Callable, args: tuple) -> bool:
-    """Whether a look-up by constant numbers repeats one example's for all, as of positions expanded to (n, t).
-
-    Any other constant numbers make one result for all examples together: a function of the parameter alone.
-    """
-    return func is F.embedding and args[0].ndim > 1 and args[0].shape[0] > 1 and bool((args[0] == args[0][:1]).all())
-
-
-def _may_reorder(func: Callable, args: tuple) -> bool:
-    """Whether the function may move examples about as its data say: then layouts are measured on every batch."""
-    if func is Tensor.__getitem__:
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(key, Tensor) for key in keys)
-    if func is F.embedding:
-        return args[1].requires_grad
-    return getattr(func, "__name__", "").rstrip("_") in _REORDERING
-
-
-def _rearranges(func: Callable, args: tuple) -> bool:
-    if func in _REARRANGEMENTS:
-        return True
-    if func is Tensor.__getitem__:
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) for key in keys)
-    if func is F.embedding:  # a look-up of distinct rows, such as positions 0..t-1
-        return len(args) == 2 and len(args[0].unique()) == args[0].numel()
-    return False
 
 
 def check_losses(losses: Tensor) -> None:
@@ -470,31 +404,6 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
 def _precision(losses: Tensor, calls: list[Call]) -> float:
     """Relative rounding of the coarsest floating-point type on the way."""
     return max(torch.finfo(dtype).eps for dtype in {losses.dtype, *(call.dtype for call in calls)})
-
-
-def _numbers(values: Iterable[Any]) -> tuple:
-    """The whole numbers, names and None among arguments, lists and slices included."""
-    found: list[Any] = []
-    for value in values:
-        if value is None or value is Ellipsis or isinstance(value, (int, str)):
-            found.append(value)
-        elif isinstance(value, slice):
-            found.append(_numbers((value.start, value.stop, value.step)))
-        elif isinstance(value, (list, tuple)):
-            found.append(_numbers(value))
-    return tuple(found)
-
-
-def _in_units_of(n: int, numbers: tuple) -> tuple:
-    """The same with multiples of n replaced by how many times n they are."""
-    return tuple(
-        _in_units_of(n, value)
-        if isinstance(value, tuple)
-        else ("n", value // n)
-        if type(value) is int and value and value % n == 0
-        else value
-        for value in numbers
-    )
 
 
 def verify_against_native(
