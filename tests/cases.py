@@ -98,6 +98,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         torch.randn(5, 6, 3),
     ),
     "embedding": lambda: (nn.Embedding(7, 4), tokens(5, 6)),
+    "embedding by keyword": lambda: (
+        Calls(lambda m, x: F.embedding(input=x, weight=m.e.weight), e=nn.Embedding(7, 4)),
+        tokens(5, 6),
+    ),
     "embedding, one token": lambda: (nn.Embedding(7, 4), tokens(5)),
     "embedding, padding": lambda: (nn.Embedding(7, 4, padding_idx=-2), tokens(5, 6)),
     "embedding, used twice": lambda: (

@@ -64,7 +64,8 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
 
     Any other constant numbers make one result for all examples together: a function of the parameter alone.
     """
-    return func is F.embedding and args[0].ndim > 1 and args[0].shape[0] > 1 and bool((args[0] == args[0][:1]).all())
+    ids = args[0] if func is F.embedding and args else None
+    return ids is not None and ids.ndim > 1 and ids.shape[0] > 1 and bool((ids == ids[:1]).all())
 
 
 def may_reorder(func: Callable, args: tuple) -> bool:
@@ -73,7 +74,7 @@ def may_reorder(func: Callable, args: tuple) -> bool:
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(key, Tensor) for key in keys)
     if func is F.embedding:
-        return args[1].requires_grad
+        return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
     return getattr(func, "__name__", "").rstrip("_") in _REORDERING
 
 

@@ -59,13 +59,13 @@ class Noise:
         flat = [tensor.view(-1) for tensor in sums.values()]
         ends = list(accumulate(map(len, flat)))
         for start in range(0, ends[-1] if ends else 0, _CHUNK):
-            noise = torch.from_numpy(self._normal(step, start, min(_CHUNK, ends[-1] - start)))
+            noise = self._normal(step, start, min(_CHUNK, ends[-1] - start))
+            noise *= np.float32(stddev)
             for tensor, end in zip(flat, ends, strict=True):
                 first = end - len(tensor)
                 low, high = max(start, first), min(start + len(noise), end)
                 if low < high:
-                    part = noise[low - start : high - start].to(tensor.device)
-                    tensor[low - first : high - first].add_(part, alpha=stddev)
+                    _add(tensor[low - first : high - first], noise[low - start : high - start])
 
     def _normal(self, step: int, start: int, size: int) -> np.ndarray:
         """Numbers ``start`` (a multiple of the chunk) to ``start + size`` of the step."""
@@ -78,6 +78,15 @@ class Noise:
         """Part of the step's AES keystream: the counter is the step (upper 64 bits) and a number of 16-byte blocks."""
         counter = (step << 64) + offset // 16
         return Cipher(algorithms.AES(self.key), modes.CTR(counter.to_bytes(16, "big"))).encryptor().update(bytes(count))
+
+
+def _add(tensor: Tensor, noise: np.ndarray) -> None:
+    """In place. On a CPU by numpy: waking torch's threads for every chunk can cost more than the chunk."""
+    if tensor.device.type == "cpu":
+        array = tensor.numpy()
+        array += noise
+    else:
+        tensor.add_(torch.from_numpy(noise).to(tensor.device))
 
 
 def _box_muller(random: bytes, out: np.ndarray) -> None:
