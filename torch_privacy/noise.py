@@ -22,7 +22,7 @@ from torch import Tensor
 from ._check import whole
 
 KEY_BYTES = 32
-_CHUNK = 2**17  # normal numbers made at a time: the temporaries stay in the cache
+_CHUNK = 2**15  # normal numbers made at a time: the temporaries stay in the cache and off the operating system's pages
 
 
 class Noise:
