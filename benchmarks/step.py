@@ -1,211 +1,459 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of one training step: non-private, ours, and peers, interleaved in one process.
 
-    python benchmarks/step.py            # all models
-    python benchmarks/step.py adult mlp  # some
+    python benchmarks/step.py                        # all networks that suit a CPU
+    python benchmarks/step.py adult mlp --seconds 20
+    python benchmarks/step.py vit_b16 gpt2_small_1024 --device cuda --dtype autocast --json results.jsonl
 
-Prints, per model: the median milliseconds of a non-private step, and for every contender the ratio of its median to
-that, the ratio of the minima, and its peak memory above the loaded model (each measured in a process of its own).
+Prints, per network: the median milliseconds of a non-private step, and for every contender the ratio of its median to
+that, the ratio of the minima, and its peak memory above the loaded network (measured in a process of its own; on a
+GPU as allocated there). A contender that cannot do a network says why, and the others go on.
 
-``ours, no noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
-sampling, noise, ledger. Batches are fixed in all but the latter.
+``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
+sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
+the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
+same. Other programs on the machine spoil the numbers, those of several threads above all.
 """
 
+import argparse
+import json
 import multiprocessing
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from models import DTYPES, MODELS, ON_CPU, Problem, load, per_example
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._layout import Layouts
 from torch_privacy._tape import Tape
 
-Step = Callable[[], None]
+Step = Callable[[], int]  # makes one step, gives the number of its examples
+Maker = Callable[[Problem], Step]
+
+VMAP_BYTES = 8 * 2**30  # vmap goes through the batch in chunks where it would need more
+VMAP_COPIES = 2.5  # peak memory of its step over the bytes of the rows, as measured on the MLP
+DATA_BYTES = 2**28  # of the data set that ``ours`` samples from
+WARM_UP = 4  # steps; the first ones of ours measure where the examples lie
+FEW, HOPELESS = 5, 20  # after so many rounds a contender that is so many times slower than non-private drops out
 
 
-def adult() -> tuple[nn.Module, Tensor, Tensor]:
-    model = nn.Sequential(nn.Linear(123, 16), nn.ReLU(), nn.Linear(16, 2))
-    return model, (torch.rand(256, 123) < 0.11).float(), torch.randint(2, (256,))
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def mlp() -> tuple[nn.Module, Tensor, Tensor]:
-    hidden = [nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(1000, 10)), torch.rand(256, 784), torch.randint(10, (256,))
+def apply(optimizer: torch.optim.Optimizer) -> None:
+    """Update, and let go of the gradients: what a contender keeps between its steps would burden the others."""
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def mnist_cnn() -> tuple[nn.Module, Tensor, Tensor]:
-    """The two convolutions of the papers' MNIST experiments, 26,010 parameters."""
-    features = [nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU()]
-    head = [nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)]
-    return nn.Sequential(*features, *head), torch.rand(256, 1, 28, 28), torch.randint(10, (256,))
+def clip_factors(norms: Tensor) -> Tensor:
+    return (1 / norms).clamp(max=1)
 
 
-MODELS = {"adult": adult, "mlp": mlp, "mnist_cnn": mnist_cnn}
+def non_private(problem: Problem) -> Step:
+    model, x, y = problem
+    optimizer = sgd(model)
 
-
-def non_private(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    def step() -> int:
+        per_example(model(x), y).mean().backward()
+        apply(optimizer)
+        return len(x)
 
     return step
 
 
-def ours_without_noise(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    parameters, layouts, clipping = dict(model.named_parameters()), Layouts(), tp.Flat(1.0)
+def ours_without_noise(problem: Problem) -> Step:
+    model, x, y = problem
+    optimizer, clipping, layouts = sgd(model), tp.Flat(1.0), Layouts()
+    parameters, buffers = dict(model.named_parameters()), list(model.buffers())
 
-    def step() -> None:
-        with Tape(parameters, layouts=layouts) as tape:
-            losses = F.cross_entropy(model(x), y, reduction="none")
+    def step() -> int:
+        with Tape(parameters, buffers, layouts) as tape:
+            losses = per_example(model(x), y)
         jacobian = tape.jacobian(losses)
         clipped_sum = jacobian.weighted_sum(clipping.factors(jacobian.squared_norms().sqrt()))
         for name, p in parameters.items():
-            p.grad = clipped_sum[name] / len(x)
-        optimizer.step()
+            p.grad = (clipped_sum[name] / len(x)).to(p.dtype)
+        apply(optimizer)
+        return len(x)
 
     return step
 
 
-def ours(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    copies = 60_000 // len(x)
-    data = TensorDataset(x.repeat(copies, *[1] * (x.ndim - 1)), y.repeat(copies))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def ours(problem: Problem) -> Step:
+    model, x, y = problem
+    copies = max(8, min(60_000 // len(x), DATA_BYTES // (x.nbytes + y.nbytes)))
+    data = TensorDataset(*(t.repeat(copies, *[1] * (t.ndim - 1)) for t in (x, y)))
     settings = {"expected_batch_size": len(x), "num_steps": 10**6, "noise_multiplier": 1.0}
-    training = tp.PrivateTraining(model, optimizer, data, clipping=tp.Flat(1.0), **settings)
+    training = tp.PrivateTraining(model, sgd(model), data, clipping=tp.Flat(1.0), **settings)
     batches = iter(training)
 
-    def step() -> None:
+    def step() -> int:
         xb, yb = next(batches)
-        training.step(F.cross_entropy(model(xb), yb, reduction="none"))
+        training.step(per_example(model(xb), yb))
+        return len(xb)
 
     return step
 
 
-def opacus(mode: str) -> Callable[[nn.Module, Tensor, Tensor], Step]:
-    def make(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-        from opacus import PrivacyEngine
+def vmap(problem: Problem) -> Step:
+    from torch.func import functional_call, grad
+    from torch.func import vmap as over
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        loader = torch.utils.data.DataLoader(TensorDataset(x, y), batch_size=len(x))
-        made = PrivacyEngine().make_private(
+    model, x, y = problem
+    optimizer, parameters = sgd(model), dict(model.named_parameters())
+    row_bytes = sum(p.nbytes for p in parameters.values())
+    chunk = max(1, int(VMAP_BYTES / VMAP_COPIES / row_bytes))
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return per_example(functional_call(model, values, (x[None],)), y[None])[0]
+
+    rows_of = over(grad(loss), in_dims=(None, 0, 0))
+
+    def add_clipped(values: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
+        rows = rows_of(values, x, y)
+        c = clip_factors(norms_of(rows.values()))
+        for name, p in parameters.items():
+            part = torch.einsum("n,n...->...", c.to(p.dtype), rows.pop(name)) / len(problem.x)
+            p.grad = part if p.grad is None else p.grad.add_(part)
+
+    def step() -> int:
+        values = {name: p.detach() for name, p in parameters.items()}  # else it would record a graph for more
+        for part in zip(x.split(chunk), y.split(chunk), strict=True):
+            add_clipped(values, *part)
+        apply(optimizer)
+        return len(x)
+
+    return step
+
+
+def norms_of(rows: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.flatten(1).float().square().sum(1) for part in rows]).sum(0).sqrt()
+
+
+class Loss(nn.Module):
+    """The losses as Opacus's ghost mode wants them: a module whose ``reduction`` it switches."""
+
+    reduction = "mean"
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        losses = per_example(out, y)
+        return losses.mean() if self.reduction == "mean" else losses
+
+
+def opacus(mode: str) -> Maker:
+    def make(problem: Problem) -> Step:
+        from opacus import PrivacyEngine
+        from opacus.validators import ModuleValidator
+
+        x, y = problem.x, problem.y
+        model = ModuleValidator.fix(problem.model).to(x.device)  # puts its own layer in the place of nn.LSTM
+        made: Any = PrivacyEngine().make_private(
             module=model,
-            optimizer=optimizer,
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=loader,
+            optimizer=sgd(model),
+            criterion=Loss(),  # type: ignore[arg-type]
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             poisson_sampling=False,
             grad_sample_mode=mode,
         )
-        criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
-        private_model, private_optimizer = made[0], made[1]
+        private_model, private_optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else Loss()
 
-        def step() -> None:
-            private_optimizer.zero_grad()
+        def step() -> int:
             criterion(private_model(x), y).backward()
-            private_optimizer.step()
+            apply(private_optimizer)
+            return len(x)
 
         return step
 
     return make
 
 
-def vmap(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    from torch.func import functional_call, grad
-    from torch.func import vmap as over
+def backpack_rows(problem: Problem) -> Step:
+    """Rows by ``BatchGrad``, clipped and summed by hand."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    parameters = dict(model.named_parameters())
+    model, x, y = extend(problem.model), problem.x, problem.y
+    optimizer, parameters = sgd(model), list(model.parameters())
 
-    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
-
-    rows = over(grad(loss), in_dims=(None, 0, 0))
-
-    def step() -> None:
-        g = rows(parameters, x, y)
-        norms = torch.stack([part.flatten(1).square().sum(1) for part in g.values()]).sum(0).sqrt()
-        c = (1 / norms).clamp(max=1)
-        for name, p in parameters.items():
-            p.grad = torch.einsum("n,n...->...", c, g[name]) / len(x)
-        optimizer.step()
+    def step() -> int:
+        with backpack(BatchGrad()):
+            per_example(model(x), y).sum().backward()
+        check_all_have("grad_batch", model)
+        c = clip_factors(norms_of(p.grad_batch for p in parameters))  # type: ignore[attr-defined]
+        for p in parameters:
+            p.grad = torch.einsum("n,n...->...", c.to(p.dtype), p.grad_batch) / len(x)  # type: ignore[attr-defined]
+            del p.grad_batch  # type: ignore[attr-defined]
+        apply(optimizer)
+        return len(x)
 
     return step
 
 
-CONTENDERS = {
+def check_all_have(field: str, model: nn.Module) -> None:
+    """BackPACK passes over layers that it has no rule for."""
+    without = {type(m).__name__ for m in model.modules() for p in m.parameters(False) if not hasattr(p, field)}
+    if without:
+        raise NotImplementedError(f"no {field} for {', '.join(sorted(without))}")
+
+
+def backpack_norms(problem: Problem) -> Step:
+    """Norms by ``BatchL2Grad``, then a second backward of the weighted losses."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchL2Grad
+
+    model, x, y = extend(problem.model), problem.x, problem.y
+    optimizer, parameters = sgd(model), list(model.parameters())
+
+    def step() -> int:
+        with backpack(BatchL2Grad()):
+            losses = per_example(model(x), y)
+            losses.sum().backward(retain_graph=True)
+        check_all_have("batch_l2", model)
+        squared = torch.stack([p.batch_l2.float() for p in parameters])  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        (clip_factors(squared.sum(0).sqrt()) * losses).sum().div(len(x)).backward()
+        apply(optimizer)
+        return len(x)
+
+    return step
+
+
+CONTENDERS: dict[str, Maker] = {
     "non-private": non_private,
-    "ours, no noise": ours_without_noise,
+    "ours-no-noise": ours_without_noise,
     "ours": ours,
-    "vmap, no noise": vmap,
-    "opacus hooks": opacus("hooks"),
-    "opacus ghost": opacus("ghost"),
+    "vmap": vmap,
+    "opacus-hooks": opacus("hooks"),
+    "opacus-ghost": opacus("ghost"),
+    "backpack-rows": backpack_rows,
+    "backpack-norms": backpack_norms,
 }
 
 
-def peak_memory(model: str, contender: str) -> float:
-    """MiB above the loaded model during three steps, in this process."""
-    torch.manual_seed(0)
-    step = CONTENDERS[contender](*MODELS[model]())
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
-    for _ in range(3):
-        step()
-    return (_status("VmHWM") - before) / 1024
+@dataclass(frozen=True)
+class Place:
+    """Where and in which type the steps are made."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def load(self, model: str) -> Problem:
+        return load(model, self.device, self.dtype)
+
+    def wait(self) -> None:
+        """Until the GPU has done what it was told."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def describe(self) -> str:
+        device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        return f"torch {torch.__version__}, {device}, {DTYPES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender on one network; times in seconds, memory in MiB, all None where it fails."""
+
+    model: str
+    contender: str
+    fails: str | None = None
+    median_s: float | None = None
+    least_s: float | None = None
+    rounds: int = 0
+    peak_mib: float | None = None
+
+
+def peak_memory(model: str, contender: str, place: Place) -> float | str:
+    """MiB above the loaded model during three steps, in this process; or why it fails."""
+    warnings.simplefilter("ignore")
+    try:
+        step = CONTENDERS[contender](place.load(model))
+        before = _reset_peak(place)
+        for _ in range(3):
+            step()
+        place.wait()
+        return (_peak(place) - before) / 2**20
+    except Exception as error:
+        return reason(error)
+
+
+def _reset_peak(place: Place) -> int:
+    """Bytes in use now, from which the peak is watched."""
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak(place: Place) -> int:
+    return torch.cuda.max_memory_allocated() if place.device == "cuda" else _status("VmHWM")
 
 
 def _status(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
+    return 1024 * int(line.split()[1])
 
 
-def times(model: str, seconds: float) -> dict[str, list[float]]:
-    """Seconds per step of every contender, taken in turns until the time is up."""
-    steps = {}
-    for name, make in CONTENDERS.items():
-        torch.manual_seed(0)
-        steps[name] = make(*MODELS[model]())
-        for _ in range(4):
-            steps[name]()
-    taken: dict[str, list[float]] = {name: [] for name in steps}
+def reason(error: Exception) -> str:
+    """The first words of an error, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:110]}{'...' if len(text) > 110 else ''}"
+
+
+def in_new_process(model: str, contender: str, place: Place) -> float | str:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(peak_memory, model, contender, place).result()
+        except BrokenProcessPool:
+            return "its process was killed (out of memory?)"
+
+
+@dataclass
+class Clock:
+    """A contender's step and what its rounds took: (seconds, examples)."""
+
+    step: Step
+    place: Place
+    taken: list[tuple[float, int]]
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        examples = self.step()
+        self.place.wait()
+        self.taken.append((time.perf_counter() - start, examples))
+
+    def least(self, batch: int) -> float:
+        """Shortest step with a full batch."""
+        return min((seconds for seconds, examples in self.taken if examples >= batch), default=float("nan"))
+
+    def median(self) -> float:
+        return statistics.median(seconds for seconds, _ in self.taken)
+
+
+def clocks(
+    problem: Callable[[], Problem], contenders: Iterable[str], place: Place, seconds: float
+) -> dict[str, Clock | str]:
+    """Every contender's clock, taken in turns until the time is up; the reason instead of one that fails."""
+    found: dict[str, Clock | str] = {name: _warmed_up(problem, name, place) for name in contenders}
+    running = {name: clock for name, clock in found.items() if isinstance(clock, Clock)}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, step in steps.items():
-            if len(taken[name]) >= 5 and min(taken[name]) > 20 * min(taken["non-private"]):
-                continue  # five rounds tell that this one is far off; it would only cool the caches of the others
-            start = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - start)
-    return taken
+    while running and time.perf_counter() < end:
+        for name, clock in list(running.items()):
+            try:
+                clock.run()
+            except Exception as error:
+                found[name] = reason(error)
+                del running[name]
+            else:
+                if _is_hopeless(clock, running.get("non-private")):
+                    del running[name]  # a few rounds tell; it would only cool the caches of the others
+    return found
 
 
-def main(models: list[str]) -> None:
+def _warmed_up(problem: Callable[[], Problem], contender: str, place: Place) -> Clock | str:
+    try:
+        clock = Clock(CONTENDERS[contender](problem()), place, [])
+        for _ in range(WARM_UP):
+            clock.run()
+    except Exception as error:
+        return reason(error)
+    clock.taken.clear()
+    return clock
+
+
+def _is_hopeless(clock: Clock, base: Clock | None) -> bool:
+    if base is None or len(clock.taken) < FEW:
+        return False
+    return min(clock.taken)[0] > HOPELESS * min(base.taken)[0]
+
+
+def measure(model: str, contenders: list[str], place: Place, seconds: float) -> list[Result]:
+    """Memory first, in processes of their own: what fails there is left out of the common process."""
+    memory = {name: in_new_process(model, name, place) for name in contenders}
+    able = [name for name in contenders if isinstance(memory[name], float)]
+    timed = clocks(lambda: place.load(model), able, place, seconds)
+    batch = len(load(model).x)
+    return [_result(model, name, memory[name], timed.get(name), batch) for name in contenders]
+
+
+def _result(model: str, contender: str, memory: float | str, clock: Clock | str | None, batch: int) -> Result:
+    if isinstance(memory, str):
+        return Result(model, contender, fails=memory)
+    if not isinstance(clock, Clock) or not clock.taken:
+        return Result(model, contender, fails=clock if isinstance(clock, str) else "no time left", peak_mib=memory)
+    return Result(model, contender, None, clock.median(), clock.least(batch), len(clock.taken), memory)
+
+
+def report(results: list[Result]) -> str:
+    """The network's table, ratios to the non-private step."""
+    base = results[0]
+    if base.median_s is None or base.least_s is None:
+        return f"{base.model}: non-private fails: {base.fails}"
+    lines = [
+        f"{base.model}: non-private step {base.median_s * 1e3:.2f} ms (median of {base.rounds})",
+        f"{'':15} {'ratio of medians':>17} {'of minima':>10} {'peak MiB':>9} {'rounds':>7}",
+    ]
+    for r in results:
+        if r.median_s is None or r.least_s is None:
+            lines.append(f"{r.contender:15} fails: {r.fails}")
+        else:
+            ratios = f"{r.median_s / base.median_s:17.2f} {r.least_s / base.least_s:10.2f}"
+            lines.append(f"{r.contender:15} {ratios} {r.peak_mib:9.0f} {r.rounds:7d}")
+    return "\n".join(lines)
+
+
+def append_json(path: Path, results: list[Result], place: Place, seconds: float) -> None:
+    """One line of JSON per contender; ``null`` where there is no number."""
+    made = {"place": place.describe(), **asdict(place), "seconds": seconds}
+    with path.open("a") as file:
+        for result in results:
+            fields = {k: None if v != v else v for k, v in asdict(result).items()}
+            file.write(json.dumps({**fields, **made}) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time and memory of one training step.")
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names with commas between")
+    parser.add_argument("--seconds", type=float, default=40, help="of timing per network, behind the warm-up")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--json", type=Path, help="file to which the results are appended, one JSON object a line")
+    chosen = parser.parse_args()
+    chosen.models = chosen.models or [make.__name__ for make in ON_CPU]
+    chosen.contenders = list(dict.fromkeys(["non-private", *chosen.contenders.split(",")]))
+    for kind, names, known in [("model", chosen.models, MODELS), ("contender", chosen.contenders, CONTENDERS)]:
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"unknown {kind} {', '.join(map(repr, unknown))}; must be of {', '.join(known)}")
+    return chosen
+
+
+def main() -> None:
+    chosen = arguments()
     warnings.simplefilter("ignore")
-    context = multiprocessing.get_context("spawn")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32")
-    for model in models:
-        taken = times(model, seconds=40)
-        base = taken["non-private"]
-        print(f"\n{model}: non-private step {statistics.median(base) * 1e3:.2f} ms (median of {len(base)})")
-        print(f"{'':16} {'ratio of medians':>17} {'of minima':>10} {'peak MiB':>9}")
-        for name, values in taken.items():
-            with context.Pool(1) as pool:
-                memory = pool.apply(peak_memory, (model, name))
-            ratio, least = statistics.median(values) / statistics.median(base), min(values) / min(base)
-            print(f"{name:16} {ratio:17.2f} {least:10.2f} {memory:9.0f}")
+    place = Place(chosen.device, chosen.dtype)
+    print(place.describe(), flush=True)
+    for model in chosen.models:
+        results = measure(model, chosen.contenders, place, chosen.seconds)
+        print(f"\n{report(results)}", flush=True)
+        if chosen.json:
+            append_json(chosen.json, results, place, chosen.seconds)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(MODELS))
+    main()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,9 +24,14 @@ _REARRANGEMENTS = {
     *(torch.permute, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten),
     *(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.contiguous, Tensor.clone, torch.clone),
     *(Tensor.movedim, torch.movedim, Tensor.view_as, Tensor.narrow, torch.narrow, Tensor.select, torch.select),
+    *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, torch.functional.split, Tensor.unbind, torch.unbind),
+    *(Tensor.split_with_sizes, torch.split_with_sizes, Tensor.tensor_split, torch.tensor_split, Tensor.unsafe_chunk),
+    *(Tensor.swapaxes, torch.swapaxes, Tensor.ravel, torch.ravel, Tensor.flip, torch.flip, Tensor.roll, torch.roll),
 }
-# Factories whose result holds no data of the batch. What random and fill functions make may stand for an input.
-_CONSTANTS = {torch.arange, torch.linspace, torch.eye}
+# Factories whose result holds no data of the batch.
+_CONSTANTS = {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch.triu_indices}
+# Factories whose result may stand for an input with a part for every example, such as a first hidden state.
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
 # Functions that take no more than the shape or type of their second tensor.
 _LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
 _REORDERING = {
@@ -48,15 +55,69 @@ def data_arguments(func: Callable, args: tuple, tensors: list[Tensor]) -> list[T
     return [t for t in tensors if t is args[0]] if func in _LIKE else tensors
 
 
-def makes_constant(func: Callable, out: Any) -> bool:
-    """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
+def makes_constant(func: Callable, out: Any, num_examples: int | None) -> bool:
+    """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions.
+
+    What is filled with numbers may stand for an input, unless none of its dimensions can hold the examples.
+    """
+    if func in _FILLED:
+        return num_examples is not None and not _may_hold_examples(out, num_examples)
     return func in _CONSTANTS or (func is torch.tensor and out.ndim < 2 and not out.is_floating_point())
 
 
-def makes_new(func: Callable) -> bool:
+def makes_new(func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
     """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: a new input."""
     name = getattr(func, "__name__", "")
-    return name.startswith("new_") or name.endswith("_like")
+    if name.endswith("_like") and args and not args[0].requires_grad:
+        return False  # of a constant's shape, which has no part for each example
+    if name.startswith("new_") or name.endswith("_like"):
+        return num_examples is None or _may_hold_examples(out, num_examples)
+    return False
+
+
+def _may_hold_examples(out: Tensor, num_examples: int) -> bool:
+    return any(size % max(num_examples, 1) == 0 for size in out.shape)
+
+
+def changes_in_place(func: Callable) -> bool:
+    """Whether the function writes into its first argument, by its name: ``add_``, ``__iadd__``, ``__setitem__``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__", "__init__"}
+
+
+@lru_cache(maxsize=None)
+def opened(func: Callable) -> Callable | None:
+    """A torch function written in Python whose inner calls can be seen; None where it is not written in Python.
+
+    Such a function begins by asking whether anybody overrides it. The one given back has the same code, and is told
+    that nobody does: so it goes on, and what it calls is seen instead of itself.
+    """
+    if not isinstance(func, FunctionType) or not func.__module__.startswith("torch."):
+        return None
+    asked = {name: _nobody for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    if not asked:
+        return None
+    inner = FunctionType(func.__code__, {**func.__globals__, **asked}, func.__name__, func.__defaults__, func.__closure__)
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner
+
+
+def _nobody(*tensors: Any) -> bool:
+    return False
+
+
+def picks_one(func: Callable, args: tuple, source: Callable) -> bool:
+    """Whether a parameter is indexed by single numbers out of the data, as a mixture's experts are: a slice of it."""
+    if func is not Tensor.__getitem__ or not source(args[0]):
+        return False
+    keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+    tensors = [key for key in keys if isinstance(key, Tensor)]
+    return bool(tensors) and all(_is_number(key) for key in tensors)
 
 
 def looks_up_examples(func: Callable, args: tuple) -> bool:
@@ -83,10 +144,14 @@ def rearranges(func: Callable, args: tuple) -> bool:
         return True
     if func is Tensor.__getitem__:
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) for key in keys)
+        return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) or _is_number(key) for key in keys)
     if func is F.embedding:  # a look-up of distinct rows, such as positions 0..t-1
         return len(args) == 2 and len(args[0].unique()) == args[0].numel()
     return False
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.ndim == 0 and key.dtype is not torch.bool
 
 
 def numbers_in(values: Iterable[Any]) -> tuple:

@@ -3,6 +3,7 @@
 
 With cotangent ones the backward gives b = Σᵢ ∂ℓᵢ/∂y, with cotangent c it gives Σᵢ cᵢ ∂ℓᵢ/∂y. Where an entry belongs to
 example j alone the second is cⱼ times the first. For random c an entry that several examples share fails that.
+Where no regular layout fits, the ratio of the two says entry by entry whose it is: no two cⱼ are close.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._check import Refused
-from .ops import Layout
+from .ops import AnyLayout, Layout, Ragged
 
 if TYPE_CHECKING:
     from ._tape import Call
@@ -47,7 +48,7 @@ class Layouts:
         """Whether enough batches have told the layouts on this path."""
         return path in self._proofs and self._proofs[path][1] >= PROOFS
 
-    def recall(self, path: int, calls: list[Call], n: int) -> list[Layout] | None:
+    def recall(self, path: int, calls: list[Call], n: int) -> list[AnyLayout] | None:
         """The layout of every call for a batch of n, or None if they must be measured."""
         if not self.knows(path) or not torch.randint(SPOT_CHECK, (), generator=self._generator):
             return None
@@ -63,19 +64,19 @@ class Layouts:
         bs_scaled: Sequence[Tensor | None],
         cotangent: Tensor,
         precision: float,
-    ) -> list[Layout]:
+    ) -> list[AnyLayout]:
         """The layout of every call, from the b of cotangent ones and of ``cotangent``; remembered for later batches.
 
         ``precision`` is the relative rounding of the coarsest type in which the gradients were computed.
         """
         self._batches += len(cotangent) > 1
         largest = max((float(b.norm()) for b in bs if b is not None), default=0.0)
-        found = []
+        found: list[list[AnyLayout]] = []
         for call, b, b_scaled in zip(calls, bs, bs_scaled, strict=True):
-            zero = cotangent.new_zeros(call.shape)
-            b, b_scaled = (zero if g is None else g.reshape(call.shape) for g in (b, b_scaled))
+            b, b_scaled = (call.output.gradient(g, cotangent) for g in (b, b_scaled))
             dims = _example_dims(call)
-            fitting = list(fitting_layouts(b, b_scaled, cotangent, dims, precision))
+            fitting: list[AnyLayout] = list(fitting_layouts(b, b_scaled, cotangent, dims, precision))
+            fitting = fitting or [Ragged(*found) for found in _owners(b, b_scaled, cotangent, dims, precision)]
             if not fitting and max(b.norm(), b_scaled.norm()) <= CANCELLED * precision * largest:
                 fitting = 2 * list(_candidates(b.shape, len(cotangent), dims))  # rounding of zero: any will do, for now
             if not fitting:
@@ -84,11 +85,14 @@ class Layouts:
         self._learn(path, found, len(cotangent))
         return [fitting[0] for fitting in found]
 
-    def _learn(self, path: int, found: list[list[Layout]], n: int) -> None:
+    def _learn(self, path: int, found: list[list[AnyLayout]], n: int) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
         if n < 2 or any(len(fitting) > 1 for fitting in found):
             return
-        kinds = [_kind(fitting[0]) for fitting in found]
+        regular = [fitting[0] for fitting in found if isinstance(fitting[0], Layout)]
+        if len(regular) < len(found):  # where the data decide, nothing can be learned
+            return
+        kinds = [_kind(layout) for layout in regular]
         before, count = self._proofs.get(path, (kinds, 0))
         self._proofs[path] = (kinds, count + 1 if before == kinds else 1)
 
@@ -101,8 +105,10 @@ def fresh_generator() -> torch.Generator:
 
 
 def random_cotangent(losses: Tensor) -> Tensor:
-    """(n,) random numbers in [1, 2)."""
-    return 1 + torch.rand(losses.shape, generator=fresh_generator()).to(losses)
+    """(n,) random numbers in [1, 2), in no order, no two of them closer than 1/(2n)."""
+    n, generator = len(losses), fresh_generator()
+    grid = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator, dtype=torch.float64) / 2
+    return (1 + grid / max(n, 1)).to(losses)
 
 
 def check_input(leaf: Tensor, g: Tensor | None, g_scaled: Tensor | None, cotangent: Tensor, precision: float) -> None:
@@ -140,6 +146,32 @@ def fitting_layouts(
         allowed = 2 * precision**0.5 * (size + 0.1 * largest)
         if (error <= allowed)[finite].all() and _same_finite(first, first_scaled, finite):
             yield layout
+
+
+def _owners(
+    b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[int], precision: float
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(dim, n, owners) for each of ``dims`` whose entries all belong to one example each, in whatever order.
+
+    Entries without a gradient belong to nobody. An entry of two examples would have a ratio between theirs, which is
+    no third one's but by chance: cotangents keep a distance of 1/(2n), and a ratio must come 50 times closer to one.
+    """
+    n = len(cotangent)
+    dtype = torch.promote_types(cotangent.dtype, torch.float32)
+    if n < 2 or 100 * precision > 1 / n:  # this type is too coarse to tell so many apart
+        return
+    c, order = cotangent.to(dtype).sort()
+    for dim in dims:
+        plain = b.movedim(dim, 0).reshape(b.shape[dim], -1).to(dtype)
+        scaled = b_scaled.movedim(dim, 0).reshape(b.shape[dim], -1).to(dtype)
+        size = torch.linalg.vector_norm(plain, dim=1)
+        ratio = torch.linalg.vecdot(plain, scaled) / size.square()
+        nearest = torch.bucketize(ratio, (c[1:] + c[:-1]) / 2)
+        error = torch.linalg.vector_norm(scaled - c[nearest, None] * plain, dim=1)
+        without = torch.linalg.vector_norm(scaled, dim=1) + size == 0
+        allowed = size / (100 * n) + 10 * precision * size.max() if len(size) else size
+        if (without | (error <= allowed)).all():
+            yield dim, n, torch.where(without, -1, order[nearest]).cpu()
 
 
 def _same_finite(first: Tensor, first_scaled: Tensor, finite: Tensor) -> bool:

@@ -23,8 +23,13 @@ def squared_norms(op: Op, method: Method | None = None) -> Tensor:
     n = op.num_examples
     size = chunk_size(n, method.floats)
     if size >= n:
-        return method.compute(op)
-    return torch.cat([method.compute(op.select(slice(i, i + size))) for i in range(0, n, size)])
+        return _norms_by(method, op)
+    return torch.cat([_norms_by(method, op.select(slice(i, i + size))) for i in range(0, n, size)])
+
+
+def _norms_by(method: Method, op: Op) -> Tensor:
+    answer = method.compute(op)
+    return answer.reshape(op.num_examples, -1).square().sum(1) if method.rows else answer
 
 
 def chunk_size(num_examples: int, floats: float) -> int:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from ._check import Refused
 from ._functions import (
     EXPANSIONS,
+    changes_in_place,
     data_arguments,
     in_units_of,
     looks_up_examples,
@@ -29,13 +30,37 @@ from ._functions import (
     makes_new,
     may_reorder,
     numbers_in,
+    opened,
+    picks_one,
     rearranges,
     tensors_in,
 )
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
 from .jacobian import Block, Jacobian
-from .ops import OPS, Layout, Use
-from .ops.elementwise import OVERWRITING, FactorUse, TermUse
+from .ops import COMPOSED, OPS, AnyLayout, Use
+from .ops.einsum import ContractionUse
+from .ops.elementwise import OVERWRITING, EntrywiseUse
+from .ops.fallback import replay, uses_of
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where an op's output y hangs in the graph: at ``edge``, which is y's own or that of the base that y is a part of."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    part: tuple[Tensor, tuple[int, ...], int] | None  # base (without its entries), y's strides in it, y's offset
+
+    def gradient(self, g: Tensor | None, like: Tensor) -> Tensor:
+        """Gradient in y, from that at the edge; zeros where the losses do not depend on it."""
+        if g is None:
+            return like.new_zeros(self.shape, dtype=self.dtype)
+        if self.part is None:
+            return g.reshape(self.shape)
+        base, stride, offset = self.part
+        laid_out = torch.empty_strided(base.shape, base.stride(), dtype=g.dtype, device=g.device).copy_(g)
+        return laid_out.as_strided(self.shape, stride, offset)
 
 
 @dataclass(frozen=True)
@@ -43,12 +68,18 @@ class Call:
     """One op call that met parameters."""
 
     op: str
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
+    output: Output
     inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
     uses: tuple[Use, ...]
     versions: tuple[tuple[Tensor, int], ...]
+
+    @property
+    def edge(self) -> GradientEdge:
+        return self.output.edge
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.output.shape
 
 
 @dataclass
@@ -78,12 +109,18 @@ class Tape(TorchFunctionMode):
         parameters: name -> tensor, leaves of the autograd graph.
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         layouts: what earlier batches taught about where the examples sit.
+        num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor] = (), layouts: Layouts | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Iterable[Tensor] = (),
+        layouts: Layouts | None = None,
+        num_examples: int | None = None,
     ):
         super().__init__()
+        self._num_examples = num_examples
         self.parameters = dict(parameters)
         self.layouts = layouts if layouts is not None else Layouts()
         # Tensors are known by identity; holding them keeps the identities from being given away again.
@@ -106,14 +143,18 @@ class Tape(TorchFunctionMode):
         tensors = list(tensors_in((*args, *kwargs.values())))
         met = [t for t in tensors if self._source(t) is not None]
         data = [t for t in data_arguments(func, args, tensors) if not self._is_constant(t) and self._source(t) is None]
+        if met and data and picks_one(func, args, self._source):
+            data = []
         self._program.append((func, numbers_in((*args, *kwargs.values()))))
         if (data or looks_up_examples(func, args)) and met:
-            return self._run_and_note(func, args, kwargs, data, met)
+            return self._meet(func, args, kwargs, data, met)
         self._reorders = self._reorders or (bool(data) and may_reorder(func, args))
         out = func(*args, **kwargs)
-        if not data and (tensors or makes_constant(func, out)) and not makes_new(func):
-            for result in tensors_in((out,)):
-                self._add_derived(func, args, met, result)
+        if not data and (tensors or makes_constant(func, out, self._num_examples)):
+            result = args[0] if changes_in_place(func) else out
+            if not makes_new(func, result, args, self._num_examples):
+                for tensor in tensors_in((result,)):
+                    self._add_derived(func, args, met, tensor)
         return out
 
     def probe(self, arguments: Any) -> Any:
@@ -167,7 +208,7 @@ class Tape(TorchFunctionMode):
         blocks: dict[int, Block] = {}
         with torch.no_grad():
             for call, b, layout in zip(calls, bs, layouts, strict=True):
-                b = losses.new_zeros(call.shape) if b is None else b.reshape(call.shape)
+                b = call.output.gradient(b, losses)
                 for use in call.uses:
                     self._add_to_block(blocks, use, b, layout)
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
@@ -177,7 +218,7 @@ class Tape(TorchFunctionMode):
 
     def _measure(
         self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
-    ) -> list[Layout]:
+    ) -> list[AnyLayout]:
         """The layouts of the calls by a second backward; the model's inputs must have one, too."""
         c = random_cotangent(losses)
         edges = [call.edge for call in calls]
@@ -210,22 +251,64 @@ class Tape(TorchFunctionMode):
     def _names_of(self, tensor: Tensor) -> tuple[str, ...]:
         return self._sources[id(tensor)].names
 
+    def _meet(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        """Run an op that meets parameters: noted, taken apart, or remembered as unknown."""
+        inside = None if func in OPS else COMPOSED.get(func) or opened(func)
+        if inside is None:
+            return self._run_and_note(func, args, kwargs, data, met)
+        with self:
+            return inside(self._note_part, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
+
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
         inputs = tuple(t.grad_fn for t in data if t.grad_fn is not None)
-        remembered = (args[0].detach().clone(), *args[1:]) if func in OVERWRITING else args
-        y = func(*args, **kwargs)
+        changed = changes_in_place(func)
+        copied = changed and (func in OVERWRITING or func not in OPS)
+        before = (args[0].detach().clone(), *args[1:]) if copied else args
+        out = func(*args, **kwargs)
+        result = args[0] if changed else out
+        outputs = [t for t in tensors_in((result,)) if t.grad_fn is not None]
+        if not outputs:
+            return out
         op = getattr(func, "__name__", str(func))
-        results = list(tensors_in((y,)))
-        nodes = [t.grad_fn for t in results if t.grad_fn is not None]
-        real = not any(t.is_complex() for t in (*results, *data, *met))
-        uses = self._uses(func, y, remembered, kwargs, met) if nodes and real else ()
-        if Counter(id(t) for t in met if t.requires_grad) == Counter(id(use.weight) for use in uses):
-            uses = tuple(self._before_expansion(use) for use in uses)
-            versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
-            self._calls.append(Call(op, _output_edge(y), y.shape, y.dtype, inputs, uses, versions))
-        else:
-            self._unknown.update(dict.fromkeys(nodes, (op, self._names_behind(met))))
-        return y
+        wanted = [t for t in met if t.requires_grad]
+        noted: list[tuple[Tensor, tuple[Use, ...]]] = []
+        if not any(t.is_complex() for t in (*outputs, *data, *met)):
+            uses = self._uses(func, result, before, kwargs, met)
+            if Counter(id(t) for t in wanted) == Counter(id(use.weight) for use in uses):
+                noted = [(result, tuple(map(self._before_expansion, uses)))]
+            else:
+                noted = self._by_fallback(func, before, kwargs, wanted, outputs, changed)
+        for y, uses in noted:
+            self._note(op, y, uses, inputs)
+        if not noted:
+            self._unknown.update(dict.fromkeys((t.grad_fn for t in outputs), (op, self._names_behind(met))))
+        return out
+
+    def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
+        versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
+        self._calls.append(Call(op, _output(y), inputs, uses, versions))
+
+    def _note_part(self, y: Tensor, uses: Iterable[Use]) -> None:
+        """What a composition of our own notes: parameters that met y out of sight of torch's functions."""
+        uses = tuple(use for use in uses if use.weight.requires_grad and self._source(use.weight) is not None)
+        if uses:
+            self._note("scan", y, uses)
+
+    def _by_fallback(
+        self, func: Callable, args: tuple, kwargs: dict, wanted: list[Tensor], outputs: list[Tensor], changed: bool
+    ) -> list[tuple[Tensor, tuple[Use, ...]]]:
+        """Uses by the op's own backward, if it gives the same when it is run again."""
+        weights = list({id(t): t for t in wanted}.values())
+        try:
+            replayed = replay(func, args, kwargs, weights, changed)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return []
+        again = [t for t in tensors_in(replayed.outputs) if t.grad_fn is not None]
+        same = len(again) == len(outputs) and all(
+            torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) for a, b in zip(again, outputs, strict=True)
+        )
+        replayed = replace(replayed, outputs=tuple(again))
+        return [(y, tuple(uses_of(replayed, weights, k))) for k, y in enumerate(outputs)] if same else []
 
     def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
         return tuple(sorted({name for t in met for name in self._names_of(t)}))
@@ -246,7 +329,7 @@ class Tape(TorchFunctionMode):
     def _before_expansion(self, use: Use) -> Use:
         """Adding or multiplying broadcasts by itself: an expanded parameter is as good as the one before ``expand``."""
         source = self._sources[id(use.weight)]
-        broadcasts = isinstance(use, (TermUse, FactorUse)) and source.before_expansion is not None
+        broadcasts = isinstance(use, (EntrywiseUse, ContractionUse)) and source.before_expansion is not None
         return replace(use, weight=source.before_expansion) if broadcasts else use
 
     def _add_derived(self, func: Callable, args: tuple, met: list[Tensor], result: Tensor) -> None:
@@ -265,7 +348,7 @@ class Tape(TorchFunctionMode):
             before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
 
-    def _add_to_block(self, blocks: dict[int, Block], use: Use, b: Tensor, layout: Layout) -> None:
+    def _add_to_block(self, blocks: dict[int, Block], use: Use, b: Tensor, layout: AnyLayout) -> None:
         key, source = id(use.weight), self._sources[id(use.weight)]
         try:
             op = use.op(b, layout)
@@ -361,15 +444,22 @@ class record(Tape):
         super().__init__(trainable, constants=(*frozen, *model.buffers()))
 
 
-def _output_edge(y: Tensor) -> GradientEdge:
-    """The edge that stays in the graph when y is changed in place, as by ``relu_``.
+def _output(y: Tensor) -> Output:
+    """Where y hangs in the graph also after it is changed in place, as by ``relu_``.
 
     Some ops give back a view of what they computed (linear of a rank-3 input, conv1d). Changing that view in place
     gives it a new history, which hangs on its base; so the base's edge is taken where the two hold the same entries.
+    An op that changes a part of a tensor in place gives the whole a new history: b is that part of the whole's.
     """
     base = y._base
-    same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
-    return get_gradient_edge(base if base is not None and same and base.grad_fn is not None else y)
+    if base is None or base.grad_fn is None:
+        return Output(get_gradient_edge(y), y.shape, y.dtype, None)
+    if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
+        return Output(get_gradient_edge(base), y.shape, y.dtype, None)
+    if base.grad_fn.name() != "CopySlices":
+        return Output(get_gradient_edge(y), y.shape, y.dtype, None)
+    shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    return Output(get_gradient_edge(base), y.shape, y.dtype, (shape_only, y.stride(), y.storage_offset()))
 
 
 def check_losses(losses: Tensor) -> None:
@@ -402,8 +492,19 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
 
 
 def _precision(losses: Tensor, calls: list[Call]) -> float:
-    """Relative rounding of the coarsest floating-point type on the way."""
-    return max(torch.finfo(dtype).eps for dtype in {losses.dtype, *(call.dtype for call in calls)})
+    """Relative rounding of the coarsest floating-point type on the way, casts between the calls included."""
+    dtypes = {losses.dtype, *(call.output.dtype for call in calls)}
+    stack: list[Node | None] = [losses.grad_fn]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        assert node is not None
+        if node.name() == "ToCopyBackward0":
+            dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
+        following = {n for n, _ in node.next_functions} - seen - {None}
+        seen |= following
+        stack += following
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def verify_against_native(

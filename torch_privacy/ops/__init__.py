@@ -3,16 +3,22 @@
 
 from collections.abc import Callable, Iterator
 
-from . import conv, elementwise, embedding, linear, norm
+from . import attention, conv, einsum, elementwise, embedding, linear, norm, recurrent, routed
+from ._base import AnyLayout as AnyLayout
 from ._base import Layout as Layout
 from ._base import Method as Method
 from ._base import Op as Op
+from ._base import Ragged as Ragged
 from ._base import Use as Use
 
 OPS: dict[Callable, Callable[..., Iterator[Use]]] = {
-    **linear.RECORDERS,
+    **einsum.RECORDERS,
     **conv.RECORDERS,
     **embedding.RECORDERS,
+    **routed.RECORDERS,
     **norm.RECORDERS,
     **elementwise.RECORDERS,
 }
+
+# Torch functions that are better taken apart: our own composition of torch calls, whose inner ops are noted one by one.
+COMPOSED: dict[Callable, Callable] = {**recurrent.COMPOSED, **attention.COMPOSED}

@@ -25,6 +25,7 @@ class Method:
     compute: Callable[[Any], Tensor]
     flops: float  # multiplications and additions, for all examples
     floats: float  # numbers held at once, for all examples
+    rows: bool = False  # whether ``compute`` gives the rows themselves (n, *shape) instead of their squared norms (n,)
 
 
 class Op(ABC):
@@ -94,10 +95,44 @@ class Layout:
         split = tensor.unflatten(self.dim, (self.before, self.num_examples, self.after))
         return split.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
 
-    def explain(self) -> str:
-        """Short name for the plan's table."""
-        kind = {(True, True): "", (True, False): ", positions after"}.get((self.before == 1, self.after == 1))
-        return f"dim {self.dim}{', positions before' if kind is None else kind}"
+    def owners(self) -> Tensor:
+        """(before·n·after,): the number of the example that each entry along the dimension belongs to."""
+        return torch.arange(self.num_examples).view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Where the examples sit if they lie in no regular order: packed sequences, tokens sorted by expert.
+
+    ``owner`` (size of dimension ``dim``,) has the number of each entry's example, -1 where it belongs to none.
+    """
+
+    dim: int
+    num_examples: int
+    owner: Tensor
+
+    def examples_first(self, tensor: Tensor) -> Tensor:
+        """(d0, .., size, ..) -> (n, d0, .., most, ..): each example's entries in their order, filled up with zeros."""
+        rows = tensor.movedim(self.dim, 0)
+        padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        return padded[self._slots().to(tensor.device)].movedim(1, self.dim + 1)
+
+    def owners(self) -> Tensor:
+        """(size,): the number of the example that each entry along the dimension belongs to, or -1."""
+        return self.owner
+
+    def _slots(self) -> Tensor:
+        """(n, most): where the k-th entry of example i lies; one past the end where it has no k-th."""
+        counts = torch.bincount(self.owner + 1, minlength=self.num_examples + 1)
+        order = self.owner.argsort(stable=True)[int(counts[0]) :]
+        most = max(1, int(counts[1:].max())) if self.num_examples else 1
+        slots = torch.full((self.num_examples, most), len(self.owner))
+        rank = torch.arange(len(order)) - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
+        slots[self.owner[order], rank] = order
+        return slots
+
+
+AnyLayout = Layout | Ragged
 
 
 @dataclass(frozen=True)
@@ -111,7 +146,7 @@ class Use(ABC):
         """The dimensions of the op's output among which the examples are looked for."""
 
     @abstractmethod
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         """The Jacobian block, from the gradient ``b`` of the losses in the op's output."""
 
     def saved(self) -> tuple[Tensor, ...]:

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions in one and two dimensions: strides, paddings, dilations and groups."""
+"""Convolutions in one to three dimensions, also transposed: strides, paddings, dilations and groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import Layout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from ._base import CHUNK_FLOATS, AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows
-from .linear import Linear
+from .linear import GRAM_TOLERANCE
+
+# What the methods do, in operations of a matrix product that take the same time (measured on one core of a CPU).
+NATIVE = 0.8  # one operation of the native convolution
+COPY = 60  # one number copied to or added up in another order
+SQUARE = 30  # one entry of a row squared and summed
+REORDER = 120  # one entry of a row brought from the blocked format of the native convolution
+CALL = 120_000  # one matrix product among many
+NATIVE_BLOCK = 16  # the native convolution is at its best where channels come in multiples of this
+NARROW = 16  # a line of fewer places is copied faster with the channels innermost
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,18 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
+    def covered(self, places: Sequence[int]) -> list[int]:
+        """Size of the padded input that the kernel meets on its way over so many places."""
+        steps = zip(self.kernel, self.stride, self.dilation, places, strict=True)
+        return [(place - 1) * stride + dilation * (size - 1) + 1 for size, stride, dilation, place in steps]
+
 
 @dataclass(frozen=True)
 class Conv(Op):
     """A kernel ``W`` (e, d/groups, *kernel) used as ``y = x ⋆ W``; row i sums ``b`` times patch over all places.
 
     Shapes: ``x`` (n, m, d, *size) the detached input, m images per example; ``b`` (n, m, e, *places).
+    A transposed convolution has the same rows with ``x`` and ``b`` swapped.
     """
 
     x: Tensor
@@ -57,18 +73,47 @@ class Conv(Op):
         return self.b.dtype
 
     def methods(self) -> list[Method]:
-        """Those of the matrix product with the unfolded input, group by group."""
-        n, m, e, *places = self.b.shape
-        t, groups = m * math.prod(places), self.geometry.groups
-        d = self.shape[1:].numel()
-        unfolded = n * t * d * groups
-        return [
-            Method("rows", Conv._rows_norms, flops=2 * n * t * d * e, floats=unfolded + n * d * e),
-            Method("gram", Conv._gram, flops=2 * n * t * t * (d * groups + e), floats=unfolded + 3 * n * t * t),
-        ]
+        """Matrix products with the unfolded input, the native kernel, or Gram matrices of places.
+
+        ``flops`` are not bare multiplications: what a method copies, reorders and calls counts at its measured time.
+        """
+        return [*self._row_methods(), *self._norm_methods()]
+
+    def _row_methods(self) -> list[Method]:
+        n, size, matrices = self.num_examples, self.shape.numel(), self.num_examples * self.geometry.groups
+        products, squares, unfolded = 2 * n * self._t * size, SQUARE * n * size, self._unfolded
+        flops = products + squares + CALL * matrices + (0 if self._pointwise else COPY * unfolded)
+        rows = Method("rows", Conv._unfolded_rows, flops, unfolded + n * size, rows=True)
+        if self._pointwise:
+            return [rows]
+        d, e, held = self.shape[1], self.shape[0] // self.geometry.groups, self.x.numel() + self.b.numel()
+        blocked = d == e == 1 or (d % NATIVE_BLOCK == e % NATIVE_BLOCK == 0)
+        products = NATIVE * products + COPY * held if blocked else products + 3 * COPY * unfolded
+        flops = products + squares + REORDER * n * size
+        return [rows, Method("rows, native", Conv._native_rows, flops, held + 2 * n * size, rows=True)]
+
+    def _norm_methods(self) -> list[Method]:
+        matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self._unfolded, self.shape[:2]
+        terms = matrices * self._t**2
+        of_terms = 2 * terms * e // self.geometry.groups + 2 * COPY * terms + 2 * CALL * matrices
+        flops = 2 * terms * self.shape[1:].numel() + of_terms + (0 if self._pointwise else COPY * unfolded)
+        gram = Method("gram", Conv._gram, flops, unfolded + 3 * terms)
+        if self._pointwise:
+            return [gram]
+        cells, summed = self._box_sizes()
+        flops = 2 * matrices * cells**2 * d + COPY * matrices * summed + of_terms
+        boxed = Method("gram, boxed", Conv._boxed_gram, flops, 2 * matrices * cells**2 + 3 * terms)
+        return [gram, boxed, self._shifted_method()]
+
+    def _shifted_method(self) -> Method:
+        n, size, g = self.num_examples, self.shape.numel(), self.geometry
+        lines = self._unfolded // g.kernel[0] * g.covered(self.b.shape[3:])[0] // max(1, self.b.shape[3])
+        calls = -(-g.kernel[0] // g.stride[0]) * n * g.groups
+        flops = (2 * self._t + SQUARE) * n * size + self._copy_price * lines + CALL * calls
+        return Method("rows, shifted", Conv._shifted_norms, flops, lines + n * size * g.stride[0] // g.kernel[0])
 
     def rows(self) -> Tensor:
-        return torch.cat([block.rows() for block in self._blocks()], 1).view(self.num_examples, *self.shape)
+        return min(self._row_methods(), key=lambda method: method.flops).compute(self)
 
     def project(self, v: Tensor) -> Tensor:
         b = self.b.flatten(1)
@@ -76,62 +121,193 @@ class Conv(Op):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         """The native weight gradient of the convolution, with the b of example i weighted by cᵢ."""
-        geometry, dims = self.geometry, len(self.geometry.kernel)
         weighted = self.b * c.view(-1, *(1,) * (self.b.ndim - 1))
-        return torch.ops.aten.convolution_backward(
-            weighted.flatten(0, 1),
-            self.x.flatten(0, 1),
-            self.b.new_empty(self.shape),
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            False,
-            (0,) * dims,
-            geometry.groups,
-            (False, True, False),
-        )[1]
+        return _weight_gradient(weighted.flatten(0, 1), self.x.flatten(0, 1), self.shape, self.geometry)
 
     def select(self, index: Tensor | slice) -> Conv:
         return replace(self, x=self.x[index], b=self.b[index])
 
-    def _forward(self, weight: Tensor) -> Tensor:
+    @property
+    def _t(self) -> int:  # places of all images of one example
+        return self.b.shape[1] * self.b.shape[3:].numel()
+
+    @property
+    def _unfolded(self) -> int:  # numbers in the patches of all examples
+        return self.num_examples * self.geometry.groups * self._t * self.shape[1:].numel()
+
+    @property
+    def _copy_price(self) -> float:  # of one number, in lines as long as those of the output
+        return COPY * (0.5 + 0.5 * NARROW / max(1, self.b.shape[-1]))
+
+    @property
+    def _pointwise(self) -> bool:
+        """Whether the unfolded input is the input itself: a linear map at every place."""
         g = self.geometry
-        conv = F.conv1d if len(g.kernel) == 1 else F.conv2d
-        y = conv(self.x.flatten(0, 1), weight, None, g.stride, g.padding, g.dilation, g.groups)
+        return max((*g.kernel, *g.stride)) == 1 and not any(g.padding)
+
+    def _forward(self, weight: Tensor) -> Tensor:
+        g, zeros = self.geometry, (0,) * len(self.geometry.kernel)
+        y = torch.convolution(
+            self.x.flatten(0, 1), weight, None, g.stride, g.padding, g.dilation, False, zeros, g.groups
+        )
         return y.unflatten(0, self.x.shape[:2])
 
-    def _blocks(self) -> list[Linear]:
-        """One matrix product per group: x unfolded to (n, t, d·kernel) and b to (n, t, e)."""
-        groups = self.geometry.groups
-        patches = self._patches().unflatten(2, (groups, -1)).flatten(3, 4)  # (n, m, group, d·kernel, places)
-        b = self.b.flatten(3).unflatten(2, (groups, -1))
-        return [Linear(_positions(patches[:, :, k]), _positions(b[:, :, k])) for k in range(groups)]
+    def _native_rows(self) -> Tensor:
+        """All examples in one native call: (1, n·d, *size), with the channels of one example a group of their own."""
+        n, groups = self.num_examples, self.geometry.groups
+        if not n:
+            return self.b.new_zeros(0, *self.shape)
+        x, b = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (self.x, self.b))
+        shape = (n * self.shape[0], *self.shape[1:])
+        return _weight_gradient(b, x, shape, replace(self.geometry, groups=n * groups)).view(n, *self.shape)
+
+    def _unfolded_rows(self) -> Tensor:
+        """One matrix product per example and group, in the order that is faster for the layout of the patches."""
+        patches, b = self._patches(), _by_group(self.b, self.geometry.groups).flatten(2)
+        if not self._channels_last:
+            return (patches @ b.mT).mT.reshape(self.num_examples, *self.shape)
+        rows = (b @ patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1]))
+        return rows.movedim(-1, 2).reshape(self.num_examples, *self.shape)
+
+    def _shifted_norms(self) -> Tensor:
+        """From rows, one offset of the kernel in its first dimension at a time, as views of half-unfolded inputs.
+
+        With stride s, the offsets 0 .. s - 1 start from the same lines of different remainders modulo s.
+        """
+        g, b = self.geometry, _by_group(self.b, self.geometry.groups)
+        step, dilation, length = g.stride[0], g.dilation[0], b.shape[3:].numel()
+        apart, b, lines = math.gcd(step, dilation), b.flatten(2), self._unfolded_lines()
+        total = b.new_zeros(self.num_examples)
+        for line, together in groupby(range(0, g.kernel[0] * dilation, dilation), lambda offset: offset // step):
+            first, *others = (offset % step // apart for offset in together)
+            chosen = slice(first, max(others, default=first) + 1, dilation // apart)
+            products = lines[:, chosen, :, line * length :][..., : b.shape[2]].flatten(1, 2) @ b.mT
+            total += _by_example(products, g.groups).square_().sum(1)
+        return total
+
+    def _unfolded_lines(self) -> Tensor:
+        """(n·groups, remainders, d·kernel[1:], lines·m·places[1:]): every s-th line, by remainder, half unfolded."""
+        g, (_, m, _, _, *places) = self.geometry, self.b.shape
+        step, apart = g.stride[0], math.gcd(g.stride[0], g.dilation[0])
+        x = self._padded()
+        x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, -x.shape[2] % step)) if x.shape[2] % step else x
+        (outer, channel, line, image), steps = x.stride()[:4], x.stride()[4:]
+        inner = [step * dilation for step, dilation in zip(steps, g.dilation[1:], strict=True)]
+        across = [step * stride for step, stride in zip(steps, g.stride[1:], strict=True)]
+        sizes = (x.shape[0], step // apart, x.shape[1], *g.kernel[1:], x.shape[2] // step, m, *places)
+        strides = (outer, line * apart, channel, *inner, line * step, image, *across)
+        lines = x.as_strided(sizes, strides, x.storage_offset())
+        return lines.reshape(*sizes[:2], math.prod(sizes[2 : 2 + len(g.kernel)]), math.prod(sizes[2 + len(g.kernel) :]))
 
     def _patches(self) -> Tensor:
-        """What the kernel meets at every place, (n, m, d, kernel, places): one copy of a strided view.
+        """What the kernel meets at every place, (n·groups, d·kernel, t): one copy of a strided view.
 
-        ``F.unfold`` gives the same for images without groups, in twice the time on a CPU.
+        ``F.unfold`` gives the same for images without groups, in twice the time on a CPU. With ``_channels_last`` the
+        order is (n·groups, kernel·d, t) and t changes slowest in memory.
         """
-        g, dims = self.geometry, len(self.geometry.kernel)
-        sides = [side for padding in reversed(g.padding) for side in (padding, padding)]
-        x = F.pad(self.x, sides) if any(sides) else self.x
-        outer, steps = x.stride()[:3], x.stride()[3:]
+        g, (_, m, _, first, *others), dims = self.geometry, self.b.shape, len(self.geometry.kernel)
+        x = self._padded(channels_last=self._channels_last)
+        (outer, channel, line, image), steps = x.stride()[:4], (x.stride()[2], *x.stride()[4:])
         inner = [step * dilation for step, dilation in zip(steps, g.dilation, strict=True)]
         across = [step * stride for step, stride in zip(steps, g.stride, strict=True)]
-        view = x.as_strided((*x.shape[:3], *g.kernel, *self.b.shape[3:]), (*outer, *inner, *across), x.storage_offset())
-        return view.flatten(3 + dims).flatten(3, 2 + dims)
+        sizes, strides = (*g.kernel, first, m, *others), (*inner, line * g.stride[0], image, *across[1:])
+        view = x.as_strided((*x.shape[:2], *sizes), (outer, channel, *strides), x.storage_offset())
+        t, d = first * m * math.prod(others), self.shape[1:].numel()
+        if not self._channels_last:
+            return view.reshape(x.shape[0], d, t)
+        order = (0, *range(2 + dims, view.ndim), *range(2, 2 + dims), 1)
+        return view.permute(order).reshape(x.shape[0], t, d).mT
 
-    def _rows_norms(self) -> Tensor:
-        return torch.stack([block._rows_norms() for block in self._blocks()]).sum(0)
+    @property
+    def _channels_last(self) -> bool:
+        """Whether to unfold with the channels innermost."""
+        narrow = self.b.shape[-1] < NARROW <= self.shape[1]
+        return not self._pointwise and (narrow or self.x.stride(2) == 1)
+
+    def _padded(self, *, channels_last: bool = False) -> Tensor:
+        """The part of the padded input that the kernel meets, (n·groups, d, *size) with the images after size[0].
+
+        ``channels_last`` says in which order it lies in memory, not in which it is returned.
+        """
+        x, g = _by_group(self.x, self.geometry.groups), self.geometry
+        sides: list[int] = []
+        for size, padding, covered in zip(self.x.shape[3:], g.padding, g.covered(self.b.shape[3:]), strict=True):
+            sides = [padding, covered - size - padding, *sides]
+        sides = [*sides[:-2], 0, 0, *sides[-2:]]
+        if not channels_last:
+            return F.pad(x, sides) if any(sides) else x
+        x = x.movedim(1, -1)
+        return (F.pad(x, [0, 0, *sides]) if any(sides) else x.contiguous()).movedim(-1, 1)
 
     def _gram(self) -> Tensor:
-        return torch.stack([block._gram() for block in self._blocks()]).sum(0)
+        patches = self._patches()
+        return self._norms_of(patches.mT @ patches)
+
+    def _boxed_gram(self) -> Tensor:
+        """The same without unfolding: inner products of patches sum those of cells, along the diagonals."""
+        x = self._padded()
+        cells = x.flatten(2)
+        gram, g = (cells.mT @ cells).view(x.shape[0], *x.shape[2:], *x.shape[2:]), self.geometry
+        for dim, (kernel, stride, dilation) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
+            axis = 1 + dim + (dim > 0)  # the images stand second
+            gram = _box_filtered(gram, (axis, axis + x.ndim - 2), kernel, stride, dilation)
+        return self._norms_of(gram.reshape(x.shape[0], self._t, self._t))
+
+    def _box_sizes(self) -> tuple[int, int]:
+        """Cells that patches are made of, and numbers added by the box filter, for one example and group."""
+        m, places = self.b.shape[1], self.b.shape[3:]
+        left = [m, *self.geometry.covered(places)]
+        cells, summed = math.prod(left), 0
+        for dim, (kernel, place) in enumerate(zip(self.geometry.kernel, places, strict=True)):
+            left[1 + dim] = place
+            summed += kernel * math.prod(left) ** 2
+        return cells, summed
+
+    def _norms_of(self, gram: Tensor) -> Tensor:
+        """Squared norms from the inner products of patches (n·groups, t, t); rows decide where terms cancel."""
+        b = _by_group(self.b, self.geometry.groups).flatten(2)
+        terms = _by_example((b.mT @ b).mul_(gram), self.geometry.groups)
+        squares = terms.sum(1)
+        rounding = torch.finfo(terms.dtype).eps * torch.linalg.vector_norm(terms, dim=1)
+        doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
+        for some in doubtful.split(max(1, CHUNK_FLOATS // self.shape.numel())):
+            squares[some] = self.select(some).rows().flatten(1).square().sum(1)
+        return squares
 
 
-def _positions(tensor: Tensor) -> Tensor:
-    """(n, m, d, places) -> (n, m·places, d), without a copy where m = 1."""
-    return tensor.squeeze(1).mT if tensor.shape[1] == 1 else tensor.mT.flatten(1, 2)
+def _by_group(tensor: Tensor, groups: int) -> Tensor:
+    """(n, m, channels, first, *others) -> (n·groups, channels/groups, first, m, *others), a view where m = 1."""
+    n, _, channels = tensor.shape[:3]
+    return tensor.movedim(1, 3).reshape(n * groups, channels // groups, *tensor.movedim(1, 3).shape[2:])
+
+
+def _by_example(products: Tensor, groups: int) -> Tensor:
+    """(n·groups, *sizes) -> (n, all of one example's)."""
+    return products.unflatten(0, (products.shape[0] // groups, groups)).flatten(1)
+
+
+def _box_filtered(gram: Tensor, axes: tuple[int, int], kernel: int, stride: int, dilation: int) -> Tensor:
+    """Sum over the kernel's offsets of the entries at (place + offset) in both dimensions ``axes``."""
+    places = (gram.shape[axes[0]] - dilation * (kernel - 1) - 1) // stride + 1
+    key: list[slice] = [slice(None)] * gram.ndim
+
+    def shifted(offset: int) -> Tensor:
+        window = slice(offset, offset + (places - 1) * stride + 1, stride)
+        key[axes[0]] = key[axes[1]] = window
+        return gram[tuple(key)]
+
+    total = shifted(0).clone(memory_format=torch.contiguous_format)
+    for offset in range(dilation, kernel * dilation, dilation):
+        total += shifted(offset)
+    return total
+
+
+def _weight_gradient(b: Tensor, x: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """The native gradient in a kernel of this shape, for x (batch, d, *size) and b (batch, e, *places)."""
+    g, zeros = geometry, (0,) * len(geometry.kernel)
+    return torch.ops.aten.convolution_backward(
+        b, x, b.new_empty(shape), None, g.stride, g.padding, g.dilation, False, zeros, g.groups, (False, True, False)
+    )[1]
 
 
 @dataclass(frozen=True)
@@ -147,9 +323,31 @@ class ConvUse(Use):
     def saved(self) -> tuple[Tensor, ...]:
         return (self.x,)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         x, b = in_one_dtype(self.x, b)
-        return Conv(_images(x, layout), _images(b, layout), self.geometry)
+        return Conv(layout.examples_first(x), layout.examples_first(b), self.geometry)
+
+
+@dataclass(frozen=True)
+class TransposedConvUse(ConvUse):
+    """One call of a transposed convolution: ``x`` (n·m, d, *size), y (n·m, e, *places), ``W`` (d, e/groups, *kernel).
+
+    The convolution with ``W`` goes from y to x, so its rows are those of a convolution that takes b to x.
+    """
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        x, b = in_one_dtype(self.x, b)
+        g, size = self.geometry, b.shape[2:]
+        spare = [
+            size + 2 * padding - covered
+            for size, padding, covered in zip(size, g.padding, g.covered(x.shape[2:]), strict=True)
+        ]
+        if any(left >= stride for left, stride in zip(spare, g.stride, strict=True)):  # as by a large output_padding
+            sides = [
+                side for p, left in zip(reversed(g.padding), reversed(spare), strict=True) for side in (p, p - left)
+            ]
+            b, g = F.pad(b, sides), replace(g, padding=(0,) * len(g.padding))
+        return Conv(layout.examples_first(b), layout.examples_first(x), g)
 
 
 @dataclass(frozen=True)
@@ -159,13 +357,8 @@ class ChannelBiasUse(Use):
     def example_dims(self, b_ndim: int) -> list[int]:
         return [0]
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        return Rows(_images(in_sum_dtype(b), layout).flatten(3).sum((1, 3)))
-
-
-def _images(tensor: Tensor, layout: Layout) -> Tensor:
-    """(n·m, channels, *size) -> (n, m, channels, *size)."""
-    return layout.examples_first(tensor)
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        return Rows(layout.examples_first(in_sum_dtype(b)).flatten(3).sum((1, 3)))
 
 
 def convolution(
@@ -178,7 +371,7 @@ def convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Iterator[Use]:
-    """``y = x ⋆ W + bias`` for a batch of signals or images."""
+    """``y = x ⋆ W + bias`` for a batch of signals, images or volumes."""
     dims = weight.ndim - 2
     if input.ndim != dims + 2:  # one image without a batch dimension: nothing tells examples apart
         return
@@ -187,6 +380,27 @@ def convolution(
     if isinstance(padding, str):
         input, padding = _pad_as_named(input, padding, kernel, dilation)
     yield ConvUse(weight, input, Geometry(kernel, stride, _per_dimension(padding, dims), dilation, groups))
+    if bias is not None:
+        yield ChannelBiasUse(bias)
+
+
+def transposed_convolution(
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Iterator[Use]:
+    """``y`` such that ``<y, v> = <x, v ⋆ W>`` for every v, plus bias; the size of y tells the output padding."""
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return
+    stride, padding, dilation = (_per_dimension(value, dims) for value in (stride, padding, dilation))
+    yield TransposedConvUse(weight, input, Geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups))
     if bias is not None:
         yield ChannelBiasUse(bias)
 
@@ -207,4 +421,7 @@ def _pad_as_named(x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tu
     return F.pad(x, sides), 0
 
 
-RECORDERS = {torch.conv1d: convolution, torch.conv2d: convolution}
+RECORDERS = {
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), transposed_convolution),
+}

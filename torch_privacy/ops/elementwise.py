@@ -1,52 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters met by broadcasting: ``x + p``, ``x - p``, ``x * p`` and their spellings."""
+"""Parameters met entry by entry: sums, differences, products, quotients, choices and pieces put together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
-from ._base import Layout, Op, Use, in_sum_dtype
+from ._base import AnyLayout, Op, Use, in_sum_dtype
 from .dense import Rows
 
 MOST_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with entries for every example
 
 
 @dataclass(frozen=True)
-class TermUse(Use):
-    """One call of ``y = x + scale·p``: row i is ``scale·b_i``, summed over the dimensions in which p was broadcast."""
-
-    scale: float = 1.0
+class EntrywiseUse(Use):
+    """A parameter that was broadcast to y; row i sums its part of the terms over the dimensions of the broadcast."""
 
     def example_dims(self, b_ndim: int) -> list[int]:
         return list(range(b_ndim))
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        rows = sum_to_weight(in_sum_dtype(b), self.weight, layout)
-        return Rows(rows if self.scale == 1 else rows * self.scale)
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        return Rows(sum_to_weight(self.terms(in_sum_dtype(b)), self.weight, layout))
+
+    def terms(self, b: Tensor) -> Tensor:
+        """``b`` times the derivative of y in the parameter, entry by entry."""
+        return b
 
 
 @dataclass(frozen=True)
-class FactorUse(Use):
-    """One call of ``y = x·p``: row i is ``b_i·x_i``, summed over the dimensions in which p was broadcast."""
+class TermUse(EntrywiseUse):
+    """One call of ``y = x + scale·p``."""
+
+    scale: float = 1.0
+
+    def terms(self, b: Tensor) -> Tensor:
+        return b if self.scale == 1 else b * self.scale
+
+
+@dataclass(frozen=True)
+class FactorUse(EntrywiseUse):
+    """One call of ``y = x·p``."""
 
     x: Tensor
-
-    def example_dims(self, b_ndim: int) -> list[int]:
-        return list(range(b_ndim))
 
     def saved(self) -> tuple[Tensor, ...]:
         return (self.x,)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        return Rows(sum_to_weight(in_sum_dtype(b) * in_sum_dtype(self.x), self.weight, layout))
+    def terms(self, b: Tensor) -> Tensor:
+        return b * in_sum_dtype(self.x)
 
 
-def sum_to_weight(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+@dataclass(frozen=True)
+class DivisorUse(EntrywiseUse):
+    """One call of ``y = x / p``: the derivative is ``-x / p²``."""
+
+    x: Tensor
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def terms(self, b: Tensor) -> Tensor:
+        p = in_sum_dtype(self.weight.detach())
+        return -b * in_sum_dtype(self.x) / (p * p)
+
+
+@dataclass(frozen=True)
+class ChosenUse(EntrywiseUse):
+    """One call of ``y = p where chosen, else something else``."""
+
+    chosen: Tensor
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.chosen,)
+
+    def terms(self, b: Tensor) -> Tensor:
+        return b * self.chosen
+
+
+@dataclass(frozen=True)
+class PieceUse(EntrywiseUse):
+    """One piece of ``cat`` or ``stack``: p is the part of y from ``start`` on in dimension ``dim``."""
+
+    dim: int
+    start: int
+    size: int
+    stacked: bool
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [dim for dim in range(b_ndim) if dim != self.dim]
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        part = in_sum_dtype(b).narrow(self.dim, self.start, self.size)
+        weight = self.weight.detach()
+        if self.stacked:
+            weight = weight[(None,) * (b.ndim - 1 - weight.ndim)].unsqueeze(self.dim)
+        rows = sum_to_weight(part, weight, layout)
+        return Rows(rows.reshape(len(rows), *self.weight.shape))
+
+
+@dataclass(frozen=True)
+class SlopeUse(EntrywiseUse):
+    """One call of ``prelu``: ``y = x where x > 0, else p·x``, with p per channel (dimension 1) or one for all."""
+
+    x: Tensor
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        terms = in_sum_dtype(b) * in_sum_dtype(self.x.clamp(max=0))
+        per_channel = self.weight.numel() > 1
+        channels = self.weight.detach().view(-1, *(1,) * (b.ndim - 2)) if per_channel else self.weight
+        return Rows(sum_to_weight(terms, channels, layout).reshape(-1, *self.weight.shape))
+
+
+def sum_to_weight(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
     """(like y) -> (n, *weight.shape): the rows of a weight that was broadcast to y."""
     broadcast = (1,) * (terms.ndim - weight.ndim) + tuple(weight.shape)
     if broadcast[layout.dim] > 1 and layout.num_examples > 1:
@@ -56,16 +129,15 @@ def sum_to_weight(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     return (first.sum(summed) if summed else first).reshape(first.shape[0], *weight.shape)
 
 
-def _rows_of_entries_per_example(terms: Tensor, weight: Tensor, layout: Layout) -> Tensor:
-    """Rows of a weight that has entries of its own for every example, such as an expanded parameter: n² of them."""
+def _rows_of_entries_per_example(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
+    """Rows of a weight that has entries of its own for every example, such as a repeated parameter: n² of them."""
     n = layout.num_examples
     if n * weight.numel() > MOST_ENTRIES:
         raise Refused(
             f"ops.elementwise: a function of parameters of shape {tuple(weight.shape)} has entries of its own for each "
             f"of the {n} examples, too many to tell apart. Let broadcasting repeat the parameter, not expand or repeat."
         )
-    owner = torch.arange(n, device=terms.device).view(1, n, 1).expand(layout.before, n, layout.after).flatten()
-    owner = owner.view(-1, *(1,) * (terms.ndim - 1 - layout.dim))
+    owner = layout.owners().to(terms.device).view(-1, *(1,) * (terms.ndim - 1 - layout.dim))
     return torch.stack([torch.where(owner == i, terms, 0).sum_to_size(weight.shape) for i in range(n)])
 
 
@@ -92,6 +164,51 @@ def multiply(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
     yield FactorUse(other, torch.as_tensor(input, device=y.device))
 
 
+def divide(y: Tensor, input: Tensor, other: Tensor, *, rounding_mode: None = None) -> Iterator[Use]:
+    """``y = input / other``."""
+    if rounding_mode is None:
+        other = torch.as_tensor(other, device=y.device)
+        yield FactorUse(input, 1 / other.detach())
+        yield DivisorUse(other, torch.as_tensor(input, device=y.device))
+
+
+def reversed_divide(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
+    """``y = other / input``."""
+    yield from divide(y, other, input)
+
+
+def where(y: Tensor, condition: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
+    """``y = input where condition, else other``."""
+    yield ChosenUse(torch.as_tensor(input), condition)
+    yield ChosenUse(torch.as_tensor(other), ~condition)
+
+
+def masked_fill(y: Tensor, input: Tensor, mask: Tensor, value: Tensor) -> Iterator[Use]:
+    """``y = value where mask, else input``."""
+    yield ChosenUse(input, ~mask)
+    yield ChosenUse(torch.as_tensor(value), mask)
+
+
+def cat(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:
+    """``y`` is the tensors side by side."""
+    start = 0
+    for tensor in tensors:
+        if tensor.ndim == y.ndim:  # torch lets empty vectors pass anywhere
+            yield PieceUse(tensor, dim % y.ndim, start, tensor.shape[dim], stacked=False)
+            start += tensor.shape[dim]
+
+
+def stack(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:
+    """``y`` is the tensors side by side in a new dimension."""
+    for start, tensor in enumerate(tensors):
+        yield PieceUse(tensor, dim % y.ndim, start, 1, stacked=True)
+
+
+def prelu(y: Tensor, input: Tensor, weight: Tensor) -> Iterator[Use]:
+    """``y = x where x > 0, else weight·x``."""
+    yield SlopeUse(weight, input)
+
+
 RECORDERS = {
     **dict.fromkeys(
         (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),
@@ -106,7 +223,18 @@ RECORDERS = {
         (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
         multiply,
     ),
+    Tensor.__imul__: multiply,
+    **dict.fromkeys(
+        (torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide, Tensor.true_divide), divide
+    ),
+    **dict.fromkeys((Tensor.__truediv__, Tensor.__itruediv__), divide),
+    Tensor.__rtruediv__: reversed_divide,
+    torch.where: where,
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), masked_fill),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), cat),
+    torch.stack: stack,
+    **dict.fromkeys((F.prelu, torch.prelu), prelu),
 }
 
 # Functions that write over the very input they must remember; the tape hands their recorder a copy made before.
-OVERWRITING = {Tensor.mul_}
+OVERWRITING = {Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.__itruediv__}

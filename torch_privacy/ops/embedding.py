@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups in a table of vectors, without forming one-hot matrices or, for norms, a table of gradients per example."""
+"""Look-ups in a table, without forming one-hot matrices or, for norms of a large one, a table per example."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
-from ._base import Layout, Method, Op, Use, in_sum_dtype
+from ._base import Layout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from .dense import Rows
+from .elementwise import FactorUse, sum_to_weight
+from .linear import GRAM_TOLERANCE, Linear
 
 
 @dataclass(frozen=True)
 class Embedding(Op):
-    """A table ``W`` (v, e) used as ``y = W[ids]``; row i is ``G_i[w] = Σ_{t: ids_it = w} b_it``.
+    """A table ``W`` of v vectors used as ``y = W[ids]``; row i is ``G_i[w] = Σ_{t: ids_it = w} b_it``.
 
-    Shapes: ``ids`` (n, t) integers; ``b`` (n, t, e), already zero where ids is the padding index.
+    Shapes: ``ids`` (n, t) integers in [0, v); ``b`` (n, t, e), zero where nothing is looked up (padding);
+    ``W`` of any ``table`` shape whose entries, in order, are v vectors of e.
     """
 
     ids: Tensor
     b: Tensor
-    vocabulary: int
+    table: torch.Size
 
     @property
     def num_examples(self) -> int:
@@ -32,72 +37,238 @@ class Embedding(Op):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.vocabulary, self.b.shape[2]))
+        return self.table
 
     def merge(self, other: Op) -> Op | None:
-        if not isinstance(other, Embedding):
+        if isinstance(other, Linear) and other.shape == self.table:
+            return TiedEmbedding(self, other)
+        if not isinstance(other, Embedding) or other.b.shape[2] != self.b.shape[2]:
             return None
-        return Embedding(torch.cat([self.ids, other.ids], 1), torch.cat([self.b, other.b], 1), self.vocabulary)
+        return Embedding(torch.cat([self.ids, other.ids], 1), torch.cat([self.b, other.b], 1), self.table)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.b.dtype
 
     def methods(self) -> list[Method]:
-        n, t, e = self.b.shape
-        return [Method("sum per token", Embedding._sum_per_token, flops=4 * n * t * e, floats=n * t * e)]
+        (n, t, e), size = self.b.shape, self.table.numel()
+        return [
+            Method("sum per token", Embedding._sum_per_token, flops=4 * n * t * e, floats=n * t * e),
+            Method("rows", Embedding.rows, flops=n * t * e + 2 * n * size, floats=n * size, rows=True),
+        ]
 
     def rows(self) -> Tensor:
-        n, t, e = self.b.shape
-        rows = self.b.new_zeros(n, self.vocabulary, e)
-        return rows.scatter_add_(1, self.ids.unsqueeze(2).expand(n, t, e), self.b)
+        return self._summed(self.ids, self._vocabulary).view(self.num_examples, *self.table)
 
     def project(self, v: Tensor) -> Tensor:
-        return torch.stack([torch.einsum("nte,nte->n", self.b, F.embedding(self.ids, w)) for w in v], 1)
+        vectors = v.reshape(len(v), self._vocabulary, self.b.shape[2])
+        return torch.stack([torch.einsum("nte,nte->n", self.b, F.embedding(self.ids, w)) for w in vectors], 1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        total = self.b.new_zeros(self.shape)
-        return total.index_add_(0, self.ids.flatten(), (self.b * c[:, None, None]).flatten(0, 1))
+        total = self.b.new_zeros(self._vocabulary, self.b.shape[2])
+        total.index_add_(0, self.ids.flatten(), (self.b * c[:, None, None]).flatten(0, 1))
+        return total.view(self.table)
 
     def select(self, index: Tensor | slice) -> Embedding:
-        return Embedding(self.ids[index], self.b[index], self.vocabulary)
+        return replace(self, ids=self.ids[index], b=self.b[index])
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.table.numel() // self.b.shape[2]
 
     def _sum_per_token(self) -> Tensor:
         """The b of equal tokens of one example are added; the squares of these sums are added.
 
         Sorting puts equal tokens side by side and costs t log t, where comparing all pairs would cost t² e.
         """
-        n, t, e = self.b.shape
+        t = self.ids.shape[1]
         if t == 1:
             return self.b.flatten(1).square().sum(1)
         ids, order = self.ids.sort(dim=1)
         slot = torch.zeros_like(ids)  # number of the distinct token within its example
         slot[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
-        b = self.b.gather(1, order.unsqueeze(2).expand(n, t, e))
-        sums = torch.zeros_like(b).scatter_add_(1, slot.unsqueeze(2).expand(n, t, e), b)
-        return sums.square().sum((1, 2))
+        return self._summed(torch.empty_like(slot).scatter_(1, order, slot), t).square().sum((1, 2))
+
+    def _summed(self, slots: Tensor, count: int) -> Tensor:
+        """(n, count, e): the b of each slot (n, t), added."""
+        n, _, e = self.b.shape
+        slots = slots + count * torch.arange(n, device=slots.device)[:, None]
+        total = self.b.new_zeros(n * count, e)
+        return total.index_add_(0, slots.flatten(), self.b.flatten(0, 1)).view(n, count, e)
+
+
+@dataclass(frozen=True)
+class TiedEmbedding(Op):
+    """A table looked up and also multiplied by, as in language models; row i is the sum of the two ops' rows A + B.
+
+    ``‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩`` with ``⟨A, B⟩ = Σ_{s,t} b'_is[ids_it]·(x_is·b_it)`` for the b' and x of the
+    product, so that no table per example is formed.
+    """
+
+    looked_up: Embedding
+    product: Linear
+
+    @property
+    def num_examples(self) -> int:
+        return self.product.num_examples
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.product.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.looked_up.dtype, self.product.dtype)
+
+    def merge(self, other: Op) -> Op | None:
+        product, looked_up = self.product.merge(other), self.looked_up.merge(other)
+        if isinstance(product, Linear):
+            return TiedEmbedding(self.looked_up, product)
+        return TiedEmbedding(looked_up, self.product) if isinstance(looked_up, Embedding) else None
+
+    def methods(self) -> list[Method]:
+        """Those of the product, with the cross terms added."""
+        (n, s, e), t = self.product.x.shape, self.looked_up.ids.shape[1]
+        flops, floats = 2 * n * s * t * e, 3 * n * s * t + n * t * e
+        found = [self._with_cross_terms(method, flops, floats) for method in self.product.methods() if not method.rows]
+        size = n * self.shape.numel()
+        return [*found, Method("rows", TiedEmbedding.rows, flops=2 * s * size, floats=3 * size, rows=True)]
+
+    def rows(self) -> Tensor:
+        return self.looked_up.rows() + self.product.rows()
+
+    def project(self, v: Tensor) -> Tensor:
+        return self.looked_up.project(v) + self.product.project(v)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self.looked_up.weighted_sum(c) + self.product.weighted_sum(c)
+
+    def select(self, index: Tensor | slice) -> TiedEmbedding:
+        return TiedEmbedding(self.looked_up.select(index), self.product.select(index))
+
+    def _with_cross_terms(self, method: Method, flops: float, floats: float) -> Method:
+        def compute(op: TiedEmbedding) -> Tensor:
+            return op._norms(method.compute(op.product))
+
+        return replace(method, compute=compute, flops=method.flops + flops, floats=method.floats + floats)
+
+    def _norms(self, of_product: Tensor) -> Tensor:
+        """The rows themselves decide where the two all but cancel."""
+        apart, twice = of_product + self.looked_up._sum_per_token(), 2 * self._inner_products()
+        squares = apart + twice
+        rounding = torch.finfo(squares.dtype).eps * (apart + twice.abs())
+        doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
+        if len(doubtful):
+            squares[doubtful] = self.select(doubtful).rows().square().sum((1, 2))
+        return squares
+
+    def _inner_products(self) -> Tensor:
+        """(n,): ⟨A, B⟩."""
+        ids, b, product = self.looked_up.ids, self.looked_up.b, self.product
+        columns = product.b.gather(2, ids.unsqueeze(1).expand(-1, product.b.shape[1], -1))  # (n, s, t)
+        return columns.mul_(product.x @ b.mT).sum((1, 2))
 
 
 @dataclass(frozen=True)
 class EmbeddingUse(Use):
-    """One call of ``y = W[ids]``: ``ids`` (*positions), y (*positions, e)."""
+    """One call of ``y = W[ids]``: ``ids`` (*positions), y (*positions, *vector)."""
 
     ids: Tensor
-    padding_idx: int | None
+    padding_idx: int | None = None
 
     def example_dims(self, b_ndim: int) -> list[int]:
-        return list(range(b_ndim - 1))
+        return list(range(self.ids.ndim))
 
     def saved(self) -> tuple[Tensor, ...]:
         return (self.ids,)
 
     def op(self, b: Tensor, layout: Layout) -> Op:
-        ids, b = layout.examples_first(self.ids), layout.examples_first(in_sum_dtype(b))
-        t = math.prod(ids.shape[1:])
-        ids, b = ids.reshape(len(ids), t), b.reshape(len(b), t, b.shape[-1])
+        size = math.prod(b.shape[self.ids.ndim :])
+        b = in_sum_dtype(b).reshape(*self.ids.shape, size)
+        vocabulary = self.weight.numel() // size
         if self.padding_idx is not None:  # the padding vector gets no gradient, by definition
-            b = b.masked_fill((ids == self.padding_idx % self.weight.shape[0]).unsqueeze(2), 0)
-        return Embedding(ids, b, self.weight.shape[0])
+            b = b.masked_fill((self.ids == self.padding_idx % vocabulary).unsqueeze(-1), 0)
+        return look_ups(self.ids, b, self.weight.shape, layout)
+
+
+def look_ups(ids: Tensor, b: Tensor, table: torch.Size, layout: Layout) -> Embedding:
+    """The op, from ``ids`` (*positions) and ``b`` (*positions, e)."""
+    ids, b = layout.examples_first(ids), layout.examples_first(b)
+    t = math.prod(ids.shape[1:])
+    return Embedding(ids.reshape(len(ids), t), b.reshape(len(b), t, b.shape[-1]), table)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Which tokens go into which bag: bag k holds those of ``ids`` (s,) from ``offsets[k]`` to ``offsets[k + 1]``."""
+
+    ids: Tensor
+    offsets: Tensor  # (bags + 1,)
+    padding_idx: int | None
+    weights: Tensor | None  # (s,) factors of the tokens' vectors, for sums
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(bags, longest) places in ``ids``, and whether there is a token that counts: padding does not."""
+        starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
+        longest = int((ends - starts).max()) if len(starts) else 0
+        places = starts + torch.arange(longest, device=self.ids.device)
+        counts = places < ends
+        places = torch.where(counts, places, 0)
+        return places, counts if self.padding_idx is None else counts & (self.ids[places] != self.padding_idx)
+
+    def winners(self, table: Tensor) -> Tensor:
+        """(bags, e): the token whose vector has the largest entry, as torch itself chooses among equals."""
+        return torch.embedding_bag(table, self.ids, self.offsets, False, 2, False, None, True, self.padding_idx)[3]
+
+
+@dataclass(frozen=True)
+class BagUse(Use):
+    """One call of ``y_k = Σ_{t in bag k} factor_kt·W[ids_kt]``, for sums and means; y (bags, e)."""
+
+    bags: Bags
+    mean: bool
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [0]
+
+    def saved(self) -> tuple[Tensor, ...]:
+        weights = () if self.bags.weights is None else (self.bags.weights,)
+        return (self.bags.ids, self.bags.offsets, *weights)
+
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        places, counts = self.bags.places()
+        factors, b = in_one_dtype(counts if self.bags.weights is None else self.bags.weights[places] * counts, b)
+        if self.mean:
+            factors = factors / counts.sum(1, keepdim=True).clamp(min=1)
+        return look_ups(self.bags.ids[places], b.unsqueeze(1) * factors.unsqueeze(2), self.weight.shape, layout)
+
+
+@dataclass(frozen=True)
+class LargestUse(BagUse):
+    """One call of ``y_kj = max_{t in bag k} W[ids_kt, j]``: every entry of y is that of one token, the winner."""
+
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        e = b.shape[1]
+        entries = self.bags.winners(self.weight) * e + torch.arange(e, device=b.device)
+        filled = self.bags.places()[1].any(1, keepdim=True)
+        b = torch.where(filled, in_sum_dtype(b), 0)
+        return look_ups(torch.where(filled, entries, 0), b.unsqueeze(2), self.weight.shape, layout)
+
+
+@dataclass(frozen=True)
+class BagWeightUse(FactorUse):
+    """The factors p of one call of ``y_k = Σ_t p_kt·x[ids_kt]``, x being the table and all bags of one size t."""
+
+    bags: Bags
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [0]
+
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        places, counts = self.bags.places()
+        vectors, b = in_one_dtype(self.x[self.bags.ids[places]], b)
+        terms = torch.einsum("kte,ke->kt", vectors, b) * counts
+        return Rows(sum_to_weight(terms, self.weight, layout))
 
 
 def embedding(
@@ -111,22 +282,98 @@ def embedding(
     sparse: bool = False,
 ) -> Iterator[Use]:
     """``y = W[ids]``."""
+    _check_options("ops.embedding", max_norm, scale_grad_by_freq, sparse)
+    yield EmbeddingUse(weight, input, padding_idx)
+
+
+def embedding_bag(
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Iterator[Use]:
+    """``y_k`` = sum, mean or largest of the vectors of bag k; bags are the rows of input, or begin at ``offsets``."""
+    _check_options("ops.embedding_bag", max_norm, scale_grad_by_freq, sparse)
+    if input.is_nested or input.is_floating_point():  # the second is a deprecated order of arguments
+        return
+    if padding_idx is not None:
+        padding_idx %= len(weight)
+    weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    bags = Bags(input.reshape(-1), _offsets(input, offsets, include_last_offset), padding_idx, weights)
+    yield LargestUse(weight, bags, False) if mode == "max" else BagUse(weight, bags, mode == "mean")
+    if per_sample_weights is not None and input.ndim == 2:
+        yield BagWeightUse(per_sample_weights, weight, bags)
+
+
+def _offsets(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """Where bags begin, and where the last one ends."""
+    if offsets is None:
+        return torch.arange(len(input) + 1, device=input.device) * input.shape[1]
+    return offsets if include_last_offset else torch.cat([offsets, offsets.new_tensor([len(input)])])
+
+
+def _check_options(where: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
     if max_norm is not None:
         raise Refused(
-            f"ops.embedding: max_norm={max_norm!r} rewrites the table in the forward, depending on the batch. "
+            f"{where}: max_norm={max_norm!r} rewrites the table in the forward, depending on the batch. "
             "Allowed: max_norm=None."
         )
     if scale_grad_by_freq:
         raise Refused(
-            "ops.embedding: scale_grad_by_freq=True divides by counts over the whole batch, which couples its "
+            f"{where}: scale_grad_by_freq=True divides by counts over the whole batch, which couples its "
             "examples. Allowed: scale_grad_by_freq=False."
         )
     if sparse:
         raise Refused(
-            "ops.embedding: sparse=True makes a gradient that tells which rows the batch used, and noise must fall on "
+            f"{where}: sparse=True makes a gradient that tells which rows the batch used, and noise must fall on "
             "all of them. Allowed: sparse=False."
         )
-    yield EmbeddingUse(weight, input, padding_idx)
 
 
-RECORDERS = {F.embedding: embedding}
+def getitem(y: Tensor, input: Tensor, key: Any) -> Iterator[Use]:
+    """``y = W[ids]`` or ``y = W[ids, ids, ...]``, with tensors of whole numbers for the first dimensions."""
+    keys = key if isinstance(key, tuple) else (key,)
+    whole = [k for k in keys if isinstance(k, Tensor) and k.dtype in (torch.int64, torch.int32)]
+    if len(whole) < len(keys):
+        return
+    ids = torch.zeros((), dtype=torch.int64, device=input.device)
+    for k, size in zip(whole, input.shape, strict=False):
+        ids = ids * size + k % size
+    if ids.ndim:  # one number picks one vector for all examples
+        yield EmbeddingUse(input, ids)
+
+
+def index_select(y: Tensor, input: Tensor, dim: int, index: Tensor) -> Iterator[Use]:
+    """``y = W[ids]``."""
+    if dim % input.ndim == 0 and index.ndim == 1:
+        yield EmbeddingUse(input, index)
+
+
+def take(y: Tensor, input: Tensor, index: Tensor) -> Iterator[Use]:
+    """``y = W.flatten()[ids]``."""
+    yield EmbeddingUse(input, index % input.numel())
+
+
+def gather(y: Tensor, input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Iterator[Use]:
+    """``y[i, j] = W[ids[i, j], j]``, and the like for other dimensions."""
+    grids = torch.meshgrid(*(torch.arange(size, device=index.device) for size in index.shape), indexing="ij")
+    coordinates = [index if k == dim % input.ndim else grid for k, grid in enumerate(grids)]
+    yield from getitem(y, input, tuple(coordinates))
+
+
+RECORDERS = {
+    F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
+    Tensor.__getitem__: getitem,
+    **dict.fromkeys((torch.index_select, Tensor.index_select), index_select),
+    **dict.fromkeys((torch.take, Tensor.take), take),
+    **dict.fromkeys((torch.gather, Tensor.gather), gather),
+}

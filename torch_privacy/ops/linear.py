@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with a parameter: linear, addmm, matmul and mm, inputs of any rank."""
+"""Jacobian blocks of products with one matrix, a stack of them, or a bilinear form. ``einsum.py`` notes the uses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import Layout, Method, Op, Use, in_one_dtype
-from .dense import Rows
-from .elementwise import TermUse
+from ._base import Method, Op
 
 # A norm from a Gram matrix is a sum of t² terms of both signs. Where they cancel so far that rounding could move
 # the norm by more than this (relative), that example is computed again from its row.
@@ -55,7 +51,7 @@ class Linear(Op):
             return [Method("outer product", Linear._outer_product, flops=2 * n * (d + e), floats=0)]
         return [
             Method("gram", Linear._gram, flops=2 * n * t * t * (d + e), floats=3 * n * t * t),
-            Method("rows", Linear._rows_norms, flops=2 * n * t * d * e, floats=n * d * e),
+            Method("rows", Linear.rows, flops=2 * n * t * d * e, floats=n * d * e, rows=True),
         ]
 
     def rows(self) -> Tensor:
@@ -65,115 +61,201 @@ class Linear(Op):
         return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return (self.b * c[:, None, None]).flatten(0, 1).mT @ self.x.flatten(0, 1)
+        x, b = self.x, self.b
+        if x.shape[2] < b.shape[2]:  # the smaller of the two is copied
+            x = x * c[:, None, None]
+        else:
+            b = b * c[:, None, None]
+        return b.flatten(0, 1).mT @ x.flatten(0, 1)
 
     def select(self, index: Tensor | slice) -> Linear:
         return Linear(self.x[index], self.b[index])
 
     def _outer_product(self) -> Tensor:  # ‖b xᵀ‖² = ‖b‖² ‖x‖², Goodfellow 2015 (arXiv:1510.01799)
-        return self.x.flatten(1).square().sum(1) * self.b.flatten(1).square().sum(1)
+        return _squared_lengths(self.x) * _squared_lengths(self.b)
 
     def _gram(self) -> Tensor:  # Li et al. 2022 (arXiv:2110.05679), §4
-        terms = (self.x @ self.x.mT).mul_(self.b @ self.b.mT).flatten(1)
-        squares = terms.sum(1)
-        rounding = torch.finfo(terms.dtype).eps * torch.linalg.vector_norm(terms, dim=1)
-        doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
-        if len(doubtful):
-            squares[doubtful] = self.select(doubtful)._rows_norms()
-        return squares
+        return norms_from_gram((self.x @ self.x.mT).mul_(self.b @ self.b.mT), self)
 
     def _rows_norms(self) -> Tensor:
         return self.rows().square().sum((1, 2))
 
 
 @dataclass(frozen=True)
-class LinearUse(Use):
-    """One call of ``y = x Wᵀ`` or ``y = x W``: ``x`` (*positions, d), y (*positions, e)."""
+class Arrangement:
+    """How a weight of any shape holds g matrices (e, d), for a contraction over any of its dimensions.
 
-    x: Tensor
-    transposed: bool = False  # y = x W, with W (d, e)
+    ``sizes`` are those of the dimensions that make up g, e and d, in this order; ``order`` says where the weight's own
+    dimensions (of more than one entry) lie among them.
+    """
 
-    def example_dims(self, b_ndim: int) -> list[int]:
-        return list(range(b_ndim - 1))
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: torch.Size
 
-    def saved(self) -> tuple[Tensor, ...]:
-        return (self.x,)
+    def weights(self, matrices: Tensor) -> Tensor:
+        """(k, g, e, d) -> (k, *shape)."""
+        k = len(matrices)
+        moved = matrices.reshape(k, *self.sizes).permute(0, *(1 + dim for dim in self.order))
+        return moved.reshape(k, *self.shape)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        x, b = (_positions(layout.examples_first(tensor)) for tensor in in_one_dtype(self.x, b))
-        return Linear(b, x) if self.transposed else Linear(x, b)
-
-
-@dataclass(frozen=True)
-class ColumnsUse(Use):
-    """One call of ``y = W x``, positions in the last dimension: ``x`` (*batch, d, t), y (*batch, e, t)."""
-
-    x: Tensor
-
-    def example_dims(self, b_ndim: int) -> list[int]:
-        return [dim for dim in range(b_ndim) if dim != b_ndim - 2]
-
-    def saved(self) -> tuple[Tensor, ...]:
-        return (self.x,)
-
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        return Linear(*(_positions(layout.examples_first(tensor).mT) for tensor in in_one_dtype(self.x, b)))
+    def matrices(self, weights: Tensor, g: int, e: int, d: int) -> Tensor:
+        """(k, *shape) -> (k, g, e, d)."""
+        k = len(weights)
+        own = weights.reshape(k, *(self.sizes[dim] for dim in self.order))
+        back = [1 + self.order.index(dim) for dim in range(len(self.order))]
+        return own.permute(0, *back).reshape(k, g, e, d)
 
 
 @dataclass(frozen=True)
-class VectorUse(Use):
-    """One call of ``y = x w`` with a vector ``w`` (d,): ``x`` (*positions, d), y (*positions)."""
+class GroupedLinear(Op):
+    """g matrices ``W_k`` in one weight, used as ``y_k = x_k W_kᵀ``: matrix k of row i is ``Σₜ bᵢₖₜ xᵢₖₜᵀ``.
+
+    Shapes: ``x`` (n, g, t, d) the detached input; ``b`` (n, g, t, e) the gradient of ℓᵢ in y; ``W`` as arranged.
+    """
 
     x: Tensor
+    b: Tensor
+    arrangement: Arrangement
 
-    def example_dims(self, b_ndim: int) -> list[int]:
-        return list(range(b_ndim))
+    @property
+    def num_examples(self) -> int:
+        return self.x.shape[0]
 
-    def saved(self) -> tuple[Tensor, ...]:
-        return (self.x,)
+    @property
+    def shape(self) -> torch.Size:
+        return self.arrangement.shape
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
-        x, b = (_positions(layout.examples_first(tensor)) for tensor in in_one_dtype(self.x, b.unsqueeze(-1)))
-        return Rows((b.mT @ x).squeeze(1))
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
 
+    def merge(self, other: Op) -> Op | None:
+        if not isinstance(other, GroupedLinear) or self._form != other._form:
+            return None
+        return replace(self, x=torch.cat([self.x, other.x], 2), b=torch.cat([self.b, other.b], 2))
 
-def _positions(tensor: Tensor) -> Tensor:
-    """(n, *positions, d) -> (n, t, d)."""
-    n, *positions, d = tensor.shape
-    return tensor.reshape(n, math.prod(positions), d)
+    def methods(self) -> list[Method]:
+        """Those of one matrix, with every pair of example and matrix taken for an example."""
+        return [_per_matrix(method) for method in self._matrices().methods()]
 
+    def rows(self) -> Tensor:
+        return self.arrangement.weights(self.b.mT @ self.x)
 
-# The functions below have the signature of the torch function they stand for, with its output in front. Each yields
-# a use for every argument that may be a parameter; the tape keeps those that are.
+    def project(self, v: Tensor) -> Tensor:
+        v = self.arrangement.matrices(v, *self._form[0])
+        return torch.einsum("ngte,kged,ngtd->nk", self.b, v, self.x)
 
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        total = torch.einsum("ngte,ngtd->ged", self.b * c[:, None, None, None], self.x)
+        return self.arrangement.weights(total[None])[0]
 
-def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
-    """``y = x Wᵀ + bias``."""
-    yield LinearUse(weight, input)
-    if bias is not None:
-        yield TermUse(bias)
+    def select(self, index: Tensor | slice) -> GroupedLinear:
+        return replace(self, x=self.x[index], b=self.b[index])
 
+    @property
+    def _form(self) -> tuple[tuple[int, int, int], Arrangement]:
+        return (self.x.shape[1], self.b.shape[3], self.x.shape[3]), self.arrangement
 
-def addmm(y: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Use]:
-    """``y = beta·bias + alpha·x W``."""
-    yield TermUse(input, float(beta))
-    if alpha == 1:
-        yield from matmul(y, mat1, mat2)
-
-
-def matmul(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = x W`` or ``y = W x``, with a matrix or vector ``W``."""
-    if other.ndim == 1:
-        yield VectorUse(other, input)
-    elif other.ndim == 2:
-        yield LinearUse(other, input, transposed=True)
-    if input.ndim == 2 and other.ndim > 1:
-        yield ColumnsUse(input, other)
+    def _matrices(self) -> Linear:
+        return Linear(self.x.flatten(0, 1), self.b.flatten(0, 1))
 
 
-RECORDERS = {
-    F.linear: linear,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv), matmul),
-}
+def _per_matrix(method: Method) -> Method:
+    if method.rows:
+        return replace(method, compute=GroupedLinear.rows)
+
+    def compute(op: GroupedLinear) -> Tensor:
+        return method.compute(op._matrices()).view(op.x.shape[:2]).sum(1)
+
+    return replace(method, compute=compute)
+
+
+@dataclass(frozen=True)
+class Bilinear(Op):
+    """A weight ``W`` used as ``y_k = x₁ᵀ W_k x₂``; row i is ``Σₜ bᵢₜ ⊗ x₁ᵢₜ ⊗ x₂ᵢₜ``.
+
+    Shapes: ``x1`` (n, t, p) and ``x2`` (n, t, q) the detached inputs; ``b`` (n, t, e) the gradient of ℓᵢ in y;
+    ``W`` (e, p, q).
+    """
+
+    x1: Tensor
+    x2: Tensor
+    b: Tensor
+
+    @property
+    def num_examples(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(factor.shape[2] for factor in self._factors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
+    def merge(self, other: Op) -> Op | None:
+        if not isinstance(other, Bilinear):
+            return None
+        pairs = zip((self.x1, self.x2, self.b), (other.x1, other.x2, other.b), strict=True)
+        return Bilinear(*(torch.cat(pair, 1) for pair in pairs))
+
+    def methods(self) -> list[Method]:
+        n, t = self.b.shape[:2]
+        total, size = sum(self.shape), self.shape.numel()
+        if t == 1:
+            return [Method("outer product", Bilinear._outer_product, flops=2 * n * total, floats=0)]
+        made = n * (size + t * math.prod(self.shape[:2]))
+        return [
+            Method("gram", Bilinear._gram, flops=2 * n * t * t * total, floats=3 * n * t * t),
+            Method("rows", Bilinear.rows, flops=2 * n * t * size, floats=made, rows=True),
+        ]
+
+    def rows(self) -> Tensor:
+        return self._as_linear().rows().view(self.num_examples, *self.shape)
+
+    def project(self, v: Tensor) -> Tensor:
+        outputs = (torch.einsum("ntp,epq,ntq->nte", self.x1, w, self.x2) for w in v)
+        return torch.stack([(self.b * y).flatten(1).sum(1) for y in outputs], 1)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self._as_linear().weighted_sum(c).view(self.shape)
+
+    def select(self, index: Tensor | slice) -> Bilinear:
+        return Bilinear(self.x1[index], self.x2[index], self.b[index])
+
+    @property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.b, self.x1, self.x2
+
+    def _as_linear(self) -> Linear:
+        """With b ⊗ x₁ (n, t, e·p) in the place of b."""
+        return Linear(self.x2, (self.b.unsqueeze(3) * self.x1.unsqueeze(2)).flatten(2))
+
+    def _outer_product(self) -> Tensor:
+        b, x1, x2 = (_squared_lengths(factor) for factor in self._factors)
+        return b * x1 * x2
+
+    def _gram(self) -> Tensor:
+        b, x1, x2 = (factor @ factor.mT for factor in self._factors)
+        return norms_from_gram(b.mul_(x1).mul_(x2), self)
+
+    def _rows_norms(self) -> Tensor:
+        return self._as_linear()._rows_norms()
+
+
+def norms_from_gram(terms: Tensor, op: Linear | Bilinear) -> Tensor:
+    """(n, t, t) -> (n,): the sum of the terms; from the rows of ``op`` where the terms cancel too far."""
+    terms = terms.flatten(1)
+    squares = terms.sum(1)
+    rounding = torch.finfo(terms.dtype).eps * torch.linalg.vector_norm(terms, dim=1)
+    doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
+    if len(doubtful):
+        squares[doubtful] = op.select(doubtful)._rows_norms()
+    return squares
+
+
+def _squared_lengths(tensor: Tensor) -> Tensor:
+    """(n, t, d) -> (n,)."""
+    return tensor.flatten(1).square().sum(1)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks of the benchmarks, each with one batch of random data: name -> function in ``MODELS``.
+
+Sizes are arguments, so that ``growth.py`` can vary them; the defaults are the benchmarks' own. Random data cost as
+much as real ones. ``load`` puts a network on a device and in a type.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Problem(NamedTuple):
+    """A network with one batch: inputs x (n, ...) and classes y (n,), or (n, t) for a class at every position."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+def per_example(out: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy of every example (n,), averaged over its positions; taken in float32 as under autocast."""
+    losses = F.cross_entropy(out.float().flatten(0, y.ndim - 1), y.flatten(), reduction="none")
+    return losses if y.ndim == 1 else losses.view_as(y).mean(1)
+
+
+def adult(batch: int = 256) -> Problem:
+    model = nn.Sequential(nn.Linear(123, 16), nn.ReLU(), nn.Linear(16, 2))
+    return Problem(model, (torch.rand(batch, 123) < 0.11).float(), torch.randint(2, (batch,)))
+
+
+def mlp(batch: int = 256, width: int = 1000) -> Problem:
+    hidden = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return Problem(nn.Sequential(*hidden, nn.Linear(width, 10)), torch.rand(batch, 784), torch.randint(10, (batch,)))
+
+
+def mnist_cnn(batch: int = 256) -> Problem:
+    """The two convolutions of the papers' MNIST experiments, 26,010 parameters."""
+    features = [nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU()]
+    head = [nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)]
+    return Problem(nn.Sequential(*features, *head), torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,)))
+
+
+def cifar_cnn(batch: int = 128) -> Problem:
+    """The eight layers of Papernot et al. (2021, arXiv:2007.14191) with tanh, 550,570 parameters."""
+    layers: list[nn.Module] = []
+    for before, width in [(3, 32), (32, 64), (64, 128)]:
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.Tanh()]
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
+    head = [nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 10)]
+    return Problem(nn.Sequential(*layers, *head), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions; where the shape changes the shortcut skips pixels and pads channels, as for CIFAR."""
+
+    def __init__(self, before: int, width: int, stride: int):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.GroupNorm(8, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width)
+        self.stride, self.padding = stride, width - before
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
+        return F.relu(h + shortcut)
+
+
+def resnet20_gn(batch: int = 64) -> Problem:
+    """ResNet-20 for CIFAR (He et al. 2016, section 4.2) with GroupNorm, 0.27 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
+    for before, width, stride in [(16, 16, 1), (16, 32, 2), (32, 64, 2)]:
+        layers += [BasicBlock(before, width, stride), BasicBlock(width, width, 1), BasicBlock(width, width, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return Problem(nn.Sequential(*layers, *head), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, *, causal: bool):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (n, heads, t, d)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """One layer of a transformer, norms in front."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, causal=causal)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, positions: int, width: int, heads: int, layers: int, *, tied: bool):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=True) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # Positions are looked up for every example: Opacus cannot tell examples apart in a broadcast sum.
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(positions))))
+
+
+def gpt(batch: int = 8, positions: int = 128, width: int = 256) -> Problem:
+    """Four layers, four heads, head of its own, 3.7 million parameters."""
+    model = GPT(1000, positions, width, heads=4, layers=4, tied=False)
+    return Problem(model, torch.randint(1000, (batch, positions)), torch.randint(1000, (batch, positions)))
+
+
+def gpt2_small(batch: int = 2, positions: int = 512) -> Problem:
+    """GPT-2 small: 12 layers, width 768, embedding tied to the head, 124 million parameters (at 1024 positions)."""
+    model = GPT(50257, positions, 768, heads=12, layers=12, tied=True)
+    return Problem(model, torch.randint(50257, (batch, positions)), torch.randint(50257, (batch, positions)))
+
+
+def gpt2_small_1024(batch: int = 8) -> Problem:
+    return gpt2_small(batch, positions=1024)
+
+
+class BiLSTM(nn.Module):
+    """Last states of both directions, one dense layer on top."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _, (h, _) = self.lstm(self.embedding(ids))
+        return self.head(h.transpose(0, 1).flatten(1))
+
+
+def bilstm_imdb(batch: int = 256, positions: int = 150) -> Problem:
+    """The IMDb network of Bu et al. (2021), whose 598,274 parameters are those of Keras, with one bias per gate."""
+    return Problem(BiLSTM(8185, 64), torch.randint(8185, (batch, positions)), torch.randint(2, (batch,)))
+
+
+class ViT(nn.Module):
+    def __init__(self, size: int, patch: int, width: int, heads: int, layers: int, classes: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2 + 1, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.class_token.expand(len(x), -1, -1), h], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(h))[:, 0])
+
+
+def vit_b16(batch: int = 64) -> Problem:
+    """ViT-B/16 at 224 pixels, 86 million parameters."""
+    model = ViT(224, 16, 768, heads=12, layers=12, classes=1000)
+    return Problem(model, torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions with GroupNorm; a 1x1 convolution in the shortcut where the shape changes."""
+
+    def __init__(self, before: int, width: int, stride: int):
+        super().__init__()
+        after = 4 * width
+        self.path = nn.Sequential(
+            *(nn.Conv2d(before, width, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, after, 1, bias=False), nn.GroupNorm(32, after)),
+        )
+        changes = stride != 1 or before != after
+        shortcut = [nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(32, after)]
+        self.shortcut = nn.Sequential(*shortcut) if changes else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+def resnet50_gn(batch: int = 64) -> Problem:
+    """ResNet-50 at 224 pixels with GroupNorm, 25.6 million parameters."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks, before = [], 64
+    for width, stride, depth in [(64, 1, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3)]:
+        for i in range(depth):
+            blocks.append(Bottleneck(before, width, stride if i == 0 else 1))
+            before = 4 * width
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)]
+    return Problem(nn.Sequential(*stem, *blocks, *head), torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
+
+
+ON_CPU = (adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, gpt, bilstm_imdb, gpt2_small)  # seconds a step at most
+ON_GPU = (gpt2_small_1024, vit_b16, resnet50_gn)
+MODELS: dict[str, Callable[[], Problem]] = {make.__name__: make for make in (*ON_CPU, *ON_GPU)}
+DTYPES = {"float32": "all in float32", "bf16": "all in bfloat16", "autocast": "float32 under autocast to bfloat16"}
+
+
+class Autocast(nn.Module):
+    """The model with its forward under autocast to bfloat16."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.model(x)
+
+
+def load(name: str, device: str = "cpu", dtype: str = "float32") -> Problem:
+    """The named network and its batch, always the same, on a device and in one of ``DTYPES``."""
+    torch.manual_seed(0)
+    return place(MODELS[name](), device, dtype)
+
+
+def place(problem: Problem, device: str, dtype: str) -> Problem:
+    model, x, y = problem
+    if dtype == "bf16":
+        model, x = model.bfloat16(), x.bfloat16() if x.is_floating_point() else x
+    model = Autocast(model) if dtype == "autocast" else model
+    return Problem(model.to(device), x.to(device), y.to(device))

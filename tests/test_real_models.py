@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that people train: the taped Jacobian against one backward per example."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from oracle import assert_jacobian_equals_rows, one_backward_per_example
+from real_models import MODELS, RealModel, cifar_cnn, mnist_cnn, part
+
+import torch_privacy as tp
+
+# What torch says of its own layers, and transformers of what peft calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+# The grouped product does not exist in float64; Mamba's scan computes in float32 whatever the model's type is.
+NEVER_IN_FLOAT64 = [name for name in MODELS if "grouped_mm" in name or name == "Mamba"]
+
+
+def made(name: str, dtype: torch.dtype) -> RealModel:
+    torch.set_default_dtype(dtype)
+    return MODELS[name]()
+
+
+def recorded(real: RealModel) -> tp.Jacobian:
+    with tp.record(real.module) as tape:
+        losses = real.losses(real.module, real.batch)
+    return tape.jacobian(losses, verify=True)
+
+
+def rows_of(real: RealModel) -> torch.Tensor:
+    n = len(next(iter(real.batch.values())))
+    parts: list[Any] = [part(real.batch, i) for i in range(n)]
+    return one_backward_per_example(real.module, torch.zeros(n), cast(Any, real.losses), parts)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NEVER_IN_FLOAT64])
+def test_jacobian_of_real_model_matches_one_backward_per_example(name):
+    real = made(name, torch.float64)
+    assert_jacobian_equals_rows(recorded(real), rows_of(real))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_jacobian_of_real_model_matches_in_float32(name):
+    real = made(name, torch.float32)
+    assert_jacobian_equals_rows(recorded(real), rows_of(real), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_release_of_one_example_is_never_longer_than_the_clip_norm(name):
+    """The clipped sum of one example alone, from its true rows: min(1, C / norm) times the row."""
+    real = made(name, torch.float32)
+    rows, norms = rows_of(real), recorded(real).squared_norms().sqrt()
+    clip_norm = norms.median()
+    released = (clip_norm / norms).clamp(max=1) * torch.linalg.vector_norm(rows.double(), dim=1)
+    assert (released <= clip_norm * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize(("network", "size"), [(mnist_cnn, 26_010), (cifar_cnn, 623_146)])
+def test_networks_of_the_papers_have_the_sizes_printed_there(network, size):
+    assert sum(p.numel() for p in network().parameters()) == size

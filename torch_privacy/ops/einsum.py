@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with a parameter: linear, matmul, bmm, einsum, tensordot and their kin, all one contraction over labels."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._check import Refused
+from ._base import Layout, Op, Use, in_one_dtype
+from .dense import Rows
+from .elementwise import MOST_ENTRIES, TermUse
+from .linear import Arrangement, Bilinear, GroupedLinear, Linear
+
+Labels = tuple[str, ...]  # one for each dimension; a letter, or ".k" for the k-th broadcast dimension from the right
+Names = list[str]
+
+
+@dataclass(frozen=True)
+class ContractionUse(Use):
+    """One call of ``y = scale·Σ x W``: the sum goes over the labels that y lacks, as in ``torch.einsum``.
+
+    A label of the weight plays one of three roles: y and x have it (k numbers matrices), y alone has it (an output),
+    y lacks it (summed out: an input). What is left of x and y are the examples and their positions. A dimension of one
+    entry is broadcast, so it counts as absent; the weight may also lack its first labels.
+    """
+
+    x: Tensor
+    x_labels: Labels
+    weight_labels: Labels
+    y_labels: Labels
+    scale: float = 1.0
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [dim for dim, label in enumerate(self.y_labels) if label in self.x_labels]
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        example, own = self.y_labels[layout.dim], self._own_labels()
+        if example in own:
+            return self._rows_of_entries_per_example(b, layout, own)
+        x, b = in_one_dtype(self.x, b)
+        x, x_labels = _without_single(x, self.x_labels, example)
+        b, y_labels = _without_single(b if self.scale == 1 else b * self.scale, self.y_labels, example)
+        shared = [label for label in own if label in x_labels and label in y_labels]
+        outputs = [label for label in own if label in y_labels and label not in x_labels]
+        inputs = [label for label in own if label not in y_labels]
+        positions = [label for label in x_labels if label in y_labels and label not in own and label != example]
+        x = _grouped(x, x_labels, (example, shared, positions, inputs), own, layout)
+        b = _grouped(b, y_labels, (example, shared, positions, outputs), own, layout)
+        return _simplest(x, b, (shared, outputs, inputs), own, self.weight.shape)
+
+    def _own_labels(self) -> dict[str, int]:
+        """Labels and sizes of the weight's dimensions of more than one entry."""
+        labels = self.weight_labels[len(self.weight_labels) - self.weight.ndim :]
+        return {label: size for label, size in zip(labels, self.weight.shape, strict=True) if size != 1}
+
+    def _rows_of_entries_per_example(self, b: Tensor, layout: Layout, own: Mapping[str, int]) -> Op:
+        """Of a weight that has entries of its own for every example: those of the whole gradient that are i's."""
+        n, example = layout.num_examples, self.y_labels[layout.dim]
+        if n * self.weight.numel() > MOST_ENTRIES:
+            raise Refused(
+                f"ops.einsum: a function of parameters of shape {tuple(self.weight.shape)} has entries of its own for "
+                f"each of the {n} examples, too many to tell apart. Let broadcasting (matmul, einsum) repeat the "
+                "parameter, not expand or repeat."
+            )
+        batch = "the whole batch"
+        whole = replace(self, x=self.x[None], x_labels=(batch, *self.x_labels), y_labels=(batch, *self.y_labels))
+        total = whole.op(b[None], Layout(0, 1, 1, 1)).rows()
+        dim = self.weight.ndim - len(self.weight_labels) + self.weight_labels.index(example)
+        owned = _owned(layout, own[example], total)
+        return Rows(total * owned.view(n, *(owned.shape[1] if k == dim else 1 for k in range(self.weight.ndim))))
+
+
+def _owned(layout: Layout, size: int, like: Tensor) -> Tensor:
+    """(n, size): 1 where an entry along the layout's dimension is the example's, else 0."""
+    numbers = torch.arange(1, size + 1, device=like.device).view(*(1,) * layout.dim, size)
+    numbers = layout.examples_first(numbers).flatten(1)  # what only fills up has number 0
+    return like.new_zeros(len(numbers), size + 1).scatter_(1, numbers, 1)[:, 1:]
+
+
+def _without_single(tensor: Tensor, labels: Labels, example: str) -> tuple[Tensor, Labels]:
+    """Without the dimensions of one entry, other than the examples'."""
+    single = [dim for dim, label in enumerate(labels) if tensor.shape[dim] == 1 and label != example]
+    return tensor.squeeze(single), tuple(label for dim, label in enumerate(labels) if dim not in single)
+
+
+def _grouped(
+    tensor: Tensor,
+    labels: Labels,
+    roles: tuple[str, Names, Names, Names],
+    sizes: Mapping[str, int],
+    layout: Layout,
+) -> Tensor:
+    """-> (n, g, t, d) for the labels of (examples, matrices, positions, inputs or outputs), any other summed out.
+
+    An input that only the weight has is repeated, in the size given.
+    """
+    example, shared, positions, rest = roles
+    wanted = [example, *shared, *positions, *rest]
+    others = [dim for dim, label in enumerate(labels) if label not in wanted]
+    tensor = tensor.sum(others) if others else tensor
+    labels = tuple(label for label in labels if label in wanted)
+    for label in wanted:
+        if label not in labels:
+            tensor, labels = tensor.unsqueeze(-1).expand(*tensor.shape, sizes[label]), (*labels, label)
+    tensor = tensor.permute([labels.index(label) for label in wanted])[(None,) * layout.dim]
+    first = layout.examples_first(tensor).flatten(1, layout.dim + 1)  # (n, positions, shared, positions, rest)
+    n, before, *more = first.shape
+    g, t = len(shared), len(positions)
+    counts = math.prod(more[:g]), math.prod(more[g : g + t]), math.prod(more[g + t :])
+    grouped = first.reshape(n, before, *counts).transpose(1, 2)
+    return grouped.reshape(n, counts[0], before * counts[1], counts[2])
+
+
+def _simplest(x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], own: Mapping[str, int], shape: torch.Size) -> Op:
+    """The op that says the same with the least structure, so that unlike uses of one weight can be merged."""
+    shared, outputs, inputs = roles
+    if 1 in (x.shape[3], b.shape[3]):  # rows of vectors are no larger than the input
+        return Rows(_arranged(x, b, roles, own, shape).rows())
+    if next(label for label in own if label not in shared) in inputs:  # the row of y = x W is the transpose
+        x, b, outputs, inputs = b, x, inputs, outputs
+    if len(shape) == 2 and not shared:
+        return Linear(x.squeeze(1), b.squeeze(1))
+    return _arranged(x, b, (shared, outputs, inputs), own, shape)
+
+
+def _arranged(
+    x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], own: Mapping[str, int], shape: torch.Size
+) -> GroupedLinear:
+    labels = [label for role in roles for label in role]
+    order = tuple(labels.index(label) for label in own)
+    return GroupedLinear(x, b, Arrangement(tuple(own[label] for label in labels), order, shape))
+
+
+@dataclass(frozen=True)
+class BilinearUse(Use):
+    """One call of ``y_k = x₁ᵀ W_k x₂``: ``x1`` (*positions, p), ``x2`` (*positions, q), y (*positions, e)."""
+
+    x1: Tensor
+    x2: Tensor
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return list(range(b_ndim - 1))
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x1, self.x2)
+
+    def op(self, b: Tensor, layout: Layout) -> Op:
+        (x1, b), (x2, _) = in_one_dtype(self.x1, b), in_one_dtype(self.x2, b)
+        return Bilinear(*(_positions(layout.examples_first(tensor)) for tensor in (x1, x2, b)))
+
+
+def _positions(tensor: Tensor) -> Tensor:
+    """(n, *positions, d) -> (n, t, d)."""
+    n, *positions, d = tensor.shape
+    return tensor.reshape(n, math.prod(positions), d)
+
+
+def contraction(
+    y_labels: Sequence[str], a: Tensor, a_labels: Sequence[str], b: Tensor, b_labels: Sequence[str], scale: float = 1.0
+) -> Iterator[Use]:
+    """The uses of either operand of ``y = scale·Σ a b``; none of one whose own diagonal is taken."""
+    for weight, weight_labels, x, x_labels in ((a, a_labels, b, b_labels), (b, b_labels, a, a_labels)):
+        if len(set(weight_labels)) == len(weight_labels):
+            x, x_labels = _diagonal(x, tuple(x_labels))
+            yield ContractionUse(weight, x, x_labels, tuple(weight_labels), tuple(y_labels), float(scale))
+
+
+def _diagonal(x: Tensor, labels: Labels) -> tuple[Tensor, Labels]:
+    """Where a label stands twice, a view of the entries with equal indices."""
+    distinct = tuple(dict.fromkeys(labels))
+    if distinct == labels:
+        return x, labels
+    numbers = {label: number for number, label in enumerate(distinct)}
+    return torch.einsum(x, [numbers[label] for label in labels], list(numbers.values())), distinct
+
+
+def _broadcast(ndim: int) -> Labels:
+    """Labels of broadcast dimensions, which are aligned at the right."""
+    return tuple(f".{k}" for k in reversed(range(ndim)))
+
+
+# The functions below have the signature of the torch function they stand for, with its output in front. Each yields
+# a use for every argument that may be a parameter; the tape keeps those that are.
+
+
+def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
+    """``y = x Wᵀ + bias``."""
+    positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
+    yield from contraction((*positions, *outputs), input, (*positions, "d"), weight, (*outputs, "d"))
+    if bias is not None:
+        yield TermUse(bias)
+
+
+def matmul(y: Tensor, input: Tensor, other: Tensor, *, scale: float = 1.0) -> Iterator[Use]:
+    """``y = a b`` of matrices, stacks of them and vectors."""
+    left, right = "t" * (input.ndim > 1), "e" * (other.ndim > 1)
+    a_labels = (*_broadcast(input.ndim - 2), *left, "d")
+    b_labels = (*_broadcast(other.ndim - 2), "d", *right)
+    y_labels = (*_broadcast(max(input.ndim, other.ndim) - 2), *left, *right)
+    yield from contraction(y_labels, input, a_labels, other, b_labels, scale)
+
+
+def reversed_matmul(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
+    """``y = other input``."""
+    yield from matmul(y, other, input)
+
+
+def added_matmul(
+    y: Tensor, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Iterator[Use]:
+    """``y = beta·input + alpha·a b``: addmm, addmv and baddbmm."""
+    yield TermUse(input, float(beta))
+    yield from matmul(y, first, second, scale=float(alpha))
+
+
+def addbmm(
+    y: Tensor, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Iterator[Use]:
+    """``y = beta·input + alpha·Σ_k a_k b_k``."""
+    yield TermUse(input, float(beta))
+    yield from contraction("te", batch1, "ktd", batch2, "kde", float(alpha))
+
+
+def addr(y: Tensor, input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Use]:
+    """``y = beta·input + alpha·a bᵀ``."""
+    yield TermUse(input, float(beta))
+    yield from contraction("te", vec1, "t", vec2, "e", float(alpha))
+
+
+def outer(y: Tensor, input: Tensor, vec2: Tensor) -> Iterator[Use]:
+    """``y = a bᵀ``."""
+    yield from contraction("te", input, "t", vec2, "e")
+
+
+def inner(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
+    """``y = Σ_d a_d b_d`` over the last dimension of both."""
+    if input.ndim and other.ndim:  # a number only scales the other
+        a_labels = tuple(f"a{k}" for k in range(input.ndim - 1))
+        b_labels = tuple(f"b{k}" for k in range(other.ndim - 1))
+        yield from contraction((*a_labels, *b_labels), input, (*a_labels, "d"), other, (*b_labels, "d"))
+
+
+def vecdot(y: Tensor, x: Tensor, other: Tensor, *, dim: int = -1) -> Iterator[Use]:
+    """``y = Σ_d a_d b_d`` over one dimension, the others broadcast."""
+    if dim == -1:
+        a_labels, b_labels = _broadcast(x.ndim), _broadcast(other.ndim)
+        yield from contraction(_broadcast(y.ndim + 1)[:-1], x, a_labels, other, b_labels)
+
+
+def tensordot(y: Tensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Iterator[Use]:
+    """``y = Σ a b`` over pairs of dimensions; their number stands for the last of a and the first of b."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = (range(a.ndim - dims, a.ndim), range(dims))
+    a_labels, b_labels = [f"a{k}" for k in range(a.ndim)], [f"b{k}" for k in range(b.ndim)]
+    for summed, (a_dim, b_dim) in enumerate(zip(*dims, strict=True)):
+        a_labels[a_dim] = b_labels[b_dim] = f"d{summed}"
+    y_labels = [label for label in (*a_labels, *b_labels) if not label.startswith("d")]
+    yield from contraction(y_labels, a, a_labels, b, b_labels)
+
+
+def einsum(y: Tensor, equation: str, *operands: Any) -> Iterator[Use]:
+    """``y = Σ a b`` for any equation of two operands; torch.einsum itself turns lists of numbers into an equation."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if len(operands) == 2:
+        a, b = operands
+        a_labels, b_labels, y_labels = _parse(equation, (a.ndim, b.ndim))
+        yield from contraction(y_labels, a, a_labels, b, b_labels)
+
+
+def _parse(equation: str, ndims: Sequence[int]) -> tuple[Labels, ...]:
+    """The labels of every operand and of the result, an ellipsis written out."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    hidden = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims, strict=True)]
+    if not arrow:  # by default: what the ellipsis stands for, then the letters that appear once, in their order
+        counts = Counter(left.replace("...", "").replace(",", ""))
+        right = "..." + "".join(sorted(letter for letter, count in counts.items() if count == 1))
+    most = max((count for term, count in zip(terms, hidden, strict=True) if "..." in term), default=0)
+    return tuple(_labels(term, count) for term, count in zip([*terms, right], [*hidden, most], strict=True))
+
+
+def _labels(term: str, hidden: int) -> Labels:
+    before, ellipsis, after = term.partition("...")
+    return (*before, *(_broadcast(hidden) if ellipsis else ()), *after)
+
+
+def bilinear(y: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
+    """``y_k = x₁ᵀ W_k x₂ + bias_k``."""
+    yield BilinearUse(weight, input1, input2)
+    if bias is not None:
+        yield TermUse(bias)
+
+
+RECORDERS = {
+    F.linear: linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot), matmul),
+    Tensor.__rmatmul__: reversed_matmul,
+    **dict.fromkeys(
+        (torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm), added_matmul
+    ),
+    **dict.fromkeys((torch.addbmm, Tensor.addbmm), addbmm),
+    **dict.fromkeys((torch.addr, Tensor.addr), addr),
+    **dict.fromkeys((torch.outer, Tensor.outer, torch.ger, Tensor.ger), outer),
+    **dict.fromkeys((torch.inner, Tensor.inner), inner),
+    torch.linalg.vecdot: vecdot,
+    torch.tensordot: tensordot,
+    torch.einsum: einsum,
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+}

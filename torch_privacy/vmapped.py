@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The "multiple" method: the rows themselves by ``vmap(grad)``, a chunk of examples at a time.
+
+Exact for whatever ``torch.func`` can differentiate and batch, whether or not the ops have a rule on the tape; slower
+than the tape, and with the memory of the model for each example of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._check import Refused, whole
+from .ops._base import in_sum_dtype
+
+LossesOf = Callable[[nn.Module, Any], Tensor]
+CHUNK_ROW_FLOATS = 2**26  # rows made at a time: 256 MiB of float32
+
+# What torch says -> what the model or losses_of does that vmap cannot follow.
+CAUSES = {
+    ".item()": "a number is taken out of a tensor (.item(), int(), float()) or `if` asks for a tensor's value",
+    "data pointer": "a tensor is turned into a list or a NumPy array",
+    "dynamic shape": "a shape depends on the data (nonzero, unique, a boolean mask)",
+    "captured Tensor": "a tensor outside of the example, such as a buffer, is changed in place",
+    "more elements than `self`": "an example's values are written in place into a tensor that all examples share",
+    "broadcast shape": "an example's values are written in place into a tensor that all examples share",
+    "running_mean": "running statistics are updated from the data",
+    "autograd.Function": "an autograd.Function has no setup_context",
+    "vmap staticmethod": "an autograd.Function has no vmap rule",
+    "saved tensor hooks": "the graph is made with saved-tensor hooks, as by activation checkpointing",
+    "yet support": "an op has no batching rule",
+}
+
+
+def vmapped_jacobian(
+    model: nn.Module, losses_of: LossesOf, batch: Any, *, chunk_size: int | None = None
+) -> VmappedJacobian:
+    """The Jacobian of the per-example losses in the model's trainable parameters, by ``vmap(grad)`` when asked.
+
+    Args:
+        model: functional as vmap understands it; its parameters are those that require a gradient.
+        losses_of: ``losses_of(model, batch) -> (n,)``. It is called with one example at a time, as a batch of one, so
+            that a loss divided by the batch's size is divided by 1. It must use the model that it is given.
+        batch: tensor (n, ...), or any nesting of tuples, lists and dicts of such tensors.
+        chunk_size: examples taken at a time; by default as many as make 2²⁶ numbers in their rows (256 MiB). The
+            activations of a chunk come on top.
+
+    Guarantees:
+        - Row i is the gradient of ``losses_of(model, batch of example i alone)``.
+        - All answers of one object are about the same random numbers (dropout masks), different for every example.
+          One number is drawn from torch's random state, for their seed.
+        - Parameters, buffers and gradients are left as they were.
+
+    Raises:
+        Refused: batch normalization that mixes examples; (by the answers) losses that are not (1,) for a batch of one
+            or reach parameters other than through the model, anything that vmap cannot follow, and a model that was
+            changed in between.
+        ValueError: a batch that is not of tensors with n first.
+
+    Example:
+        >>> model, x = nn.Linear(3, 1), torch.randn(5, 3)
+        >>> jacobian = vmapped_jacobian(model, lambda model, x: model(x).squeeze(1), x)
+        >>> torch.allclose(jacobian.squared_norms(), x.square().sum(1) + 1)
+        True
+    """
+    where = "vmapped_jacobian"
+    _refuse_batch_norm(where, model)
+    num_examples = _num_examples(where, batch)
+    rows = _Rows(model, losses_of, tree_map(Tensor.detach, batch), num_examples, chunk_size)
+    return VmappedJacobian(rows, torch.arange(num_examples))
+
+
+class VmappedJacobian:
+    """The n x p matrix of per-example gradients as `Jacobian` presents it, answered from rows made chunk by chunk.
+
+    Every answer makes the rows anew, unless one chunk holds them all; then they are kept. Answers are detached.
+
+    Guarantees: as of `Jacobian`; ``weighted_sum`` adds up the very rows that ``squared_norms`` measured, so that the
+    clip factors bound what is summed whatever the rounding. Half precision is summed in float32.
+    """
+
+    def __init__(self, rows: _Rows, examples: Tensor):
+        self._rows = rows
+        self._examples = examples  # numbers in the batch, on the CPU
+        self.num_examples = len(examples)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name and shape of every parameter, in the model's order."""
+        return {name: p.shape for name, p in self._rows.parameters.items()}
+
+    @torch.no_grad()
+    def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
+        """Squared norms of the rows, (n,), over all parameters or over those named."""
+        wanted = [name for name in self.shapes if names is None or name in names]
+        total = self._rows.zeros(self.num_examples)
+        for at, rows in self._chunks():
+            for name in wanted:
+                total[at] += _flat(rows[name]).square().sum(1).to(total.dtype)
+        return total
+
+    @torch.no_grad()
+    def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
+        """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
+        total = {name: in_sum_dtype(torch.zeros_like(p)) for name, p in self._rows.parameters.items()}
+        for at, rows in self._chunks():
+            for name, part in rows.items():
+                part = in_sum_dtype(part)
+                total[name] += torch.tensordot(c[at].to(part.dtype), part, 1)
+        return total
+
+    @torch.no_grad()
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """J v, (n, k), for k directions given as name -> (k, *shape); every parameter must be named."""
+        missing = sorted(set(self.shapes) - set(v))
+        if missing:
+            raise ValueError(f"VmappedJacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
+        total = self._rows.zeros(self.num_examples, len(next(iter(v.values()))))
+        for at, rows in self._chunks():
+            for name, part in rows.items():
+                total[at] += _flat(part).to(total.dtype) @ _flat(v[name]).to(total.dtype).T
+        return total
+
+    @torch.no_grad()
+    def rows(self) -> dict[str, Tensor]:
+        """The rows themselves, name -> (n, *shape): n times the memory of the model."""
+        total = {name: p.new_zeros(self.num_examples, *p.shape) for name, p in self._rows.parameters.items()}
+        for at, rows in self._chunks():
+            for name, part in rows.items():
+                total[name][at] = part
+        return total
+
+    def select(self, index: Tensor | slice) -> VmappedJacobian:
+        """The rows of some of the examples only; chunks, and so random numbers, stay those of the whole batch."""
+        return VmappedJacobian(self._rows, self._examples[index.cpu() if isinstance(index, Tensor) else index])
+
+    def explain(self) -> str:
+        """How the answers are made, and what a chunk holds."""
+        rows, n = self._rows, self.num_examples
+        floats = sum(shape.numel() for shape in self.shapes.values())
+        return (
+            f"rows of {n} examples by vmap(grad), {rows.chunk_size} at a time; {floats} numbers per row, "
+            f"{floats * min(rows.chunk_size, n):.2g} per chunk, {'kept' if rows.one_chunk else 'made anew'} for "
+            "every answer"
+        )
+
+    def _chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Chunk by chunk: which rows of ours it has, (m,), and these rows, name -> (m, *shape)."""
+        for start in self._rows.starts:
+            inside = self._examples - start
+            at = ((inside >= 0) & (inside < self._rows.chunk_size)).nonzero().flatten()
+            if len(at):
+                rows, index = self._rows(start), inside[at]
+                whole_chunk = torch.equal(index, torch.arange(self._rows.length(start)))
+                device = self._rows.device
+                yield at.to(device), rows if whole_chunk else {k: r[index.to(device)] for k, r in rows.items()}
+
+
+class _Rows:
+    """Makes the rows of a chunk of the batch; called with the number of its first example."""
+
+    def __init__(
+        self, model: nn.Module, losses_of: LossesOf, batch: Any, num_examples: int, chunk_size: int | None
+    ) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.chunk_size = self._default_chunk_size() if chunk_size is None else chunk_size
+        whole("vmapped_jacobian", chunk_size=self.chunk_size, at_least=1)
+        self._losses = _Losses(model, losses_of)
+        self._batch = batch
+        self._num_examples = num_examples
+        self._seed = int(torch.randint(2**62, ()))
+        self._versions = self._losses.versions()
+        self._kept: dict[str, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters.values()), torch.device("cpu"))
+
+    @property
+    def starts(self) -> range:
+        return range(0, self._num_examples, self.chunk_size)
+
+    @property
+    def one_chunk(self) -> bool:
+        return len(self.starts) <= 1
+
+    def length(self, start: int) -> int:
+        return min(self.chunk_size, self._num_examples - start)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """In the type of sums: the widest of the parameters', float32 at least."""
+        dtype = torch.float32
+        for p in self.parameters.values():
+            dtype = torch.promote_types(dtype, p.dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def __call__(self, start: int) -> dict[str, Tensor]:
+        """Rows of the examples from ``start`` to the end of their chunk, name -> (m, *shape)."""
+        if self._kept is not None:
+            return self._kept
+        rows = self._make(start)
+        if self.one_chunk:
+            self._kept = rows
+        return rows
+
+    def _make(self, start: int) -> dict[str, Tensor]:
+        if self._losses.versions() != self._versions:
+            raise Refused(
+                "vmapped_jacobian: the model was changed since, so that its rows are now others. Ask before "
+                "optimizer.step(), or call vmapped_jacobian again."
+            )
+        chunk = tree_map(lambda t: t[start : start + self.chunk_size], self._batch)
+        trained = {name: p.detach() for name, p in self.parameters.items()}
+        rows_of = vmap(grad_and_value(self._losses.of_one), in_dims=(None, 0), randomness="different")
+        try:
+            # Gradients stay on outside of vmap, so that losses which reach the parameters past it can be told.
+            with _seeded(self._seed + start, self.device), torch.enable_grad():
+                rows, losses = rows_of(trained, chunk)
+        except Refused:
+            raise
+        except RuntimeError as error:
+            self._losses.try_without_vmap(trained, chunk)
+            raise Refused(_message(error)) from error
+        if losses.requires_grad:
+            raise Refused(
+                "vmapped_jacobian: the losses reach a parameter other than through the model that losses_of was given, "
+                "so its gradient would be missed. Use losses_of's argument, and detach or freeze anything else."
+            )
+        return rows
+
+    def _default_chunk_size(self) -> int:
+        return max(1, CHUNK_ROW_FLOATS // max(1, sum(p.numel() for p in self.parameters.values())))
+
+
+class _Losses(nn.Module):
+    """``losses_of`` as the forward of a module, so that ``functional_call`` puts other tensors in the model's place."""
+
+    def __init__(self, model: nn.Module, losses_of: LossesOf):
+        super().__init__()
+        self.model = model
+        self._losses_of = losses_of
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._losses_of(self.model, batch)
+
+    def versions(self) -> list[int]:
+        """Numbers that grow when a tensor of the model is written to."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return [t._version for t in tensors if not t.is_inference()]
+
+    def of_one(self, trained: Mapping[str, Tensor], example: Any) -> Tensor:
+        """The loss, a scalar, of one example; buffers are handed in so that any put in their place are gone after."""
+        return self._call({**trained, **dict(self.model.named_buffers())}, example)
+
+    @torch.no_grad()
+    def try_without_vmap(self, trained: Mapping[str, Tensor], chunk: Any) -> None:
+        """Raises what an ordinary call with the first example raises, if anything: then vmap is not to blame."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        self._call({**trained, **buffers}, tree_map(lambda t: t[0], chunk))
+
+    def _call(self, tensors: Mapping[str, Tensor], example: Any) -> Tensor:
+        named = {f"model.{name}": t for name, t in tensors.items()}
+        losses = functional_call(self, named, (tree_map(lambda t: t.unsqueeze(0), example),))
+        if not isinstance(losses, Tensor) or losses.shape != (1,):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise Refused(
+                f"vmapped_jacobian: losses of shape {shape} for a batch of one example: must be (1,), one loss per "
+                "example. Pass reduction='none' to the loss function, and average the losses of one example's "
+                "positions yourself, e.g. losses.view(n, -1).mean(1)."
+            )
+        return losses.squeeze(0)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """(m, *shape) -> (m, p), in the type of sums."""
+    return in_sum_dtype(rows).reshape(len(rows), -1)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's random numbers on the CPU and the device from a seed, inside only."""
+    accelerator = torch.get_device_module(device) if device.type != "cpu" else None
+    devices: Iterable[torch.device] = [device] if accelerator else []
+    with torch.random.fork_rng(devices, device_type=device.type if accelerator else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        if accelerator:
+            accelerator.manual_seed(seed)
+        yield
+
+
+def _num_examples(where: str, batch: Any) -> int:
+    leaves = tree_leaves(batch)
+    sizes = {len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
+        got = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else repr(t) for t in leaves) or "nothing"
+        raise ValueError(
+            f"{where}: batch holds {got}: must be tensors with the same n first, one tensor or a nesting of them. "
+            "Give anything else to losses_of beforehand."
+        )
+    return sizes.pop()
+
+
+def _refuse_batch_norm(where: str, model: nn.Module) -> None:
+    offenders = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
+    if offenders:
+        raise Refused(
+            f"{where}: batch normalization by the batch's own statistics mixes examples, in module "
+            f"{', '.join(map(repr, offenders))}. Replace it by GroupNorm, or put it in eval mode, with running "
+            "statistics."
+        )
+
+
+def _message(error: RuntimeError) -> str:
+    said = str(error)
+    cause = next((cause for sign, cause in CAUSES.items() if sign in said), "something vmap cannot follow is done")
+    return (
+        f"vmapped_jacobian: {cause}, which vmap refuses ({said.splitlines()[0][:200]}). Record the model on the tape "
+        "instead (torch_privacy.record), or write that step out of place and without asking for values."
+    )
