@@ -5,20 +5,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import cases_conv
+import cases_linear
+from parts import Calls as Calls
+from parts import losses_of as losses_of
+from parts import tokens as tokens
 from torch import Tensor, nn
-
-
-class Calls(nn.Module):
-    """A module whose forward is a function of itself and x."""
-
-    def __init__(self, forward: Callable, **parts: nn.Module | Tensor):
-        super().__init__()
-        self._forward = forward
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._forward(self, x)
 
 
 def tied_language_model() -> nn.Module:
@@ -37,10 +29,6 @@ def changed_in_place(m: Calls, x: Tensor) -> Tensor:
     h = m.two(h)
     h += m.shift
     return h.mul_(2)
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(0, 7, shape)
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
@@ -222,9 +210,3 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         torch.randn(5, 3),
     ),
 }
-
-
-def losses_of(model: nn.Module, x: Tensor) -> Tensor:
-    """One loss per example that gives every position another weight."""
-    y = model(x).reshape(len(x), -1)
-    return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype)).sum(1)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from cases import Calls, tokens
+from parts import Calls, tokens
 from torch import Tensor, nn
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_privacy as tp
 from torch_privacy._functions import tensors_in
-from torch_privacy.ops import Layout, Use
+from torch_privacy.ops import Layout
 from torch_privacy.ops.recurrent import COMPOSED
 
 n, t, d, e = 5, 6, 3, 4
@@ -72,39 +72,34 @@ def function_of(rnn: nn.RNNBase) -> Callable:
     return FUNCTIONS[rnn.nonlinearity if isinstance(rnn, nn.RNN) else rnn.mode]
 
 
-def gradients(
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    inputs: list[Tensor],
-    weights: list[Tensor],
-    notes: list[tuple[Tensor, list[Use]]],
-) -> list[Tensor]:
-    """In inputs and weights, those of noted uses by their rows for the whole batch as one example."""
-    everything = [*inputs, *weights, *(y for y, _ in notes)]
-    found = torch.autograd.grad(outputs, everything, cotangents, retain_graph=True, materialize_grads=True)
-    total = dict(zip(map(id, everything), found, strict=True))
-    for y, uses in notes:
-        for use in uses:
-            whole = Layout(0, 1, 1, len(y))  # the batch as one example
-            total[id(use.weight)] = total[id(use.weight)] + use.op(total[id(y)], whole).rows()[0]
-    return [total[id(tensor)] for tensor in (*inputs, *weights)]
+def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, materialize_grads=True))
 
 
 def assert_composition_equals_torch(rnn: nn.RNNBase, packed: bool, dropout: float = 0.0) -> None:
-    """Outputs and gradients, also those of a part of the outputs, of another backward and of single examples."""
+    """Outputs and gradients, also of a part of the outputs and a second time; and those that the notes give."""
     x, states, args = arguments(rnn, packed, dropout)
-    function, weights, notes = function_of(rnn), list(rnn.parameters()), []
+    function, weights, notes = function_of(rnn), dict(rnn.named_parameters()), []
     torch.manual_seed(1)
     expected = function(*args)
     torch.manual_seed(1)
-    ours = COMPOSED[function](lambda y, uses: notes.append((y, uses)), *args)
+    ours = COMPOSED[function](lambda y, uses: notes.extend((y, use) for use in uses), *args)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+    hidden = [weight for name, weight in weights.items() if "_hh_" in name or "_hr_" in name]
+    assert {id(use.weight) for _, use in notes} == set(map(id, hidden))
+    assert len(notes) == len(hidden)
+    inputs = [x, *states, *weights.values()]
     for part in (slice(None), slice(1), slice(1, None)):
         cotangents = [torch.randn_like(y) for y in expected[part]]
-        theirs = gradients(expected[part], cotangents, [x, *states], weights, [])
+        theirs = gradients(expected[part], cotangents, inputs)
         for _ in range(2):
-            found = gradients(ours[part], cotangents, [x, *states], weights, notes)
+            found = gradients(ours[part], cotangents, inputs)
             torch.testing.assert_close(found, theirs, rtol=1e-10, atol=1e-12)
+        bs = gradients(ours[part], cotangents, [y for y, _ in notes])
+        by_weight = dict(zip(map(id, inputs), theirs, strict=True))
+        for (_, use), b in zip(notes, bs, strict=True):
+            whole = Layout(0, 1, 1, len(b))  # the batch as one example
+            torch.testing.assert_close(use.op(b, whole).rows()[0], by_weight[id(use.weight)], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

@@ -8,6 +8,7 @@ Where no regular layout fits, the ratio of the two says entry by entry whose it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,11 +39,22 @@ class Layouts:
         self._proofs: dict[int, tuple[list[Kind], int]] = {}
         self._generator = fresh_generator()
         self._batches = 0
+        self._verified: Counter[tuple] = Counter()
+        self.memory: dict[int, tuple[list[bool], float]] = {}  # path -> where its backward ends, bytes saved an example
 
     @property
     def settled(self) -> bool:
         """Whether enough batches of two examples or more were measured to trust the model's inputs as well."""
         return self._batches >= PROOFS
+
+    def verified(self, calls: list[Call]) -> bool:
+        """Whether enough batches with such calls were compared with native backwards."""
+        return all(self._verified[kind] >= PROOFS for kind in map(_kind_of_call, calls))
+
+    def note_verified(self, calls: list[Call], n: int) -> None:
+        """A batch of n with these calls was compared."""
+        if n > 1:
+            self._verified.update({_kind_of_call(call) for call in calls})
 
     def knows(self, path: int) -> bool:
         """Whether enough batches have told the layouts on this path."""
@@ -95,6 +107,11 @@ class Layouts:
         kinds = [_kind(layout) for layout in regular]
         before, count = self._proofs.get(path, (kinds, 0))
         self._proofs[path] = (kinds, count + 1 if before == kinds else 1)
+
+
+def _kind_of_call(call: Call) -> tuple:
+    """An op and how it meets its parameters, less the sizes."""
+    return (call.op, len(call.shape), *((type(use).__name__, use.weight.shape) for use in call.uses))
 
 
 def fresh_generator() -> torch.Generator:

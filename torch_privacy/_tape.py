@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,12 +36,18 @@ from ._functions import (
     rearranges,
     tensors_in,
 )
+from ._collect import Clip, Collector, GroupSums, backward_into, deepest_calls
 from ._layout import Layouts, check_input, fresh_generator, random_cotangent
-from .jacobian import Block, Jacobian
+from ._plan import Budget, saved_bytes
+from .jacobian import Jacobian
 from .ops import COMPOSED, OPS, AnyLayout, Use
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
 from .ops.fallback import replay, uses_of
+
+
+# Peak memory allowed by default, in units of what non-private training needs.
+MEMORY_BUDGET = 1.2
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,12 @@ class Call:
     @property
     def shape(self) -> torch.Size:
         return self.output.shape
+
+    @property
+    def size(self) -> int:
+        """Bytes of inputs that are kept for the backward, and of the output."""
+        saved = sum(t.numel() * t.itemsize for use in self.uses for t in use.saved())
+        return saved + self.shape.numel() * self.output.dtype.itemsize
 
 
 @dataclass
@@ -192,29 +205,110 @@ class Tape(TorchFunctionMode):
                 which examples cannot be told apart; an input changed in place since it was used; disagreement with
                 a native backward.
         """
+        calls, path, layouts = self._prepared(losses, may_miss)
+        with _without_autocast(losses.device.type):
+            return self._jacobian(losses, calls, path, layouts, retain_graph=retain_graph, verify=verify)
+
+    def _jacobian(
+        self,
+        losses: Tensor,
+        calls: list[Call],
+        path: int,
+        layouts: list[AnyLayout] | None,
+        *,
+        retain_graph: bool,
+        verify: bool,
+    ) -> Jacobian:
+        verify = verify and not self.layouts.verified(calls)
+        collector = self._collect(losses, calls, path, layouts, retain_graph=retain_graph or verify)
+        jacobian = Jacobian(len(losses), losses.dtype, self.parameters, collector.blocks)
+        if verify:
+            verify_against_native(jacobian, losses, self.parameters, _precision(losses, calls))
+            self.layouts.note_verified(calls, len(losses))
+        return jacobian
+
+    def clipped_sum(
+        self,
+        losses: Tensor,
+        groups: Mapping[str, Sequence[str]],
+        clip: Clip,
+        *,
+        may_miss: Iterable[str] = (),
+        memory_budget: float = MEMORY_BUDGET,
+    ) -> dict[str, Tensor]:
+        """Σᵢ cᵢ row_i with factors group by group, by one backward in which no more is kept than the budget allows.
+
+        Args:
+            losses: as of ``jacobian``; the graph is used up.
+            groups: label -> names of parameters; a partition of the recorded ones.
+            clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as
+                soon as the group's last b is there.
+            may_miss: as of ``jacobian``.
+            memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
+
+        Returns:
+            The clipped sum by name. While layouts are still measured everything is kept, and verified.
+        """
+        calls, path, layouts = self._prepared(losses, may_miss)
+        with _without_autocast(losses.device.type):
+            if layouts is None:
+                return self._clipped_from_all(losses, calls, path, groups, clip)
+            deepest, budget = self._memory_of(losses, calls, path, memory_budget)
+            collector = Collector(calls, layouts, self._sources, budget)
+            group_sums = GroupSums(groups, clip, losses, self.parameters, collector.names)
+            collector.on_block = group_sums.add
+            backward_into(collector, losses, calls, deepest)
+        return group_sums.sums
+
+    def _clipped_from_all(
+        self, losses: Tensor, calls: list[Call], path: int, groups: Mapping[str, Sequence[str]], clip: Clip
+    ) -> dict[str, Tensor]:
+        """The same while layouts are measured."""
+        jacobian = self._jacobian(losses, calls, path, None, retain_graph=False, verify=True)
+        sums: dict[str, Tensor] = {}
+        for label, names in groups.items():
+            sums |= clip(jacobian.restricted(names), label)
+        return sums
+
+    def _memory_of(
+        self, losses: Tensor, calls: list[Call], path: int, memory_budget: float
+    ) -> tuple[list[bool], Budget]:
+        """Where the backward on this path ends, and what it may keep."""
+        n = max(1, len(losses))
+        if path not in self.layouts.memory:
+            saved = saved_bytes(_nodes(losses), self.parameters.values())
+            self.layouts.memory[path] = deepest_calls(losses, calls), saved / n
+        deepest, saved = self.layouts.memory[path]
+        parameters = sum(p.numel() * p.itemsize for p in self.parameters.values())
+        on_the_way = sum(call.size for call in calls)
+        return deepest, Budget(memory_budget, int(saved * n), on_the_way, parameters)
+
+    def _prepared(
+        self, losses: Tensor, may_miss: Iterable[str]
+    ) -> tuple[list[Call], int, list[AnyLayout] | None]:
+        """The calls between losses and parameters, their path, and their layouts if these are known."""
         check_losses(losses)
         calls = self._reached_calls(losses)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        n = len(losses)
-        path = self._path(losses, n)
-        layouts = None if self._inputs or self._reorders else self.layouts.recall(path, calls, n)
-        verify = verify and not self.layouts.knows(path)
-        edges = [call.edge for call in calls]
-        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or layouts is None)
+        path = self._path(losses, len(losses))
+        layouts = None if self._inputs or self._reorders else self.layouts.recall(path, calls, len(losses))
+        return calls, path, layouts
+
+    def _collect(
+        self, losses: Tensor, calls: list[Call], path: int, layouts: list[AnyLayout] | None, *, retain_graph: bool
+    ) -> Collector:
+        """Everything, for any question: no budget."""
+        bs = _gradients(
+            losses, [c.edge for c in calls], torch.ones_like(losses), retain_graph=retain_graph or layouts is None
+        )
         if layouts is None:
-            layouts = self._measure(path, losses, calls, bs, retain_graph=retain_graph or verify)
-        blocks: dict[int, Block] = {}
-        with torch.no_grad():
-            for call, b, layout in zip(calls, bs, layouts, strict=True):
-                b = call.output.gradient(b, losses)
-                for use in call.uses:
-                    self._add_to_block(blocks, use, b, layout)
-        jacobian = Jacobian(len(losses), losses.dtype, self.parameters, list(blocks.values()))
-        if verify:
-            verify_against_native(jacobian, losses, self.parameters, _precision(losses, calls))
-        return jacobian
+            layouts = self._measure(path, losses, calls, bs, retain_graph=retain_graph)
+        collector = Collector(calls, layouts, self._sources)
+        for number, g in enumerate(bs):
+            collector.take(number, g, losses)
+        return collector
 
     def _measure(
         self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
@@ -347,16 +441,6 @@ class Tape(TorchFunctionMode):
             rearranged=len(met) == 1 and sources[0].rearranged and rearranges(func, args),
             before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
-
-    def _add_to_block(self, blocks: dict[int, Block], use: Use, b: Tensor, layout: AnyLayout) -> None:
-        key, source = id(use.weight), self._sources[id(use.weight)]
-        try:
-            op = use.op(b, layout)
-        except Refused as error:
-            raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
-        if key not in blocks:
-            blocks[key] = Block(use.weight, source.names, source.direct, source.rearranged)
-        blocks[key].add(op)
 
     def nodes_before_calls(self, losses: Tensor) -> Iterator[Node]:
         """The nodes of the graph between the losses and the first noted calls on every path."""
@@ -494,17 +578,27 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
 def _precision(losses: Tensor, calls: list[Call]) -> float:
     """Relative rounding of the coarsest floating-point type on the way, casts between the calls included."""
     dtypes = {losses.dtype, *(call.output.dtype for call in calls)}
-    stack: list[Node | None] = [losses.grad_fn]
+    for node in _nodes(losses):
+        if node.name() == "ToCopyBackward0":
+            dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _nodes(losses: Tensor) -> Iterator[Node]:
+    """All nodes of the graph behind the losses."""
+    stack: list[Node] = [losses.grad_fn]  # type: ignore[list-item]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        assert node is not None
-        if node.name() == "ToCopyBackward0":
-            dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
-        following = {n for n, _ in node.next_functions} - seen - {None}
+        yield node
+        following = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= following
         stack += following
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _without_autocast(device: str) -> AbstractContextManager:
+    """Norms and sums are taken in the types that ops ask for, whatever the user's autocast says."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def verify_against_native(

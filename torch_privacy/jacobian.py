@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ._plan import cheapest, chunk_size, squared_norms
+from ._plan import Budget, cheapest, chunk_size, rows_and_norms, squared_norms
 from .ops import Op
 from .ops.dense import Rows, sum_rows
 
@@ -26,19 +27,44 @@ class Block:
     direct: bool
     rearranged: bool
     ops: list[Op] = field(default_factory=list)  # more than one: uses that have no common form
+    norms: Tensor | None = None  # squared norms (n,) of the rows, where they were taken already
+    method: str = ""  # by which method
 
-    def add(self, op: Op) -> None:
-        """Merge one more use, with its cross terms, into an op it has a common form with."""
-        for i, known in enumerate(self.ops):
-            merged = known.merge(op)
-            if merged is not None:
-                self.ops[i] = merged
-                return
-        self.ops.append(op)
+    def merge(self) -> None:
+        """Bring uses that have a common form into it, with their cross terms: halves first, so that copies stay few."""
+        ops = self.ops
+        while len(ops) > 2:
+            pairs = [_merged(ops[k : k + 2]) for k in range(0, len(ops), 2)]
+            fewer = [op for pair in pairs for op in pair]
+            if len(fewer) == len(ops):
+                break
+            ops = fewer
+        done: list[Op] = []
+        for op in ops:
+            for k, known in enumerate(done):
+                both = known.merge(op) or op.merge(known)
+                if both is not None:
+                    done[k] = both
+                    break
+            else:
+                done.append(op)
+        self.ops = done
+
+    def reduce(self, budget: Budget) -> None:
+        """Take the norms of a block that stands for itself, and keep no more than the budget allows."""
+        (op,) = self.ops
+        choice = budget.choose(op)
+        self.method = choice.method.name
+        if choice.keeps == "rows":
+            rows, self.norms = rows_and_norms(op, choice.method)
+            self.ops = [rows]
+        else:
+            self.norms = squared_norms(op, choice.method)
 
     def select(self, index: Tensor | slice) -> Block:
         """The same block for some of the examples only."""
-        return Block(self.weight, self.names, self.direct, self.rearranged, [op.select(index) for op in self.ops])
+        norms = None if self.norms is None else self.norms[index]
+        return replace(self, ops=[op.select(index) for op in self.ops], norms=norms)
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows by name, (n, *shape): the rows in the parameters behind the weight."""
@@ -79,6 +105,31 @@ class Block:
         return torch.stack(pushed)
 
 
+def _disjoint(blocks: list[Block]) -> bool:
+    """Whether all weights are pieces of one parameter's memory that do not overlap, as the chunks of a matrix are."""
+    if len(blocks) == 1:
+        return True
+    spans = []
+    for block in blocks:
+        w = block.weight
+        dense = sorted((stride, size) for stride, size in zip(w.stride(), w.shape, strict=True) if size > 1)
+        expected = 1
+        for stride, size in dense:
+            if stride != expected:
+                return False
+            expected *= size
+        if not (block.rearranged and w._is_view()) and not block.direct:
+            return False
+        spans.append((w.untyped_storage().data_ptr(), w.storage_offset(), w.storage_offset() + w.numel()))
+    spans.sort()
+    return all(a[0] == b[0] and a[2] <= b[1] for a, b in pairwise(spans))
+
+
+def _merged(ops: list[Op]) -> list[Op]:
+    both = ops[0].merge(ops[1]) if len(ops) == 2 else None
+    return ops if both is None else [both]
+
+
 class Jacobian:
     """The n x p matrix J whose row i is the gradient of example i's own loss, as a linear operator.
 
@@ -94,6 +145,7 @@ class Jacobian:
     def __init__(self, num_examples: int, dtype: torch.dtype, parameters: Mapping[str, Tensor], blocks: list[Block]):
         self.num_examples = num_examples
         self._dtype = dtype
+        self._all = parameters
         self._parameters = parameters
         self._blocks = blocks
 
@@ -109,7 +161,7 @@ class Jacobian:
         total = torch.zeros(self.num_examples, device=self._device, dtype=torch.promote_types(self._dtype, torch.float))
         apart, joint = self._split(wanted)
         for block in apart:
-            total += squared_norms(block.ops[0])
+            total += squared_norms(block.ops[0]) if block.norms is None else block.norms
         if joint:
             total += self._joint_squared_norms(joint, wanted)
         return total
@@ -119,7 +171,7 @@ class Jacobian:
         """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         total = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self._unmet().items()}
         for block in self._blocks:
-            for name, part in block.weighted_sum(c, self._parameters).items():
+            for name, part in block.weighted_sum(c, self._all).items():
                 total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 
@@ -130,9 +182,11 @@ class Jacobian:
         if missing:
             raise ValueError(f"Jacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
         k = len(next(iter(v.values())))
+        others = {name: p.new_zeros(k, *p.shape) for name, p in self._all.items() if name not in v}
+        directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._dtype)
         for block in self._blocks:
-            total = total + block.project(v, self._parameters)
+            total = total + block.project(directions, self._all)
         return total
 
     @torch.no_grad()
@@ -140,14 +194,26 @@ class Jacobian:
         """The rows themselves, name -> (n, *shape): n times the memory of the model."""
         total = {name: p.new_zeros(self.num_examples, *p.shape) for name, p in self._unmet().items()}
         for block in self._blocks:
-            for name, part in block.rows(self._parameters).items():
+            for name, part in block.rows(self._all).items():
                 total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 
     def select(self, index: Tensor | slice) -> Jacobian:
         """The rows of some of the examples only."""
         num_examples = len(torch.arange(self.num_examples, device=self._device)[index])
-        return Jacobian(num_examples, self._dtype, self._parameters, [block.select(index) for block in self._blocks])
+        return self._like(num_examples, self._parameters, [block.select(index) for block in self._blocks])
+
+    def restricted(self, names: Iterable[str]) -> Jacobian:
+        """The columns of some of the parameters only."""
+        names = set(names)
+        kept = {name: p for name, p in self._parameters.items() if name in names}
+        blocks = [block for block in self._blocks if not names.isdisjoint(block.names)]
+        return self._like(self.num_examples, kept, blocks)
+
+    def _like(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
+        other = Jacobian(num_examples, self._dtype, self._all, blocks)
+        other._parameters = parameters
+        return other
 
     def explain(self) -> str:
         """The plan as a table: per parameter its op, the method chosen for its norms, and what each would cost."""
@@ -174,15 +240,15 @@ class Jacobian:
 
     def _split(self, wanted: set[str]) -> tuple[list[Block], list[Block]]:
         """Blocks whose norms stand for themselves, and blocks whose rows must be added or pulled back first."""
-        uses: dict[str, int] = {}
+        sharing: dict[str, list[Block]] = {}
         for block in self._blocks:
             for name in block.names:
-                uses[name] = uses.get(name, 0) + 1
+                sharing.setdefault(name, []).append(block)
         apart, joint = [], []
         for block in self._blocks:
             if wanted.isdisjoint(block.names):
                 continue
-            alone = block.rearranged and len(block.ops) == 1 and uses[block.names[0]] == 1
+            alone = block.rearranged and len(block.ops) == 1 and _disjoint(sharing[block.names[0]])
             (apart if alone else joint).append(block)
         return apart, joint
 
@@ -194,7 +260,7 @@ class Jacobian:
         for i in range(0, self.num_examples, size):
             rows: dict[str, Tensor] = {}
             for block in blocks:
-                for name, part in block.select(slice(i, i + size)).rows(self._parameters).items():
+                for name, part in block.select(slice(i, i + size)).rows(self._all).items():
                     rows[name] = rows[name] + part if name in rows else part
             parts.append(torch.stack([Rows(rows[name]).squared_norms() for name in names & wanted]).sum(0))
         return torch.cat(parts)

@@ -35,20 +35,29 @@ class Rows(Op):
 
     def squared_norms(self) -> Tensor:
         """(n,), from rows that are already there."""
-        return self._flat.square().sum(1)
+        return torch.linalg.vecdot(self._flat, self._flat)
 
     def rows(self) -> Tensor:
         return self.values
 
     def project(self, v: Tensor) -> Tensor:
-        return self._flat @ v.reshape(len(v), -1).mT
+        return self.values.reshape(self.num_examples, self.shape.numel()) @ v.reshape(len(v), -1).mT
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return (c @ self._flat).view(self.shape)
+        order = self._order
+        total = (c @ self._flat).view([self.shape[k] for k in order])
+        return total.permute([order.index(k) for k in range(len(order))])
 
     @property
-    def _flat(self) -> Tensor:  # (n, size), also of a weight without dimensions
-        return self.values.reshape(self.num_examples, self.shape.numel())
+    def _order(self) -> list[int]:
+        """The dimensions of the weight, as they lie in memory: rows may be views of something arranged otherwise."""
+        strides = self.values.stride()[1:]
+        return sorted(range(len(strides)), key=lambda k: -strides[k])
+
+    @property
+    def _flat(self) -> Tensor:  # (n, size) in the order of memory, also of a weight without dimensions
+        arranged = self.values.permute(0, *(k + 1 for k in self._order))
+        return arranged.reshape(self.num_examples, self.shape.numel())
 
     def select(self, index: Tensor | slice) -> Rows:
         return Rows(self.values[index])

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jacobian blocks, made while the backward runs: so that an op's input and its b are freed as soon as they may be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ._check import Refused
+from ._plan import Budget
+from .jacobian import Block, Jacobian
+
+if TYPE_CHECKING:
+    from ._tape import Call, Source
+    from .ops import AnyLayout, Use
+
+OnBlock = Callable[[Block], None]
+Clip = Callable[[Jacobian, str], dict[str, Tensor]]
+
+
+class Collector:
+    """Takes the b of every call as it comes, and makes the blocks: a block is done when all uses of its weight are in.
+
+    Args:
+        calls: the calls whose b will come.
+        layouts: where the examples sit in the output of each.
+        sources: weight's id -> what is known of it.
+        budget: what may be kept; None keeps everything for any question that may be asked.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        layouts: Sequence[AnyLayout],
+        sources: Mapping[int, Source],
+        budget: Budget | None = None,
+    ):
+        self.blocks: list[Block] = []
+        self._calls, self._layouts, self._sources = calls, layouts, sources
+        self._budget = budget
+        self.on_block: OnBlock | None = None
+        self._open: dict[int, Block] = {}
+        self._awaited = Counter(id(use.weight) for call in calls for use in call.uses)
+        self.names = [sources[key].names for key in self._awaited]  # behind each block that will come
+        self._sharing = Counter(name for names in self.names for name in names)
+
+    @torch.no_grad()
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        """The gradient at a call's edge has come."""
+        call = self._calls[number]
+        b = call.output.gradient(g, like)
+        if self._budget is not None:
+            self._budget.passed(call.size)
+        for use in call.uses:
+            self._take_use(use, b, self._layouts[number])
+
+    def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:
+        key, source = id(use.weight), self._sources[id(use.weight)]
+        try:
+            op = use.op(b, layout)
+        except Refused as error:
+            raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
+        if key not in self._open:
+            self._open[key] = Block(use.weight, source.names, source.direct, source.rearranged)
+        self._open[key].ops.append(op)
+        self._awaited[key] -= 1
+        if not self._awaited[key]:
+            self._finish(self._open.pop(key))
+
+    def _finish(self, block: Block) -> None:
+        block.merge()
+        if self._budget is not None and block.rearranged and self._sharing[block.names[0]] == 1 and len(block.ops) == 1:
+            block.reduce(self._budget)
+        if self.on_block is None:
+            self.blocks.append(block)
+        else:
+            self.on_block(block)
+
+
+class GroupSums:
+    """Clips and sums group by group: as soon as the last block of a group is done, and nothing of it is kept after that.
+
+    Args:
+        groups: label -> names of its parameters.
+        clip: (Jacobian restricted to a group, the group's label) -> clipped sum by name.
+        losses: for their number and type.
+        parameters: all recorded ones.
+        blocks: the names behind each block that will come.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Sequence[str]],
+        clip: Clip,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        blocks: Sequence[tuple[str, ...]],
+    ):
+        self.sums: dict[str, Tensor] = {}
+        self._groups, self._clip, self._losses, self._parameters = groups, clip, losses, parameters
+        self._label = {name: label for label, names in groups.items() for name in names}
+        self._awaited = Counter(label for names in blocks for label in self._labels(names))
+        self._blocks: dict[str, list[Block]] = {label: [] for label in groups}
+        for label in groups:
+            if not self._awaited[label]:
+                self._finish(label)
+
+    def add(self, block: Block) -> None:
+        """One more block is done."""
+        for label in self._labels(block.names):
+            self._blocks[label].append(block)
+            self._awaited[label] -= 1
+            if not self._awaited[label]:
+                self._finish(label)
+
+    def _labels(self, names: tuple[str, ...]) -> set[str]:
+        return {self._label[name] for name in names}
+
+    def _finish(self, label: str) -> None:
+        blocks = self._blocks.pop(label)
+        jacobian = Jacobian(len(self._losses), self._losses.dtype, self._parameters, blocks)
+        self.sums |= self._clip(jacobian.restricted(self._groups[label]), label)
+
+
+def backward_into(collector: Collector, losses: Tensor, calls: Sequence[Call], deepest: Sequence[bool]) -> None:
+    """One backward that stops at the calls; each b goes to the collector as soon as it is there, and is then freed.
+
+    ``deepest`` marks the calls below which there is no other: the backward ends at these.
+    """
+    handles = []
+    try:
+        for number, (call, last) in enumerate(zip(calls, deepest, strict=True)):
+            if not last:
+                handles.append(call.edge.node.register_prehook(_hand_over(collector, number, call.edge.output_nr, losses)))
+        ends = [number for number, last in enumerate(deepest) if last]
+        edges = [calls[number].edge for number in ends]
+        gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, g in zip(ends, gradients, strict=True):
+        collector.take(number, g, losses)
+
+
+def _hand_over(collector: Collector, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        collector.take(number, gradients[output], losses)
+
+    return hook
+
+
+def deepest_calls(losses: Tensor, calls: Sequence[Call]) -> list[bool]:
+    """Which calls have no other call below them in the graph."""
+    nodes = {call.edge.node for call in calls}
+    above: dict[Node, bool] = {}  # node -> whether a call lies below it
+    stack: list[tuple[Node, bool]] = [(losses.grad_fn, False)]  # type: ignore[list-item]
+    while stack:
+        node, children_done = stack.pop()
+        children = [n for n, _ in node.next_functions if n is not None]
+        if children_done:
+            above[node] = any(child in nodes or above[child] for child in children)
+        elif node not in above:
+            above[node] = False
+            stack.append((node, True))
+            stack += ((child, False) for child in children if child not in above)
+    return [not above[call.edge.node] for call in calls]
