@@ -3,14 +3,15 @@
 
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 import cases_conv
 import cases_linear
+import torch
+import torch.nn.functional as F
 from parts import Calls as Calls
 from parts import losses_of as losses_of
 from parts import tokens as tokens
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 def tied_language_model() -> nn.Module:
@@ -29,6 +30,80 @@ def changed_in_place(m: Calls, x: Tensor) -> Tensor:
     h = m.two(h)
     h += m.shift
     return h.mul_(2)
+
+
+SHUFFLED = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
+
+
+def shuffled(m: Calls, x: Tensor) -> Tensor:
+    """All positions of all examples in one order that has nothing to do with either."""
+    order = SHUFFLED[SHUFFLED < x[..., 0].numel()]
+    return m.f(x.flatten(0, 1)[order])[order.argsort()].view_as(x)
+
+
+def sorted_by_data(m: Calls, x: Tensor) -> Tensor:
+    order = x[:, 0].flatten(1).sum(1).argsort()
+    return m.f(x[order])[order.argsort()]
+
+
+def sorted_positions(m: Calls, x: Tensor) -> Tensor:
+    order = x[..., 0].flatten().argsort()
+    h = x.flatten(0, 1)[order]
+    return (F.layer_norm(m.f(h) * m.s + m.b, (3,), m.g))[order.argsort()].view_as(x)
+
+
+def sorted_tokens(m: Calls, ids: Tensor) -> Tensor:
+    order = ids.flatten().argsort(stable=True)
+    return m.f(ids.flatten()[order])[order.argsort()].view(*ids.shape, 4)
+
+
+def packed(m: Calls, x: Tensor) -> Tensor:
+    """Each example as long as it has positive entries in front, by a recurrent net, and a linear map while packed."""
+    lengths = (x[..., 0] > 0).sum(1).clamp(min=1)
+    steps = m.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
+    steps = steps._replace(data=torch.tanh(m.f(steps.data)))
+    return pad_packed_sequence(steps, batch_first=True, total_length=x.shape[1])[0]
+
+
+def two_experts_each(m: Calls, x: Tensor) -> Tensor:
+    """Every token through the best two of three experts, gathered and added up by number."""
+    tokens = x.flatten(0, 1)
+    best = m.gate(tokens).softmax(-1).topk(2, -1)
+    total = torch.zeros_like(tokens)
+    for k, expert in enumerate(m.experts):
+        token, rank = (best.indices == k).nonzero(as_tuple=True)
+        total = total.index_add(0, token, expert(tokens[token]) * best.values[token, rank].unsqueeze(1))
+    return total.view_as(x)
+
+
+def one_expert_each(m: Calls, x: Tensor) -> Tensor:
+    """Every token through the best of three experts, chosen and put back by boolean masks."""
+    tokens = x.flatten(0, 1)
+    scores = m.gate(tokens).softmax(-1)
+    total = torch.zeros_like(tokens)
+    for k, expert in enumerate(m.experts):
+        chosen = scores.argmax(-1) == k
+        total[chosen] = expert(tokens[chosen]) * scores[chosen, k].unsqueeze(1)
+    return total.view_as(x)
+
+
+def sorted_by_expert(m: Calls, x: Tensor) -> Tensor:
+    """One weight for all experts; the tokens sorted by expert and split."""
+    tokens = x.flatten(0, 1)
+    scores = m.gate(tokens).softmax(-1)
+    order = scores.argmax(-1).argsort(stable=True)
+    sizes = scores.argmax(-1).bincount(minlength=3).tolist()
+    outputs = [F.linear(part, w) for part, w in zip(tokens[order].split(sizes), m.w, strict=True)]
+    return (torch.cat(outputs)[order.argsort()] * scores.amax(-1, keepdim=True)).view_as(x)
+
+
+def experts() -> dict[str, nn.Module]:
+    return {"gate": nn.Linear(3, 3), "experts": nn.ModuleList(nn.Linear(3, 3) for _ in range(3))}
+
+
+def met(function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> Callable[[], tuple[nn.Module, Tensor]]:
+    """A case: a function of x (5, 6, 4) and a parameter."""
+    return lambda: (Calls(lambda m, x: function(x, m.w), w=torch.randn(shape or (4,))), torch.randn(5, 6, 4))
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
@@ -209,4 +284,62 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2)),
         torch.randn(5, 3),
     ),
+    "long short-term memory": lambda: (
+        Calls(lambda m, x: m.f(x)[0], f=nn.LSTM(3, 4, batch_first=True)),
+        torch.randn(5, 6, 3),
+    ),
+    "attention": lambda: (
+        Calls(lambda m, x: m.f(x, x, x, need_weights=False)[0], f=nn.MultiheadAttention(4, 2, batch_first=True)),
+        torch.randn(5, 6, 4),
+    ),
+    "transformer layer": lambda: (nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), torch.randn(5, 6, 4)),
+    "matrix with every example's own call": lambda: (
+        Calls(lambda m, x: torch.stack([m.f(example) for example in x]), f=nn.Linear(3, 4)),
+        torch.randn(5, 6, 3),
+    ),
+    "images without a batch, one by one": lambda: (
+        Calls(lambda m, x: torch.stack([m.f(image) for image in x]), f=nn.Conv2d(3, 4, 3)),
+        torch.randn(5, 3, 5, 5),
+    ),
+    "one parameter in two roles": lambda: (
+        Calls(lambda m, x: torch.stack([F.linear(m.a, example, m.a) for example in x]), a=torch.randn(3)),
+        torch.randn(5, 3, 3),
+    ),
+    "by fallback: one parameter in two roles": met(lambda x, w: torch.addcmul(w, x, w)),
+    "by fallback: maximum": met(torch.maximum),
+    "by fallback: power": met(lambda x, w: x.abs().pow(w)),
+    "by fallback: distances": met(torch.cdist, 3, 4),
+    "by fallback: similarity": met(lambda x, w: F.cosine_similarity(x, w, dim=-1)),
+    "by fallback: solve": met(lambda x, w: torch.linalg.solve(w + 4 * torch.eye(4, dtype=w.dtype), x.mT), 4, 4),
+    "by fallback: several outputs": met(lambda x, w: torch.stack(torch.meshgrid(x[:, 0, 0], w, indexing="ij")).prod(0)),
+    "by fallback: threefold product": lambda: (
+        Calls(
+            lambda m, x: torch.einsum("bti,ir,rj->btj", x, m.a, m.b).tanh() @ m.b.mT,
+            a=torch.randn(4, 2),
+            b=torch.randn(2, 3),
+        ),
+        torch.randn(5, 6, 4),
+    ),
+    "irregular: shuffled": lambda: (Calls(shuffled, f=nn.Linear(3, 3)), torch.randn(5, 2, 3)),
+    "irregular: sorted by data, convolution": lambda: (
+        Calls(sorted_by_data, f=nn.Conv1d(3, 3, 2)),
+        torch.randn(5, 3, 6),
+    ),
+    "irregular: sorted positions": lambda: (
+        Calls(sorted_positions, f=nn.Linear(3, 3), s=torch.randn(3), b=torch.randn(3), g=torch.randn(3)),
+        torch.randn(5, 4, 3),
+    ),
+    "irregular: sorted tokens": lambda: (Calls(sorted_tokens, f=nn.Embedding(7, 4)), tokens(5, 6)),
+    "irregular: packed": lambda: (
+        Calls(packed, rnn=nn.GRU(3, 4, batch_first=True, bidirectional=True), f=nn.Linear(8, 2)),
+        torch.randn(5, 6, 3),
+    ),
+    "irregular: two experts each": lambda: (Calls(two_experts_each, **experts()), torch.randn(5, 4, 3)),
+    "irregular: one expert each": lambda: (Calls(one_expert_each, **experts()), torch.randn(5, 4, 3)),
+    "irregular: sorted by expert": lambda: (
+        Calls(sorted_by_expert, gate=nn.Linear(3, 3), w=torch.randn(3, 3, 3)),
+        torch.randn(5, 4, 3),
+    ),
+    **cases_conv.CASES,
+    **cases_linear.CASES,
 }

@@ -26,5 +26,6 @@ def tokens(*shape: int) -> Tensor:
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     """One loss per example that gives every position another weight."""
-    y = model(x).reshape(len(x), -1)
+    y = model(x)
+    y = y.reshape(len(x), y.numel() // max(1, len(x)))
     return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype)).sum(1)

@@ -83,12 +83,13 @@ class Collector:
 
 
 class GroupSums:
-    """Clips and sums group by group: as soon as the last block of a group is done, and nothing of it is kept after that.
+    """Clips and sums group by group, as soon as the last block of a group is done; then nothing of it is kept.
 
     Args:
         groups: label -> names of its parameters.
         clip: (Jacobian restricted to a group, the group's label) -> clipped sum by name.
-        losses: for their number and type.
+        num_rows: number of rows of the Jacobian.
+        dtype: type of the losses.
         parameters: all recorded ones.
         blocks: the names behind each block that will come.
     """
@@ -97,12 +98,14 @@ class GroupSums:
         self,
         groups: Mapping[str, Sequence[str]],
         clip: Clip,
-        losses: Tensor,
+        num_rows: int,
+        dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
     ):
         self.sums: dict[str, Tensor] = {}
-        self._groups, self._clip, self._losses, self._parameters = groups, clip, losses, parameters
+        self._groups, self._clip, self._parameters = groups, clip, parameters
+        self._num_rows, self._dtype = num_rows, dtype
         self._label = {name: label for label, names in groups.items() for name in names}
         self._awaited = Counter(label for names in blocks for label in self._labels(names))
         self._blocks: dict[str, list[Block]] = {label: [] for label in groups}
@@ -123,11 +126,13 @@ class GroupSums:
 
     def _finish(self, label: str) -> None:
         blocks = self._blocks.pop(label)
-        jacobian = Jacobian(len(self._losses), self._losses.dtype, self._parameters, blocks)
+        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks)
         self.sums |= self._clip(jacobian.restricted(self._groups[label]), label)
 
 
-def backward_into(collector: Collector, losses: Tensor, calls: Sequence[Call], deepest: Sequence[bool]) -> None:
+def backward_into(
+    collector: Collector, losses: Tensor, cotangent: Tensor, calls: Sequence[Call], deepest: Sequence[bool]
+) -> None:
     """One backward that stops at the calls; each b goes to the collector as soon as it is there, and is then freed.
 
     ``deepest`` marks the calls below which there is no other: the backward ends at these.
@@ -136,10 +141,10 @@ def backward_into(collector: Collector, losses: Tensor, calls: Sequence[Call], d
     try:
         for number, (call, last) in enumerate(zip(calls, deepest, strict=True)):
             if not last:
-                handles.append(call.edge.node.register_prehook(_hand_over(collector, number, call.edge.output_nr, losses)))
+                hook = _hand_over(collector, number, call.edge.output_nr, losses)
+                handles.append(call.edge.node.register_prehook(hook))
         ends = [number for number, last in enumerate(deepest) if last]
-        edges = [calls[number].edge for number in ends]
-        gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
+        gradients = torch.autograd.grad(losses, [calls[number].edge for number in ends], cotangent, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -90,7 +90,7 @@ def changes_in_place(func: Callable) -> bool:
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__", "__init__"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def opened(func: Callable) -> Callable | None:
     """A torch function written in Python whose inner calls can be seen; None where it is not written in Python.
 
@@ -102,7 +102,9 @@ def opened(func: Callable) -> Callable | None:
     asked = {name: _nobody for name in func.__code__.co_names if name.startswith("has_torch_function")}
     if not asked:
         return None
-    inner = FunctionType(func.__code__, {**func.__globals__, **asked}, func.__name__, func.__defaults__, func.__closure__)
+    inner = FunctionType(
+        func.__code__, {**func.__globals__, **asked}, func.__name__, func.__defaults__, func.__closure__
+    )
     inner.__kwdefaults__ = func.__kwdefaults__
     return inner
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,6 @@ class Layouts:
         self._generator = fresh_generator()
         self._batches = 0
         self._verified: Counter[tuple] = Counter()
-        self.memory: dict[int, tuple[list[bool], float]] = {}  # path -> where its backward ends, bytes saved an example
 
     @property
     def settled(self) -> bool:
@@ -97,6 +97,24 @@ class Layouts:
         self._learn(path, found, len(cotangent))
         return [fitting[0] for fitting in found]
 
+    def confirm(
+        self,
+        calls: list[Call],
+        layouts: Sequence[AnyLayout],
+        names_of: NamesOf,
+        bs: Sequence[Tensor | None],
+        bs_scaled: Sequence[Tensor | None],
+        cotangent: Tensor,
+        precision: float,
+    ) -> None:
+        """Refuse unless the owners found entry by entry hold for other cotangents as well."""
+        for call, layout, b, b_scaled in zip(calls, layouts, bs, bs_scaled, strict=True):
+            if isinstance(layout, Ragged):
+                plain, scaled = (_entries(call.output.gradient(g, cotangent), layout.dim) for g in (b, b_scaled))
+                owner, dtype = layout.owner.to(plain.device), torch.promote_types(cotangent.dtype, torch.float32)
+                if not _owned(owner, plain.to(dtype), scaled.to(dtype), cotangent.to(dtype), precision):
+                    raise Refused(_coupled(call, names_of, len(cotangent)))
+
     def _learn(self, path: int, found: list[list[AnyLayout]], n: int) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
         if n < 2 or any(len(fitting) > 1 for fitting in found):
@@ -112,6 +130,26 @@ class Layouts:
 def _kind_of_call(call: Call) -> tuple:
     """An op and how it meets its parameters, less the sizes."""
     return (call.op, len(call.shape), *((type(use).__name__, use.weight.shape) for use in call.uses))
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Examples taken together: ``assignment`` (n,) has the number below ``count`` of each one's group.
+
+    A group's row is the mean of its examples' rows.
+    """
+
+    assignment: Tensor
+    count: int
+
+    def layout(self, layout: AnyLayout) -> Ragged:
+        """Where the groups sit, given where the examples do."""
+        numbers = torch.cat([self.assignment.cpu(), torch.tensor([-1])])  # the last is nobody's, also by the index -1
+        return Ragged(layout.dim, self.count, numbers[layout.owners()])
+
+    def weights(self) -> Tensor:
+        """(n,): one over the size of each example's group."""
+        return 1 / torch.bincount(self.assignment, minlength=self.count)[self.assignment]
 
 
 def fresh_generator() -> torch.Generator:
@@ -171,7 +209,7 @@ def _owners(
     """(dim, n, owners) for each of ``dims`` whose entries all belong to one example each, in whatever order.
 
     Entries without a gradient belong to nobody. An entry of two examples would have a ratio between theirs, which is
-    no third one's but by chance: cotangents keep a distance of 1/(2n), and a ratio must come 50 times closer to one.
+    no third one's but by chance; ``confirm`` makes that chance small.
     """
     n = len(cotangent)
     dtype = torch.promote_types(cotangent.dtype, torch.float32)
@@ -179,16 +217,29 @@ def _owners(
         return
     c, order = cotangent.to(dtype).sort()
     for dim in dims:
-        plain = b.movedim(dim, 0).reshape(b.shape[dim], -1).to(dtype)
-        scaled = b_scaled.movedim(dim, 0).reshape(b.shape[dim], -1).to(dtype)
+        plain, scaled = _entries(b, dim).to(dtype), _entries(b_scaled, dim).to(dtype)
         size = torch.linalg.vector_norm(plain, dim=1)
         ratio = torch.linalg.vecdot(plain, scaled) / size.square()
         nearest = torch.bucketize(ratio, (c[1:] + c[:-1]) / 2)
-        error = torch.linalg.vector_norm(scaled - c[nearest, None] * plain, dim=1)
         without = torch.linalg.vector_norm(scaled, dim=1) + size == 0
-        allowed = size / (100 * n) + 10 * precision * size.max() if len(size) else size
-        if (without | (error <= allowed)).all():
-            yield dim, n, torch.where(without, -1, order[nearest]).cpu()
+        owner = torch.where(without, -1, order[nearest])
+        if _owned(owner, plain, scaled, cotangent.to(dtype), precision):
+            yield dim, n, owner.cpu()
+
+
+def _entries(tensor: Tensor, dim: int) -> Tensor:
+    """(.., size, ..) -> (size, everything else)."""
+    rows = tensor.movedim(dim, 0)
+    return rows.reshape(len(rows), rows.shape[1:].numel())
+
+
+def _owned(owner: Tensor, plain: Tensor, scaled: Tensor, cotangent: Tensor, precision: float) -> bool:
+    """Whether each entry (row of the first two) was scaled by its owner's cotangent, up to rounding."""
+    size = torch.linalg.vector_norm(plain, dim=1)
+    error = torch.linalg.vector_norm(scaled - cotangent[owner, None] * plain, dim=1)
+    tolerance = min(1 / (100 * len(cotangent)), 10 * precision**0.75)
+    largest = size.max() if len(size) else 0.0
+    return bool(((owner < 0) | (error <= tolerance * size + 10 * precision * largest)).all())
 
 
 def _same_finite(first: Tensor, first_scaled: Tensor, finite: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -92,14 +93,15 @@ class Budget:
     """Decides, op by op during the backward, what may be kept for the clipped sum.
 
     Args:
-        factor: peak memory allowed, in units of what non-private training needs (its activations and gradients).
+        limit: peak memory allowed: up to 100 in units of what non-private training needs (its activations and
+            gradients), else in bytes.
         activations: bytes that autograd saved in the forward; they are freed as the backward goes on.
         on_the_way: bytes of all recorded ops' inputs and outputs, by which the progress of the backward is told.
         parameters: bytes of the parameters, and so of their gradients.
     """
 
-    def __init__(self, factor: float, activations: int, on_the_way: int, parameters: int):
-        self._limit = factor * (activations + parameters)
+    def __init__(self, limit: float, activations: int, on_the_way: int, parameters: int):
+        self._limit = limit * (activations + parameters) if limit <= 100 else limit
         self._activations, self._on_the_way = activations, max(on_the_way, 1)
         self._passed = 0
         self._held = 0
@@ -121,22 +123,32 @@ class Budget:
 def saved_bytes(nodes: Iterable[Node], parameters: Iterable[Tensor]) -> int:
     """Bytes of the distinct tensors that autograd saved in these nodes, other than the parameters."""
     own = {p.untyped_storage().data_ptr() for p in parameters}
-    storages: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for node in nodes:
         for tensor in _saved_by(node):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in own:
+                sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.itemsize)
+    return sum(sizes.values())
 
 
 def _saved_by(node: Node) -> list[Tensor]:
     saved = []
-    for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # freed, or never saved
-                continue
-            saved += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, Tensor)]
+    for name in _saved_names(type(node)):
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or never saved
+            continue
+        saved += [t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)]
     return saved
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    """Attributes by which a kind of node shows the tensors it saved."""
+    found = (name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+    return tuple(name for name in found if name.removeprefix("_saved_") not in _NUMBERS)
+
+
+# What nodes save beside tensors; asking for one takes as long as asking for a tensor.
+_NUMBERS = {"dim", "alpha", "beta", "self_sym_sizes", "mat1_sym_sizes", "mat2_sym_sizes", "dims", "keepdim"}

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ._check import Refused
+from ._collect import Clip, Collector, GroupSums, backward_into, deepest_calls
 from ._functions import (
     EXPANSIONS,
     changes_in_place,
@@ -36,15 +37,13 @@ from ._functions import (
     rearranges,
     tensors_in,
 )
-from ._collect import Clip, Collector, GroupSums, backward_into, deepest_calls
-from ._layout import Layouts, check_input, fresh_generator, random_cotangent
+from ._layout import Layouts, Merging, check_input, fresh_generator, random_cotangent
 from ._plan import Budget, saved_bytes
 from .jacobian import Jacobian
-from .ops import COMPOSED, OPS, AnyLayout, Use
+from .ops import COMPOSED, OPS, AnyLayout, Ragged, Use
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
 from .ops.fallback import replay, uses_of
-
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
@@ -52,7 +51,7 @@ MEMORY_BUDGET = 1.2
 
 @dataclass(frozen=True)
 class Output:
-    """Where an op's output y hangs in the graph: at ``edge``, which is y's own or that of the base that y is a part of."""
+    """Where an op's output y hangs in the graph: at ``edge``, y's own or that of the base that y is a part of."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -207,7 +206,7 @@ class Tape(TorchFunctionMode):
         """
         calls, path, layouts = self._prepared(losses, may_miss)
         with _without_autocast(losses.device.type):
-            return self._jacobian(losses, calls, path, layouts, retain_graph=retain_graph, verify=verify)
+            return self._jacobian(losses, calls, path, layouts, retain_graph=retain_graph, verify=verify)[0]
 
     def _jacobian(
         self,
@@ -218,14 +217,22 @@ class Tape(TorchFunctionMode):
         *,
         retain_graph: bool,
         verify: bool,
-    ) -> Jacobian:
+    ) -> tuple[Jacobian, list[AnyLayout]]:
+        """Everything, for any question: no budget; with the layouts, which are measured where they are not known."""
         verify = verify and not self.layouts.verified(calls)
-        collector = self._collect(losses, calls, path, layouts, retain_graph=retain_graph or verify)
+        keep = retain_graph or verify
+        ones = torch.ones_like(losses)
+        bs = _gradients(losses, [c.edge for c in calls], ones, retain_graph=keep or layouts is None)
+        if layouts is None:
+            layouts = self._measure(path, losses, calls, bs)
+        collector = Collector(calls, layouts, self._sources)
+        for number, g in enumerate(bs):
+            collector.take(number, g, losses)
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, collector.blocks)
         if verify:
             verify_against_native(jacobian, losses, self.parameters, _precision(losses, calls))
             self.layouts.note_verified(calls, len(losses))
-        return jacobian
+        return jacobian, layouts
 
     def clipped_sum(
         self,
@@ -233,6 +240,7 @@ class Tape(TorchFunctionMode):
         groups: Mapping[str, Sequence[str]],
         clip: Clip,
         *,
+        merging: Merging | None = None,
         may_miss: Iterable[str] = (),
         memory_budget: float = MEMORY_BUDGET,
     ) -> dict[str, Tensor]:
@@ -243,6 +251,7 @@ class Tape(TorchFunctionMode):
             groups: label -> names of parameters; a partition of the recorded ones.
             clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as
                 soon as the group's last b is there.
+            merging: examples whose mean is to be one row.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
 
@@ -251,41 +260,24 @@ class Tape(TorchFunctionMode):
         """
         calls, path, layouts = self._prepared(losses, may_miss)
         with _without_autocast(losses.device.type):
-            if layouts is None:
-                return self._clipped_from_all(losses, calls, path, groups, clip)
-            deepest, budget = self._memory_of(losses, calls, path, memory_budget)
-            collector = Collector(calls, layouts, self._sources, budget)
-            group_sums = GroupSums(groups, clip, losses, self.parameters, collector.names)
-            collector.on_block = group_sums.add
-            backward_into(collector, losses, calls, deepest)
-        return group_sums.sums
+            if layouts is None:  # measured, verified, and then done like any other batch: bit for bit
+                layouts = self._jacobian(losses, calls, path, None, retain_graph=True, verify=True)[1]
+            cotangent, num_rows = torch.ones_like(losses), len(losses)
+            if merging is not None:
+                layouts = [merging.layout(layout) for layout in layouts]
+                cotangent, num_rows = merging.weights().to(losses), merging.count
+            collector = Collector(calls, layouts, self._sources, self._budget(losses, calls, memory_budget))
+            sums = GroupSums(groups, clip, num_rows, losses.dtype, self.parameters, collector.names)
+            collector.on_block = sums.add
+            backward_into(collector, losses, cotangent, calls, deepest_calls(losses, calls))
+        return sums.sums
 
-    def _clipped_from_all(
-        self, losses: Tensor, calls: list[Call], path: int, groups: Mapping[str, Sequence[str]], clip: Clip
-    ) -> dict[str, Tensor]:
-        """The same while layouts are measured."""
-        jacobian = self._jacobian(losses, calls, path, None, retain_graph=False, verify=True)
-        sums: dict[str, Tensor] = {}
-        for label, names in groups.items():
-            sums |= clip(jacobian.restricted(names), label)
-        return sums
-
-    def _memory_of(
-        self, losses: Tensor, calls: list[Call], path: int, memory_budget: float
-    ) -> tuple[list[bool], Budget]:
-        """Where the backward on this path ends, and what it may keep."""
-        n = max(1, len(losses))
-        if path not in self.layouts.memory:
-            saved = saved_bytes(_nodes(losses), self.parameters.values())
-            self.layouts.memory[path] = deepest_calls(losses, calls), saved / n
-        deepest, saved = self.layouts.memory[path]
+    def _budget(self, losses: Tensor, calls: list[Call], limit: float) -> Budget:
+        saved = saved_bytes(_nodes(losses), self.parameters.values())
         parameters = sum(p.numel() * p.itemsize for p in self.parameters.values())
-        on_the_way = sum(call.size for call in calls)
-        return deepest, Budget(memory_budget, int(saved * n), on_the_way, parameters)
+        return Budget(limit, saved, sum(call.size for call in calls), parameters)
 
-    def _prepared(
-        self, losses: Tensor, may_miss: Iterable[str]
-    ) -> tuple[list[Call], int, list[AnyLayout] | None]:
+    def _prepared(self, losses: Tensor, may_miss: Iterable[str]) -> tuple[list[Call], int, list[AnyLayout] | None]:
         """The calls between losses and parameters, their path, and their layouts if these are known."""
         check_losses(losses)
         calls = self._reached_calls(losses)
@@ -296,33 +288,21 @@ class Tape(TorchFunctionMode):
         layouts = None if self._inputs or self._reorders else self.layouts.recall(path, calls, len(losses))
         return calls, path, layouts
 
-    def _collect(
-        self, losses: Tensor, calls: list[Call], path: int, layouts: list[AnyLayout] | None, *, retain_graph: bool
-    ) -> Collector:
-        """Everything, for any question: no budget."""
-        bs = _gradients(
-            losses, [c.edge for c in calls], torch.ones_like(losses), retain_graph=retain_graph or layouts is None
-        )
-        if layouts is None:
-            layouts = self._measure(path, losses, calls, bs, retain_graph=retain_graph)
-        collector = Collector(calls, layouts, self._sources)
-        for number, g in enumerate(bs):
-            collector.take(number, g, losses)
-        return collector
-
-    def _measure(
-        self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None], *, retain_graph: bool
-    ) -> list[AnyLayout]:
-        """The layouts of the calls by a second backward; the model's inputs must have one, too."""
+    def _measure(self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None]) -> list[AnyLayout]:
+        """The layouts of the calls by a second backward; the model's inputs must have one, too. The graph stays."""
         c = random_cotangent(losses)
         edges = [call.edge for call in calls]
         inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
         plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
-        scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=retain_graph)
+        scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=True)
         precision = _precision(losses, calls)
         layouts = self.layouts.measure(path, calls, self._names_of, bs, scaled[: len(calls)], c, precision)
         for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
             check_input(leaf, g, g_scaled, c, precision)
+        if any(isinstance(layout, Ragged) for layout in layouts):
+            c = random_cotangent(losses)
+            scaled = _gradients(losses, edges, c, retain_graph=True)
+            self.layouts.confirm(calls, layouts, self._names_of, bs, scaled, c, precision)
         return layouts
 
     def _path(self, losses: Tensor, n: int) -> int:
@@ -360,7 +340,8 @@ class Tape(TorchFunctionMode):
         before = (args[0].detach().clone(), *args[1:]) if copied else args
         out = func(*args, **kwargs)
         result = args[0] if changed else out
-        outputs = [t for t in tensors_in((result,)) if t.grad_fn is not None]
+        results = list(tensors_in((result,)))
+        outputs = [t for t in results if t.grad_fn is not None]
         if not outputs:
             return out
         op = getattr(func, "__name__", str(func))
@@ -371,7 +352,7 @@ class Tape(TorchFunctionMode):
             if Counter(id(t) for t in wanted) == Counter(id(use.weight) for use in uses):
                 noted = [(result, tuple(map(self._before_expansion, uses)))]
             else:
-                noted = self._by_fallback(func, before, kwargs, wanted, outputs, changed)
+                noted = self._by_fallback(func, before, kwargs, wanted, results, changed)
         for y, uses in noted:
             self._note(op, y, uses, inputs)
         if not noted:
@@ -397,12 +378,18 @@ class Tape(TorchFunctionMode):
             replayed = replay(func, args, kwargs, weights, changed)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return []
-        again = [t for t in tensors_in(replayed.outputs) if t.grad_fn is not None]
-        same = len(again) == len(outputs) and all(
-            torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) for a, b in zip(again, outputs, strict=True)
-        )
+        again = list(tensors_in(replayed.outputs))
+        pairs = list(zip(outputs, again, strict=False))
+        if len(again) != len(outputs) or not all(
+            torch.equal(y.detach().nan_to_num(), b.detach().nan_to_num()) for y, b in pairs
+        ):
+            return []
         replayed = replace(replayed, outputs=tuple(again))
-        return [(y, tuple(uses_of(replayed, weights, k))) for k, y in enumerate(outputs)] if same else []
+        return [
+            (y, tuple(uses_of(replayed, weights, k)))
+            for k, (y, b) in enumerate(pairs)
+            if y.grad_fn is not None and b.grad_fn is not None
+        ]
 
     def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
         return tuple(sorted({name for t in met for name in self._names_of(t)}))
@@ -540,7 +527,7 @@ def _output(y: Tensor) -> Output:
         return Output(get_gradient_edge(y), y.shape, y.dtype, None)
     if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
         return Output(get_gradient_edge(base), y.shape, y.dtype, None)
-    if base.grad_fn.name() != "CopySlices":
+    if not base.grad_fn.name().endswith("CopySlices"):
         return Output(get_gradient_edge(y), y.shape, y.dtype, None)
     shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     return Output(get_gradient_edge(base), y.shape, y.dtype, (shape_only, y.stride(), y.storage_offset()))

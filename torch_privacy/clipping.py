@@ -56,6 +56,10 @@ class ClippingRule(ABC):
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Largest L2 change of the clipped sum between neighboring data sets."""
 
+    def divisor(self, expected_batch_size: float) -> float:
+        """What the released sum is divided by: a number that no data have a part in."""
+        return expected_batch_size
+
     def statement(self) -> dict[str, Any]:
         """The rule's name and settings as plain data, for the privacy statement."""
         return {"rule": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
@@ -449,6 +453,9 @@ class MicroBatches(ClippingRule):
         """Number of groups m, also the divisor of the released sum; it depends on public numbers only."""
         positive("MicroBatches.num_groups", expected_batch_size=expected_batch_size)
         return max(1, round(expected_batch_size / self.size))
+
+    def divisor(self, expected_batch_size: float) -> float:
+        return self.num_groups(expected_batch_size)
 
     def factors(self, norms: Tensor, group: str = "all") -> Tensor:
         """(m,) norms of the groups' means -> (m,) factors."""

@@ -254,7 +254,7 @@ class Jacobian:
 
     def _joint_squared_norms(self, blocks: list[Block], wanted: set[str]) -> Tensor:
         names = {name for block in blocks for name in block.names}
-        floats = self.num_examples * sum(self._parameters[name].numel() for name in names)
+        floats = self.num_examples * sum(self._all[name].numel() for name in names)
         size = chunk_size(self.num_examples, floats)
         parts = []
         for i in range(0, self.num_examples, size):

@@ -50,8 +50,16 @@ class Poisson:
     def indices(self, step: int) -> np.ndarray:
         """Sorted numbers of the examples that join the step, (batch_size,) int64, possibly none."""
         whole("Poisson.indices", step=step)
-        digest = hashlib.sha256(self.key + step.to_bytes(8, "big")).digest()
-        generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))
+        generator = self._generator(step)
         batch_size = generator.binomial(self.num_examples, self.sampling_probability)
         chosen = generator.choice(self.num_examples, batch_size, replace=False, shuffle=False)
         return np.sort(chosen)
+
+    def groups(self, step: int, size: int, count: int) -> np.ndarray:
+        """(size,) int64: for every example of the step's batch one of ``count`` groups, uniform and independent."""
+        whole("Poisson.groups", step=step, size=size)
+        return self._generator(step, b"groups").integers(count, size=size)
+
+    def _generator(self, step: int, purpose: bytes = b"") -> np.random.Generator:
+        digest = hashlib.sha256(self.key + step.to_bytes(8, "big") + purpose).digest()
+        return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))

@@ -9,7 +9,7 @@ import platform
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from . import __version__, privacy
 from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
 from ._divisor import Divisors
-from ._layout import Layouts
+from ._layout import Layouts, Merging
 from ._model import Seal, check_model, take_census
-from ._tape import Tape, check_losses
-from .clipping import ClippingRule
+from ._tape import MEMORY_BUDGET, Tape, check_losses
+from .clipping import Adaptive, ClippingRule, MicroBatches
+from .jacobian import Jacobian
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
 
@@ -48,6 +49,9 @@ class Spent:
 
     def __str__(self) -> str:
         return self.text
+
+
+COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
 
 
 @dataclass
@@ -77,6 +81,8 @@ class PrivateTraining:
         noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        memory_budget: peak memory that a step may take, in units of what non-private training needs (up to 100) or in
+            bytes: what is kept for the clipped sum is chosen accordingly.
         microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
             the clipped sum the same up to rounding.
         collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
@@ -130,6 +136,7 @@ class PrivateTraining:
         target_epsilon: float | None = None,
         delta: float | None = None,
         microbatch_size: int | None = None,
+        memory_budget: float = MEMORY_BUDGET,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         scheduler: LRScheduler | None = None,
@@ -153,8 +160,18 @@ class PrivateTraining:
             strictly_between(where, 0, 1 / self.num_examples, delta=delta, hint=hint)
         if not isinstance(clipping, ClippingRule):
             raise ValueError(f"{where}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+        positive(where, memory_budget=memory_budget)
+        if isinstance(clipping, MicroBatches) and microbatch_size is not None:
+            raise ValueError(
+                f"{where}: microbatch_size={microbatch_size!r} would cut through the groups of {clipping!r}. Leave it "
+                "out."
+            )
         check_model(model, optimizer)
-        self.model, self.optimizer, self.clipping, self.delta = model, optimizer, clipping, delta
+        self._census = take_census(model, optimizer)
+        self.model, self.optimizer, self.delta = model, optimizer, delta
+        self.clipping = clipping.bind(list(self._census.trained))  # the rule of the next step
+        self._planned_clipping = self.clipping
+        self.memory_budget = memory_budget
         self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
         self.microbatch_size = microbatch_size
         self.scheduler = scheduler
@@ -167,13 +184,13 @@ class PrivateTraining:
         self.noise_multiplier = self._choose_noise(noise_multiplier, target_epsilon)
         self.target_epsilon = target_epsilon
         self.event = privacy.SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
+        self._noise_stddev()  # refuses noise that an adaptive rule cannot split
         self.ledger = _open_ledger(run_folder)
         self._layouts = Layouts()
         self._divisors = Divisors()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._pending: _Pending | None = None
         self._clipped_sum: dict[str, Tensor] = {}
-        self._census = take_census(model, optimizer)
         self._loops = 0  # iterations begun; only the latest may go on
         self._switch = _Switch(self)
         # First of the hooks before the forward and last of those behind, so that the model's own hooks are seen, too.
@@ -199,7 +216,7 @@ class PrivateTraining:
             for i, part in enumerate(parts):
                 batch = next(batches)
                 self._census = take_census(self.model, self.optimizer)
-                tape = Tape(self._census.trained, self._census.others.values(), self._layouts)
+                tape = Tape(self._census.trained, self._census.others.values(), self._layouts, len(part))
                 seal = Seal(self._census, content=not self._layouts.settled)
                 self._pending = _Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
@@ -238,18 +255,20 @@ class PrivateTraining:
             )
         pending.seal.check(take_census(self.model, self.optimizer))
         self._divisors.check(pending.size, pending.tape.nodes_before_calls(losses))
-        jacobian = pending.tape.jacobian(losses, may_miss=self._seen, verify=True)
+        clipped = _Clipped(self.clipping)
+        part = pending.tape.clipped_sum(
+            losses,
+            self.clipping.groups(list(pending.tape.parameters)),
+            clipped,
+            merging=self._merging(pending.size),
+            may_miss=self._seen,
+            memory_budget=self.memory_budget,
+        )
         self._seen |= set(pending.tape.parameters)
-        with torch.no_grad():
-            norms = jacobian.squared_norms().sqrt()
-            finite = norms.isfinite()
-            if not finite.all():
-                kept = finite.nonzero().flatten()
-                self.num_non_finite += pending.size - len(kept)
-                jacobian, norms = jacobian.select(kept), norms[kept]
-            part = jacobian.weighted_sum(self.clipping.factors(norms))
-            for name, tensor in part.items():
-                self._clipped_sum[name] = self._clipped_sum[name].add_(tensor) if name in self._clipped_sum else tensor
+        self.num_non_finite += clipped.num_non_finite
+        part |= clipped.count
+        for name, tensor in part.items():
+            self._clipped_sum[name] = self._clipped_sum[name].add_(tensor) if name in self._clipped_sum else tensor
         self._pending = None
         if pending.last:
             self._release()
@@ -287,7 +306,7 @@ class PrivateTraining:
             "expected_batch_size": self.expected_batch_size,
             "sampling_probability": self.sampling_probability,
             "num_steps_planned": self.num_steps,
-            "clipping": {"rule": type(self.clipping).__name__, **asdict(self.clipping)},  # type: ignore[call-overload]
+            "clipping": self.clipping.statement(),
             "sensitivity": self.clipping.sensitivity(self.event.neighboring_relation),
             "noise_multiplier": self.noise_multiplier,
             "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
@@ -330,6 +349,7 @@ class PrivateTraining:
             "settings": self._settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
+            "clipping": self.clipping.statement(),
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
             "ledger": self.ledger.state_dict(),
@@ -356,6 +376,8 @@ class PrivateTraining:
         self.ledger.load_state_dict(state["ledger"])
         self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
         self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
+        if isinstance(self.clipping, Adaptive):
+            self.clipping = replace(self.clipping, clip_norm=state["clipping"]["clip_norm"])
         self._loops += 1
         self._forget_batch()
 
@@ -366,20 +388,40 @@ class PrivateTraining:
     def _release(self) -> None:
         """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
         parameters = self._census.trained
-        stddev = self.noise_multiplier * self.clipping.sensitivity(self.event.neighboring_relation)
+        stddev, count_stddev = self._noise_stddev()
         private_sum = {name: self._sum_of(name, p) for name, p in parameters.items()}
+        if isinstance(self.clipping, Adaptive):  # on the scale at which the same noise fits it
+            private_sum[COUNT] = self._clipped_sum.get(COUNT, torch.zeros(1)) * (stddev / count_stddev)
         self._noise.add_to(self.step_count, private_sum, stddev)
         self._clipped_sum = {}
         self.ledger.record(self.event, self.step_count, self._fingerprint(private_sum))
         self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         for name, p in parameters.items():
-            p.grad = private_sum[name].div_(self.expected_batch_size).to(p.dtype)
+            p.grad = private_sum[name].div_(self.clipping.divisor(self.expected_batch_size)).to(p.dtype)
+        if isinstance(self.clipping, Adaptive):
+            count = float(private_sum[COUNT]) * count_stddev / stddev
+            self.clipping = self.clipping.updated(count, self.expected_batch_size)
         self.optimizer.step()
         for p in parameters.values():
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _noise_stddev(self) -> tuple[float, float]:
+        """Standard deviations of the noise of the clipped sum, and of an adaptive rule's count."""
+        relation = self.event.neighboring_relation
+        if isinstance(self.clipping, Adaptive):
+            split = self.clipping.split(self.noise_multiplier, self.expected_batch_size, relation)
+            return split.gradient_noise_multiplier * self.clipping.sensitivity(relation), split.count_noise_stddev
+        return self.noise_multiplier * self.clipping.sensitivity(relation), 0.0
+
+    def _merging(self, size: int) -> Merging | None:
+        """Which group of a micro-batch rule each example of the step joins: drawn by the sampler's key, data unseen."""
+        if not isinstance(self.clipping, MicroBatches):
+            return None
+        count = self.clipping.num_groups(self.expected_batch_size)
+        return Merging(torch.from_numpy(self._sampler.groups(self.step_count, size, count)), count)
 
     def _sum_of(self, name: str, p: Tensor) -> Tensor:
         """The clipped sum in a parameter; zero after an empty batch."""
@@ -421,7 +463,7 @@ class PrivateTraining:
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "noise_multiplier": self.noise_multiplier,
-            "clipping": repr(self.clipping),
+            "clipping": repr(self._planned_clipping),
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
 
@@ -443,6 +485,32 @@ class PrivateTraining:
             sampling_probability=self.sampling_probability,
             num_steps=self.num_steps,
         )
+
+
+class _Clipped:
+    """Clips one group of parameters after the other, and counts what the rule and the training must know."""
+
+    def __init__(self, rule: ClippingRule):
+        self._rule = rule
+        self._non_finite: set[int] = set()
+        self.count: dict[str, Tensor] = {}
+
+    @property
+    def num_non_finite(self) -> int:
+        """Rows left out, of any group of parameters, because their norm was not finite."""
+        return len(self._non_finite)
+
+    @torch.no_grad()
+    def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
+        norms = jacobian.squared_norms().sqrt()
+        if isinstance(self._rule, Adaptive):
+            self.count[COUNT] = self._rule.count(norms).reshape(1).cpu()
+        finite = norms.isfinite()
+        if not finite.all():
+            self._non_finite.update((~finite).nonzero().flatten().tolist())
+            kept = finite.nonzero().flatten()
+            jacobian, norms = jacobian.select(kept), norms[kept]
+        return jacobian.weighted_sum(self._rule.factors(norms, group))
 
 
 class _Switch:

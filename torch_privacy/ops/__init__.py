@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator
 
-from . import attention, conv, einsum, elementwise, embedding, linear, norm, recurrent, routed
+from . import attention, conv, einsum, elementwise, embedding, norm, recurrent, routed
 from ._base import AnyLayout as AnyLayout
 from ._base import Layout as Layout
 from ._base import Method as Method
