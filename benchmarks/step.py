@@ -78,13 +78,15 @@ def ours_without_noise(problem: Problem) -> Step:
     optimizer, clipping, layouts = sgd(model), tp.Flat(1.0), Layouts()
     parameters, buffers = dict(model.named_parameters()), list(model.buffers())
 
+    def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
+        return jacobian.weighted_sum(clipping.factors(jacobian.squared_norms().sqrt()) / len(x))
+
     def step() -> int:
-        with Tape(parameters, buffers, layouts) as tape:
+        with Tape(parameters, buffers, layouts, len(x)) as tape:
             losses = per_example(model(x), y)
-        jacobian = tape.jacobian(losses)
-        clipped_sum = jacobian.weighted_sum(clipping.factors(jacobian.squared_norms().sqrt()))
+        clipped_sum = tape.clipped_sum(losses, {"all": tuple(parameters)}, clip)
         for name, p in parameters.items():
-            p.grad = (clipped_sum[name] / len(x)).to(p.dtype)
+            p.grad = clipped_sum[name].to(p.dtype)
         apply(optimizer)
         return len(x)
 

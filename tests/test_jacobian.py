@@ -4,12 +4,33 @@
 import pytest
 import torch
 from cases import CASES, losses_of
-from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
+from oracle import assert_jacobian_equals_rows, flat, one_backward_per_example, recorded_jacobian
+from torch import Tensor, nn
 
 import torch_privacy as tp
 from torch_privacy._plan import squared_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+def in_type(dtype: torch.dtype, model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Model and input in this type, which is also that of tensors made in the forward."""
+    torch.set_default_dtype(dtype)
+    return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+def rows_of_one_graph(losses: Tensor, model: nn.Module) -> Tensor:
+    """(n, p): the gradient of each loss alone, all from one forward, in float64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = [
+        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+        for loss in losses
+    ]
+    return torch.stack([torch.cat([g.double().flatten() for g in grad]) for grad in grads])
+
+
+def length(parts: dict[str, Tensor]) -> float:
+    return torch.cat([part.double().flatten() for part in parts.values()]).norm().item()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -23,8 +44,7 @@ def test_jacobian_matches_one_backward_per_example(case):
 def test_jacobian_matches_in_float32(case):
     model, x = CASES[case]()
     rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
-    model.float()
-    x = x.float() if x.is_floating_point() else x
+    model, x = in_type(torch.float32, model, x)
     assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows.float(), rtol=1e-5)
 
 
@@ -38,6 +58,149 @@ def test_every_method_of_every_op_gives_the_same_norms(case):
                 torch.testing.assert_close(
                     squared_norms(op, method), expected, msg=f"{type(op).__name__} {method.name}"
                 )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_of_one_matches_its_own_backward(case):
+    model, x = CASES[case]()
+    rows = one_backward_per_example(model, x[:1], losses_of, [x[:1]])
+    jacobian = recorded_jacobian(model, x[:1], losses_of)
+    torch.testing.assert_close(flat(jacobian.rows(), 1), rows, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(jacobian.squared_norms(), rows.square().sum(1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(flat(jacobian.weighted_sum(torch.full((1,), 2.0)), 0), 2 * rows[0], rtol=1e-9, atol=1e-9)
+
+
+def runs_empty(model: nn.Module, x: Tensor) -> bool:
+    """Whether torch itself can run the model and its backward without any example."""
+    try:
+        losses_of(model, x[:0]).sum().backward()
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_empty_batch(case):
+    model, x = CASES[case]()
+    if not runs_empty(model, x):
+        pytest.skip("torch itself cannot run this without examples")
+    with tp.record(model) as tape:
+        losses = losses_of(model, x[:0])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    jacobian = tape.jacobian(losses, may_miss=names)
+    assert jacobian.squared_norms().shape == (0,)
+    assert {name: part.shape[1:] for name, part in jacobian.rows().items()} == jacobian.shapes
+    assert all(len(part) == 0 for part in jacobian.rows().values())
+    assert all(not part.any() for part in jacobian.weighted_sum(torch.zeros(0)).values())
+    v = {name: torch.randn(2, *shape) for name, shape in jacobian.shapes.items()}
+    assert jacobian.project(v).shape == (0, 2)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if len(list(CASES[case]()[0].parameters())) > 1])
+def test_frozen_parameters_leave_the_rows_of_the_others(case):
+    model, x = CASES[case]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for frozen in (trained[::2], trained[1::2]):
+        for p in trained:
+            p.requires_grad_(all(p is not other for other in frozen))
+        if frozen and len(frozen) < len(trained):
+            jacobian = recorded_jacobian(model, x, losses_of)
+            assert list(jacobian.shapes) == [name for name, p in model.named_parameters() if p.requires_grad]
+            rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+            torch.testing.assert_close(flat(jacobian.rows(), 1), rows, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(jacobian.squared_norms(), rows.square().sum(1), rtol=1e-9, atol=1e-9)
+
+
+# Cases whose data decide where examples lie: what a number that is none does to their order is not told.
+DECIDED_BY_DATA = {case for case in CASES if case.startswith("irregular: ") and case != "irregular: shuffled"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case]()[1].is_floating_point()])
+def test_one_bad_example_leaves_the_norms_of_the_others(case):
+    model, x = CASES[case]()
+    if len(x) == 1 or case in DECIDED_BY_DATA:
+        return
+    good = one_backward_per_example(model, x, losses_of, list(x.split(1))).square().sum(1)
+    x[1] = torch.inf
+    jacobian = recorded_jacobian(model, x, losses_of)
+    norms = jacobian.squared_norms()
+    others = torch.arange(len(x)) != 1
+    assert not norms[1].isfinite()
+    torch.testing.assert_close(norms[others], good[others], rtol=1e-9, atol=1e-12)
+    c = others.to(norms)
+    total = jacobian.select(others).weighted_sum(c[others])
+    assert all(part.isfinite().all() for part in total.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_one_example_never_adds_more_than_the_clip_norm(case, dtype):
+    """‖c₁ g₁‖ <= C with c₁ = min(1, C / ‖g₁‖), for the norms and the sum that a release is made of."""
+    model, x = in_type(dtype, *CASES[case]())
+    with tp.record(model) as tape:
+        losses = losses_of(model, x)
+    jacobian = tape.jacobian(losses)
+    norms = jacobian.squared_norms().sqrt()
+    assert norms.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    clip_norm = norms[0].item() / 3
+    c = tp.Flat(clip_norm).factors(norms)
+    only_first = torch.where(torch.arange(len(x)) == 0, c, 0)
+    assert length(jacobian.weighted_sum(only_first)) <= clip_norm * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_parameters_give_rows_of_their_own_graph(case, dtype):
+    """Against single backwards in the same type, up to their rounding; norms and sums agree with the rows in float32."""
+    model, x = in_type(dtype, *CASES[case]())
+    try:
+        losses = losses_of(model, x)
+        rows = rows_of_one_graph(losses, model)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"torch itself: {str(error).splitlines()[0]}")
+    with tp.record(model) as tape:
+        losses = losses_of(model, x)
+    jacobian = tape.jacobian(losses)
+    ours = flat(jacobian.rows(), 1).double()
+    assert jacobian.squared_norms().dtype is torch.float32
+    off = (ours - rows).norm(dim=1) / (rows.norm(dim=1) + 1e-2 * rows.norm(dim=1).max())
+    assert off.max() < 0.1
+    torch.testing.assert_close(jacobian.squared_norms().double(), ours.square().sum(1), rtol=0.02, atol=0.01)
+
+
+AUTOCAST = ["linear, rank 3", "convolutional network", "tied language model", "transformer layer", "conv1d, everything"]
+AUTOCAST += ["irregular: sorted positions", "einsum, split into heads", "embedding bag, mean", "by fallback: maximum"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", AUTOCAST)
+def test_autocast_rows_stay_near_the_exact_ones(case, dtype):
+    model, x = in_type(torch.float32, *CASES[case]())
+    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+
+    def half_way(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            y = model(x)
+        return losses_of(lambda _: y.float(), x)
+
+    jacobian = recorded_jacobian(model, x, half_way)
+    ours = flat(jacobian.rows(), 1)
+    assert jacobian.squared_norms().dtype is torch.float32
+    assert all(part.dtype is torch.float32 for part in jacobian.weighted_sum(torch.ones(len(x))).values())
+    assert ((ours - rows).norm(dim=1) < 0.05 * rows.norm(dim=1)).all()
+    torch.testing.assert_close(jacobian.squared_norms(), ours.square().sum(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case]()[1].ndim in (4, 5) and "conv" in case])
+def test_channels_last_changes_nothing(case):
+    model, x = CASES[case]()
+    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    memory_format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    x = x.contiguous(memory_format=memory_format)
+    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows)
+    for p in model.parameters():
+        p.data = p.data.contiguous(memory_format=memory_format) if p.ndim == x.ndim else p.data
+    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows)
 
 
 def test_norms_are_the_same_in_chunks(monkeypatch):

@@ -2,6 +2,7 @@
 """Every kind of Jacobian block keeps the contract."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ POSITIONS = {"no position": 0, "one position": 1, "several positions": 4, "more 
 
 class TestLinear(OpContract):
     kind = Linear
-    forms = list(POSITIONS)
+    forms: ClassVar = list(POSITIONS)
 
     def make(self, n: int, form: str) -> Linear:
         return Linear(torch.randn(n, POSITIONS[form], 3), torch.randn(n, POSITIONS[form], 2))
@@ -40,7 +41,7 @@ class TestGroupedLinear(OpContract):
     """Two matrices (e, d) = (3, 4), of which d is made up of two dimensions of the weight, in any order."""
 
     kind = GroupedLinear
-    forms = ["one position", "several positions", "more positions than entries"]
+    forms: ClassVar = ["one position", "several positions", "more positions than entries"]
     arrangement = Arrangement((2, 3, 2, 2), (2, 0, 3, 1), torch.Size((2, 1, 2, 2, 3)))
 
     def make(self, n: int, form: str) -> GroupedLinear:
@@ -59,7 +60,7 @@ class TestGroupedLinear(OpContract):
 
 class TestBilinear(OpContract):
     kind = Bilinear
-    forms = list(POSITIONS)
+    forms: ClassVar = list(POSITIONS)
 
     def make(self, n: int, form: str) -> Bilinear:
         return Bilinear(*(torch.randn(n, POSITIONS[form], size) for size in (3, 2, 4)))
@@ -72,7 +73,7 @@ class TestConv(OpContract):
     """Rows by autograd, one example at a time."""
 
     kind = Conv
-    geometries = {  # name -> (images, channels in, channels out, size, geometry)
+    geometries: ClassVar = {  # name -> (images, channels in, channels out, size, geometry)
         "signal": (1, 3, 4, (8,), Geometry((3,), (1,), (0,), (1,), 1)),
         "pointwise": (2, 3, 4, (4, 5), Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)),
         "all options": (2, 4, 6, (7, 8), Geometry((3, 2), (2, 1), (1, 2), (1, 2), 2)),
@@ -82,7 +83,7 @@ class TestConv(OpContract):
         "native blocks": (1, 16, 16, (4, 4), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)),
         "volume": (2, 2, 3, (3, 4, 4), Geometry((2, 1, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1)),
     }
-    forms = list(geometries)
+    forms: ClassVar = list(geometries)
 
     def make(self, n: int, form: str) -> Conv:
         images, d, e, size, geometry = self.geometries[form]
@@ -93,7 +94,8 @@ class TestConv(OpContract):
     def spelled_out(self, op: Conv) -> Tensor:
         weight = torch.zeros(op.shape, requires_grad=True)
         rows = [
-            torch.autograd.grad(convolved(x, weight, op.geometry), weight, b)[0] for x, b in zip(op.x, op.b, strict=True)
+            torch.autograd.grad(convolved(x, weight, op.geometry), weight, b)[0]
+            for x, b in zip(op.x, op.b, strict=True)
         ]
         return torch.stack(rows) if rows else torch.zeros(0, *op.shape)
 
@@ -110,14 +112,14 @@ def convolved(x: Tensor, weight: Tensor, g: Geometry) -> Tensor:
 
 class TestEmbedding(OpContract):
     kind = Embedding
-    tables = {
+    tables: ClassVar = {
         "one token": (1, torch.Size((7, 3))),
         "several tokens": (5, torch.Size((7, 3))),
         "small table": (9, torch.Size((2, 3))),
         "table of numbers": (5, torch.Size((7,))),
         "table of two indices": (5, torch.Size((3, 2, 3))),
     }
-    forms = list(tables)
+    forms: ClassVar = list(tables)
 
     def make(self, n: int, form: str) -> Embedding:
         t, table = self.tables[form]
@@ -134,7 +136,7 @@ class TestEmbedding(OpContract):
 
 class TestTiedEmbedding(OpContract):
     kind = TiedEmbedding
-    forms = ["one of each", "several of each", "more products than tokens"]
+    forms: ClassVar = ["one of each", "several of each", "more products than tokens"]
 
     def make(self, n: int, form: str) -> TiedEmbedding:
         t, s = {"one of each": (1, 1), "several of each": (4, 3), "more products than tokens": (2, 9)}[form]
@@ -151,9 +153,9 @@ class TestTiedEmbedding(OpContract):
         op = self.make(n, form)
         return [op.looked_up, op.product]
 
-    def test_merged_rows_are_the_sum(self, form: str, n: int = 5) -> None:
-        op = self.make(n, form)
-        for other in self.partners(n, form):
+    def test_merged_rows_are_the_sum(self, form: str) -> None:
+        op = self.make(5, form)
+        for other in self.partners(5, form):
             merged = op.merge(other)
             assert isinstance(merged, TiedEmbedding)
             torch.testing.assert_close(merged.rows(), op.rows() + other.rows())
@@ -161,7 +163,7 @@ class TestTiedEmbedding(OpContract):
 
 class TestRoutedLinear(OpContract):
     kind = RoutedLinear
-    forms = ["one token", "several tokens", "one expert", "more experts than tokens"]
+    forms: ClassVar = ["one token", "several tokens", "one expert", "more experts than tokens"]
 
     def make(self, n: int, form: str) -> RoutedLinear:
         t, k = {"one token": (1, 3), "several tokens": (8, 3), "one expert": (4, 1)}.get(form, (2, 6))
@@ -176,8 +178,8 @@ class TestRoutedLinear(OpContract):
 
 class TestRows(OpContract):
     kind = Rows
-    shapes = {"number": (), "vector": (3,), "tensor": (2, 3, 2)}
-    forms = list(shapes)
+    shapes: ClassVar = {"number": (), "vector": (3,), "tensor": (2, 3, 2)}
+    forms: ClassVar = list(shapes)
 
     def make(self, n: int, form: str) -> Rows:
         return Rows(torch.randn(n, *self.shapes[form]))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tape must refuse, by name: nothing is assumed and nothing is dropped."""
 
+import cases_conv
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Calls, losses_of, tokens
-from oracle import recorded_jacobian
-from torch import nn
+from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
+from parts import Calls, losses_of, tokens
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._tape import verify_against_native
@@ -39,23 +41,75 @@ def input_changed_after_use(m, x):
     return y
 
 
+@torch.library.custom_op("torch_privacy_tests::squares", mutates_args=())
+def squares_in_numpy(x: Tensor, w: Tensor) -> Tensor:
+    """An op whose backward leaves torch."""
+    return x * w * w
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_in_numpy(ctx, b):
+    x, w = ctx.saved_tensors
+    return b * w * w, torch.from_numpy((2 * b * x * w).sum(0).numpy())
+
+
+squares_in_numpy.register_autograd(_backward_in_numpy, setup_context=_keep)
+
+
+def contrast(m, x):
+    """Similarities of each example's image with the texts of all examples."""
+    return F.normalize(m.image(x), dim=1) @ F.normalize(m.text(x), dim=1).T
+
+
 REFUSED = {  # name -> (model, input, what the message must name)
-    "unknown op": lambda: (
-        Calls(lambda m, x: torch.maximum(x, m.w), w=torch.randn(3)),
+    "op that torch cannot batch": lambda: (
+        Calls(lambda m, x: squares_in_numpy(x, m.w), w=torch.randn(3)),
         torch.randn(5, 3),
-        r"'w' was used by 'maximum', which has no exact rule. Allowed: .*linear",
+        r"'squares.*' has no exact rule, and torch cannot batch its backward .* Met by parameter 'w'",
     ),
-    "bilinear": lambda: (
-        Calls(lambda m, x: m.f(x, x), f=nn.Bilinear(3, 3, 2)),
+    "op that draws at random": lambda: (
+        Calls(lambda m, x: torch.normal(x, m.w.exp()), w=torch.randn(3)),
         torch.randn(5, 3),
-        r"'f.bias', 'f.weight' was used by 'bilinear'",
+        r"'w' was used by 'normal', which has no exact rule. Allowed: .*linear",
     ),
-    "recurrent": lambda: (
-        Calls(lambda m, x: m.f(x)[0], f=nn.LSTM(3, 4, batch_first=True)),
-        torch.randn(5, 6, 3),
-        r"'f.bias_hh_l0'.* was used by 'lstm'",
+    "in-batch contrast": lambda: (
+        Calls(contrast, image=nn.Linear(3, 4, bias=False), text=nn.Linear(3, 4)),
+        torch.randn(5, 3),
+        r"op 'linear' with parameter '(image.weight|text.bias', 'text.weight)' .* cannot be told apart",
     ),
-    "transposed convolution": lambda: (nn.ConvTranspose2d(3, 4, 3), torch.randn(5, 3, 6, 6), r"'conv_transpose2d'"),
+    "loss over the batch's total": lambda: (
+        Calls(lambda m, x: m.f(x).square() / m.f(x).square().sum(), f=nn.Linear(3, 4)),
+        torch.randn(5, 3),
+        r"'f.bias', 'f.weight' .* cannot be told apart",
+    ),
+    "largest of the batch": lambda: (
+        Calls(lambda m, x: x.exp() * m.w + (x * m.w).amax(), w=torch.randn(3)),
+        torch.randn(5, 3),
+        r"op 'mul' with parameter 'w' .* cannot be told apart",
+    ),
+    "running sum over the batch": lambda: (
+        Calls(lambda m, x: m.f(x).cumsum(0), f=nn.Linear(3, 4)),
+        torch.randn(5, 3),
+        r"'f.bias', 'f.weight' .* cannot be told apart",
+    ),
+    "attention over the batch": lambda: (
+        Calls(lambda m, x: m.f(x, x, x)[0], f=nn.MultiheadAttention(4, 2)),  # batch_first forgotten
+        torch.randn(5, 6, 4),
+        r"'f.in_proj_bias', 'f.in_proj_weight'.* cannot be told apart|'f.in_proj_.*cannot be told apart",
+    ),
+    "complex parameter": lambda: (
+        Calls(lambda m, x: torch.view_as_real(x * m.w), w=torch.randn(3, dtype=torch.complex128)),
+        torch.randn(5, 3),
+        r"'w' was used by 'mul', which has no exact rule",
+    ),
+    "complex between": lambda: (
+        Calls(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(m.w), n=4), w=torch.randn(4)),
+        torch.randn(5, 4),
+        r"'w' was used by 'mul', which has no exact rule",
+    ),
     "custom function": lambda: (
         Calls(lambda m, x: Squares.apply(x, m.w), w=torch.randn(3)),
         torch.randn(5, 3),
@@ -66,7 +120,6 @@ REFUSED = {  # name -> (model, input, what the message must name)
         torch.randn(5, 3),
         r"'linear' with parameter '0.bias', '0.weight' .* cannot be told apart",
     ),
-    "batch norm's scale": lambda: (nn.BatchNorm1d(3), torch.randn(5, 3), r"'bias', 'weight' was used by 'batch_norm'"),
     "softmax over the batch": lambda: (
         Calls(lambda m, x: m.f(x).softmax(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
@@ -76,11 +129,6 @@ REFUSED = {  # name -> (model, input, what the message must name)
         Calls(lambda m, x: m.f(x) - m.f(x).mean(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
         r"cannot be told apart",
-    ),
-    "examples in no order": lambda: (
-        Calls(lambda m, x: m.f(x.flatten(0, 1)[M])[M.argsort()].view_as(x), f=nn.Linear(3, 3)),
-        torch.randn(5, 2, 3),
-        r"in no regular order",
     ),
     "parameter never reached": lambda: (
         Calls(lambda m, x: m.f(x), f=nn.Linear(3, 4), unused=torch.randn(2)),
@@ -97,22 +145,19 @@ REFUSED = {  # name -> (model, input, what the message must name)
         torch.randn(5, 3),
         r"'linear' was changed in place",
     ),
-    "embedding with max_norm": lambda: (nn.Embedding(7, 4, max_norm=1.0), tokens(5, 6), r"max_norm=1.0.* 'weight'"),
-    "embedding scaled by frequency": lambda: (
-        nn.Embedding(7, 4, scale_grad_by_freq=True),
-        tokens(5, 6),
-        r"scale_grad_by_freq=True .* 'weight'",
-    ),
-    "sparse embedding": lambda: (nn.Embedding(7, 4, sparse=True), tokens(5, 6), r"sparse=True .* 'weight'"),
+    **{
+        f"{name} {option}": lambda layer=layer, option=option, value=value: (
+            layer(7, 4, **{option: value}),
+            tokens(5, 6),
+            rf"{option}={value} .* 'weight'",
+        )
+        for name, layer in [("embedding", nn.Embedding), ("embedding bag", nn.EmbeddingBag)]
+        for option, value in {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True}.items()
+    },
     "entries for every example, too many": lambda: (
         Calls(lambda m, x: x + m.w.repeat(len(x), 1), w=torch.randn(1, 2**14)),
         torch.randn(80, 2**14),
         r"entries of its own for each of the 80 examples, too many .* 'w'",
-    ),
-    "one parameter in two roles": lambda: (
-        Calls(lambda m, x: F.linear(m.a, x[0], m.a)[None], a=torch.randn(3)),
-        torch.randn(1, 3, 3),
-        r"'a' was used by 'linear'",
     ),
     "complex numbers": lambda: (
         Calls(
@@ -122,13 +167,84 @@ REFUSED = {  # name -> (model, input, what the message must name)
         torch.randn(5, 3),
         r"'w' was used by 'matmul'",
     ),
-    "image without a batch": lambda: (
-        Calls(lambda m, x: m.f(x).flatten(1), f=nn.Conv2d(3, 3, 3)),
-        torch.randn(3, 6, 6),
-        r"was used by 'conv2d'",
-    ),
+    **cases_conv.REFUSED,
 }
-M = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
+
+
+def test_image_without_a_batch_is_coupled_through_the_input():
+    """Its channels stand where examples do: each loss has its own rows, but all of them see the whole image."""
+    model = nn.Conv2d(3, 3, 3)
+    with tp.record(model) as tape:
+        losses = losses_of(model, tape.probe(torch.randn(3, 6, 6)))
+    with pytest.raises(tp.Refused, match=r"depend on each other's part of the model's input of shape \(3, 6, 6\)"):
+        tape.jacobian(losses)
+
+
+def test_reentrant_checkpoint_of_a_part_is_refused():
+    model = Calls(
+        lambda m, x: torch.utils.checkpoint.checkpoint(m.g, m.f(x), use_reentrant=True),
+        f=nn.Linear(3, 4),
+        g=nn.Linear(4, 2),
+    )
+    with pytest.raises(tp.Refused, match=r"reentrant activation checkpointing hides ops\. Pass"):
+        recorded_jacobian(model, torch.randn(5, 3), losses_of)
+
+
+NEIGHBORS = {  # name -> (forward, input); each loss reads the example before as well, and no entry has two owners
+    "outputs rolled": (lambda m, x: m.f(x) - m.f(x).roll(1, 0), torch.randn(5, 3)),
+    "inputs rolled": (lambda m, x: m.f(x) - m.f(x.roll(1, 0)), torch.randn(5, 3)),
+    "inputs turned round": (lambda m, x: m.f(x) - m.f(x.flip(0)), torch.randn(5, 3)),
+    "tokens rolled": (lambda m, x: (m.e(x) - m.e(x.roll(1, 0))).mean(1), tokens(5, 6)),
+    "tokens turned round": (lambda m, x: (m.e(x) - m.e(x.flip(0))).mean(1), tokens(5, 6)),
+    "tokens in any order": (lambda m, x: (m.e(x) - m.e(x[[2, 0, 1, 4, 3]])).mean(1), tokens(5, 6)),
+}
+
+
+@pytest.mark.parametrize("case", NEIGHBORS)
+def test_neighbors_data_are_refused(case):
+    """Negatives taken from the neighbor in the batch: rows can be told apart, but one example enters two."""
+    forward, x = NEIGHBORS[case]
+    parts = {"e": nn.Embedding(7, 4)} if "tokens" in case else {"f": nn.Linear(3, 4)}
+    model = Calls(forward, **parts)
+    with tp.record(model) as tape:
+        losses = losses_of(model, tape.probe(x.double() if x.is_floating_point() else x))
+    with pytest.raises(tp.Refused, match=r"depend on each other's part|cannot be told apart"):
+        tape.jacobian(losses)
+
+
+def test_neighbors_data_are_refused_also_when_they_come_later():
+    """From the fourth batch on, when the layouts of the first ones are known and the model's input is trusted."""
+
+    def forward(m, x):
+        return m.f(x) - m.f(x.roll(1, 0) if training.step_count >= 3 else 2 * x)
+
+    model = Calls(forward, f=nn.Linear(3, 4))
+    training = tp.PrivateTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.randn(100, 3)),
+        expected_batch_size=20,
+        num_steps=5,
+        clipping=tp.Flat(1.0),
+        noise_multiplier=1.0,
+        delta=1e-5,
+    )
+    steps = (training.step(losses_of(model, x)) for (x,) in training)
+    with pytest.raises(tp.Refused, match=r"depend on each other's part|cannot be told apart"):
+        list(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_model_is_exact_over_several_batches():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="eager")
+    for n in (5, 3):
+        x = torch.randn(n, 3)
+        with tp.record(model) as tape:
+            losses = losses_of(compiled, x)
+        rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+        assert_jacobian_equals_rows(tape.jacobian(losses, verify=True), rows)
 
 
 def test_constant_with_data_written_into_it_is_data():

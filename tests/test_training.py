@@ -2,6 +2,7 @@
 """Private training: what is released, what is recorded, what is refused, and that a run goes on as if never stopped."""
 
 import copy
+import json
 import math
 import pickle
 import signal
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 import torch_privacy as tp
 from torch_privacy._batches import Batches
+from torch_privacy.sampling import Poisson
+from torch_privacy.training import COUNT
 
 N = 40
 
@@ -62,10 +65,16 @@ def cross_entropy_of_pair(model, pair):
 
 
 def noise_of(training, step):
-    """The standard normal numbers of a step, flattened."""
+    """The standard normal numbers of a step, flattened; the count's is the last where the rule is adaptive."""
     zeros = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+    if isinstance(training.clipping, tp.Adaptive):
+        zeros[COUNT] = torch.zeros(1)
     training._noise.add_to(step, zeros, stddev=1.0)
     return torch.cat([z.flatten() for z in zeros.values()])
+
+
+def network_parameters():
+    return torch.cat([p.detach().flatten() for p in network().parameters()])
 
 
 def parameters_of(training):
@@ -96,7 +105,7 @@ def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
     for dataset in (everyone, others):
         training = training_of(dataset=dataset, expected_batch_size=len(dataset), num_steps=1)
         train(training)
-        start = torch.cat([p.detach().flatten() for p in network().parameters()])
+        start = network_parameters()
         sums.append((start - parameters_of(training)) * len(dataset) - 0.5 * noise_of(training, 0))
     moved = (sums[0] - sums[1]).norm()
     assert 0.4 < moved <= 0.5 * (1 + 1e-5)
@@ -106,9 +115,8 @@ def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):
     """The noise set to zero: the sum with the example against the sum without it, in float32."""
+    torch.set_default_dtype(torch.float32)
     model, x = CASES[case]()
-    model.float()
-    x = x.float() if x.is_floating_point() else x
 
     def clipped_sum(x):
         jacobian = recorded_jacobian(model, x, losses_of)
@@ -119,6 +127,355 @@ def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):
     for left_out in range(len(x) if len(x) > 1 else 0):
         others = torch.cat([x[:left_out], x[left_out + 1 :]])
         assert (everyone - clipped_sum(others)).norm() <= 0.1 * (1 + 1e-5)
+
+
+# Clipping rules: each beside the explicit computation from the rows of ``network()``, whose layers are columns 0-15
+# (12 of them the weight's) and 16-25 (the first 8 the weight's).
+
+
+def clipped(rows, clip_norm):
+    return (rows * (clip_norm / rows.norm(dim=1)).clamp(max=1)[:, None]).nan_to_num().sum(0)
+
+
+def clipped_in_parts(sizes, clip_norms):
+    def clip(rows, groups):
+        parts = rows.split(sizes, dim=1)
+        return torch.cat([clipped(part, clip_norm) for part, clip_norm in zip(parts, clip_norms, strict=True)])
+
+    return clip
+
+
+def scaled_automatically(rows, groups):
+    return (rows * (0.5 / (rows.norm(dim=1) + 0.1))[:, None]).nan_to_num().sum(0)
+
+
+def clipped_means(rows, groups):
+    return clipped(torch.stack([rows[groups == k].mean(0) for k in groups.unique()]), 0.5)
+
+
+RULES = {  # name -> (rule, the clipped sum from rows and the numbers of their groups, sensitivity)
+    "flat": (tp.Flat(0.5), clipped_in_parts([26], [0.5]), 0.5),
+    "per layer": (tp.PerLayer(0.5), clipped_in_parts([16, 10], [0.125**0.5] * 2), 0.5),
+    "each layer": (tp.EachLayer(0.3), clipped_in_parts([16, 10], [0.3, 0.3]), 0.18**0.5),
+    "groups": (
+        tp.Groups({"": 0.3, "2": 0.2, "2.weight": 0.6}),
+        clipped_in_parts([16, 8, 2], [0.3, 0.6, 0.2]),
+        0.7,
+    ),
+    "automatic": (tp.Automatic(0.5, gamma=0.1), scaled_automatically, 0.5),
+    "adaptive": (tp.Adaptive(0.5, count_noise_stddev=4.0), clipped_in_parts([26], [0.5]), 0.5),
+    "micro-batches": (tp.MicroBatches(0.5, 4), clipped_means, 1.0),
+}
+BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
+
+
+def by_each_rule(function):
+    return pytest.mark.parametrize("rule", RULES)(function)
+
+
+def noise_stddev(rule):
+    """Of the sum, at noise multiplier 1; an adaptive rule's leaves room for a count that one example moves by 1/2."""
+    return RULES[rule][2] * ((1 - (0.5 / 4.0) ** 2) ** -0.5 if rule == "adaptive" else 1.0)
+
+
+def next_clip_norm(clip_norm, norms, noise, expected_batch_size):
+    """Of the adaptive rule; the count's noise has a standard deviation of 4."""
+    fraction = ((norms <= clip_norm).double() - 0.5).sum() + 4.0 * noise
+    fraction = fraction / expected_batch_size + 0.5
+    return min(max(clip_norm * math.exp(-0.2 * (fraction - 0.5)), 1e-6), 1e6)
+
+
+def rows_of(training, x, y):
+    examples = list(zip(x.split(1), y.split(1), strict=True))
+    return one_backward_per_example(copy.deepcopy(training.model), x, cross_entropy_of_pair, examples)
+
+
+@pytest.mark.parametrize(
+    ("rule", "microbatch_size"), [*((rule, None) for rule in RULES), *((rule, 3) for rule in BY_EXAMPLE)]
+)
+def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_size):
+    clipping, explicit, _ = RULES[rule]
+    training = training_of(clipping=clipping, microbatch_size=microbatch_size)
+    rows, clip_norm, stddev = [], 0.5, noise_stddev(rule)
+    for x, y in training:
+        step, before = training.step_count, parameters_of(training).clone()
+        rows.append(rows_of(training, x, y))
+        if not training.step(cross_entropy(training.model, x, y)):
+            continue
+        noise, everyone = noise_of(training, step), torch.cat(rows)
+        groups = torch.from_numpy(training._sampler.groups(step, len(everyone), 2))
+        rows = []
+        if rule == "adaptive":
+            explicit = clipped_in_parts([26], [clip_norm])
+            stddev = noise_stddev(rule) * clip_norm / 0.5
+            clip_norm = next_clip_norm(clip_norm, everyone.norm(dim=1), noise[-1], 8)
+            assert training.clipping.clip_norm == pytest.approx(clip_norm, rel=1e-6)
+        divisor = 2 if rule == "micro-batches" else 8
+        expected = before - (explicit(everyone, groups) + stddev * noise[:26]) / divisor
+        torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
+    assert training.step_count == 6
+    assert rule != "adaptive" or abs(clip_norm - 0.5) > 0.01
+
+
+@by_each_rule
+def test_step_of_any_rule_without_examples_is_noise_in_proportion_to_the_sensitivity(rule):
+    """The clip norm of an adaptive rule goes on by the noise of its count alone."""
+    training = training_of(clipping=RULES[rule][0], expected_batch_size=0.5, num_steps=3)
+    training._indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    assert train(training) == []
+    expected, stddev, clip_norm = network_parameters(), noise_stddev(rule), 0.5
+    for step in range(3):
+        noise = noise_of(training, step)
+        expected -= stddev * noise[:26] / (1 if rule == "micro-batches" else 0.5)
+        if rule == "adaptive":
+            clip_norm = next_clip_norm(clip_norm, torch.zeros(0), noise[-1], 0.5)
+            stddev = noise_stddev(rule) * clip_norm / 0.5
+    torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6 * expected.abs().max())
+    assert rule != "adaptive" or training.clipping.clip_norm == pytest.approx(clip_norm, rel=1e-6) != 0.5
+
+
+@by_each_rule
+def test_steps_of_any_rule_are_priced_as_the_noise_multiplier_given(rule):
+    training = training_of(clipping=RULES[rule][0], delta=1e-3)
+    train(training)
+    assert training.spent().epsilon == tp.privacy.compose([(tp.privacy.SubsampledGaussian(1.0, 0.2), 6)]).epsilon(1e-3)
+
+
+@pytest.mark.parametrize("left_out", [0, 7, 39])
+@by_each_rule
+def test_one_example_moves_the_sum_of_any_rule_by_at_most_the_sensitivity(rule, left_out, monkeypatch):
+    """Everyone joins; the others keep their micro-batches, and the noise, the same in both, is taken off again."""
+    clipping, _, sensitivity = RULES[rule]
+    everyone, sums = data(), []
+    numbers = torch.arange(N).numpy() % 10
+    groups = {N: numbers, N - 1: numbers[torch.arange(N).numpy() != left_out]}
+    monkeypatch.setattr(Poisson, "groups", lambda self, step, size, count: groups[size])
+    for dataset in (everyone, Subset(everyone, [i for i in range(N) if i != left_out])):
+        training = training_of(dataset=dataset, expected_batch_size=len(dataset), num_steps=1, clipping=clipping)
+        train(training)
+        divisor = 10 if rule == "micro-batches" else len(dataset)
+        moved = (network_parameters() - parameters_of(training)) * divisor
+        sums.append(moved - noise_stddev(rule) * noise_of(training, 0)[:26])
+    moved = (sums[0] - sums[1]).norm()
+    assert 0.1 * sensitivity < moved <= sensitivity * (1 + 1e-5)
+
+
+def test_an_example_that_outweighs_its_micro_batch_moves_the_sum_by_twice_the_clip_norm():
+    """The sensitivity is no smaller than that: noise in proportion to the clip norm would be too little."""
+    everyone, sums = TensorDataset(torch.tensor([[1.0], [2.0], [-1e9]])), []
+    for dataset in (everyone, Subset(everyone, [0, 1])):
+        model = nn.Linear(1, 1, bias=False)
+        start = model.weight.item()
+        training = training_of(
+            model, dataset, expected_batch_size=len(dataset), num_steps=1, clipping=tp.MicroBatches(0.7, 3)
+        )
+        for (x,) in training:
+            training.step(model(x).squeeze(1))
+        sums.append(start - model.weight.item() - 1.4 * noise_of(training, 0).item())
+    assert abs(sums[0] - sums[1]) == pytest.approx(1.4, rel=1e-5)
+
+
+def test_micro_batches_are_drawn_anew_for_every_step_by_the_key_alone():
+    here, there = training_of(), training_of()
+    torch.manual_seed(7)
+    draws = [here._sampler.groups(step, 1000, 5) for step in range(3)]
+    assert all((draw == there._sampler.groups(step, 1000, 5)).all() for step, draw in enumerate(draws))
+    assert all(stats.chisquare(torch.from_numpy(draw).bincount(minlength=5)).pvalue > 1e-4 for draw in draws)
+    assert all((draws[i] != draws[j]).mean() > 0.7 for i in range(3) for j in range(i))  # 0.8 where independent
+
+
+class Poisoned(TensorDataset):
+    """One example that is not finite."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return (x * math.inf if i == 7 else x), y
+
+
+@by_each_rule
+def test_an_example_that_is_not_finite_is_left_out_and_counted_once_under_any_rule(rule):
+    clipping, explicit, _ = RULES[rule]
+    training = training_of(dataset=Poisoned(*data().tensors), expected_batch_size=N, num_steps=1, clipping=clipping)
+    for x, y in training:
+        rows = rows_of(training, x, y)
+        assert rows[7].isnan().any()
+        groups = torch.from_numpy(training._sampler.groups(0, N, 10))
+        kept = groups != groups[7] if rule == "micro-batches" else torch.arange(N) != 7
+        training.step(cross_entropy(training.model, x, y))
+    assert training.num_non_finite == 1  # one row: of an example, or of a micro-batch
+    sum_and_noise = explicit(rows[kept], groups[kept]) + noise_stddev(rule) * noise_of(training, 0)[:26]
+    expected = network_parameters() - sum_and_noise / (10 if rule == "micro-batches" else N)
+    torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
+    if rule == "adaptive":  # it counts as not within
+        clip_norm = next_clip_norm(0.5, rows.norm(dim=1), noise_of(training, 0)[-1], N)
+        assert training.clipping.clip_norm == pytest.approx(clip_norm, rel=1e-6)
+
+
+def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
+    """In the second layer alone: the part in the first layer is bounded by itself, and stays."""
+    model = Calls(lambda m, x: m.f(x[:, :3]) + m.g(x[:, 3:]), f=nn.Linear(3, 2), g=nn.Linear(1, 2))
+    x = torch.cat([data().tensors[0], torch.ones(N, 1)], 1)
+    x[7, 3] = 1e200  # whose square is infinite
+    training = training_of(
+        model, TensorDataset(x, torch.zeros(N)), expected_batch_size=N, num_steps=1, clipping=tp.EachLayer(0.3)
+    )
+    start = parameters_of(training).clone()
+    for x, _ in training:
+        rows = one_backward_per_example(copy.deepcopy(model), x, lambda model, x: model(x).sum(1), list(x.split(1)))
+        training.step(model(x).sum(1))
+    assert training.num_non_finite == 1
+    second = rows[torch.arange(N) != 7][:, 8:]
+    total = torch.cat([clipped(rows[:, :8], 0.3), clipped(second, 0.3)]) + 0.18**0.5 * noise_of(training, 0)
+    torch.testing.assert_close(parameters_of(training), start - total / N, rtol=1e-6, atol=1e-6)
+
+
+STATEMENTS = {  # what the privacy statement says of each rule
+    "flat": {"rule": "Flat", "clip_norm": 0.5},
+    "per layer": {"rule": "Groups", "clip_norms": {"0": 0.5 / 2**0.5, "2": 0.5 / 2**0.5}},
+    "each layer": {"rule": "Groups", "clip_norms": {"0": 0.3, "2": 0.3}},
+    "groups": {"rule": "Groups", "clip_norms": {"": 0.3, "2": 0.2, "2.weight": 0.6}},
+    "automatic": {"rule": "Automatic", "clip_norm": 0.5, "gamma": 0.1},
+    "adaptive": {"rule": "Adaptive", "target_quantile": 0.5, "learning_rate": 0.2, "count_noise_stddev": 4.0},
+    "micro-batches": {"rule": "MicroBatches", "clip_norm": 0.5, "size": 4},
+}
+
+
+@by_each_rule
+def test_statement_says_the_rule_its_settings_and_its_sensitivity(rule):
+    training = training_of(clipping=RULES[rule][0])
+    train(training)
+    statement = json.loads(json.dumps(training.statement(), allow_nan=False))
+    assert statement["clipping"].items() >= STATEMENTS[rule].items()
+    scale = training.clipping.clip_norm / 0.5 if rule == "adaptive" else 1.0
+    assert statement["sensitivity"] == pytest.approx(RULES[rule][2] * scale)
+
+
+@by_each_rule
+@pytest.mark.parametrize("stop", [1, 4])
+def test_resumed_run_of_any_rule_is_the_uninterrupted_one_bit_for_bit(rule, stop):
+    whole, first, second = (training_of(clipping=RULES[rule][0]) for _ in range(3))
+    batches = train(whole)
+    seen = train(first, steps=stop)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    second.model.load_state_dict(first.model.state_dict())
+    assert second.clipping == first.clipping
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.clipping == whole.clipping
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+@by_each_rule
+def test_steps_that_the_ledger_has_beyond_the_state_are_the_same_release_under_any_rule(rule):
+    training = training_of(clipping=RULES[rule][0])
+    train(training, steps=2)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training)
+    last, clipping = parameters_of(training), training.clipping
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    train(training)
+    assert torch.equal(parameters_of(training), last)
+    assert training.clipping == clipping
+    assert len(training.ledger) == 6
+
+
+@pytest.mark.xfail(strict=True, reason="the probe of the inputs changes what the budget allows: engine_bugs.md, 7")
+def test_resumed_run_is_bit_for_bit_also_where_the_input_is_transformed_first():
+    """The first batches of either run are looked at more closely; that must not change what is kept, or how."""
+
+    def made():
+        torch.manual_seed(1)
+        model = Calls(
+            lambda m, x: m.g(torch.tanh(m.f(x.sin().exp().cos().exp().sin()))), f=nn.Linear(16, 16), g=nn.Linear(16, 2)
+        )
+        return training_of(model, dataset, expected_batch_size=20)
+
+    dataset = TensorDataset(torch.randn(N, 9, 16), torch.zeros(N))
+    whole, first = made(), made()
+    train(whole, losses=lambda model, x, y: losses_of(model, x))
+    train(first, losses=lambda model, x, y: losses_of(model, x), steps=4)
+    second = made()
+    second.load_state_dict(first.state_dict())
+    second.model.load_state_dict(first.model.state_dict())
+    train(second, losses=lambda model, x, y: losses_of(model, x))
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+
+
+def test_state_of_another_rule_is_refused():
+    state = training_of(clipping=tp.PerLayer(0.5)).state_dict()
+    with pytest.raises(tp.Refused, match=r"clipping=\"Groups\(clip_norms=\{'0': 0\.3, '2': 0\.3\}\)\" \(the state has"):
+        training_of(clipping=tp.EachLayer(0.3)).load_state_dict(state)
+
+
+def test_adaptive_clip_norm_finds_the_median_of_the_norms():
+    """With hardly any noise, and a learning rate of zero so that the norms stay what they are."""
+    model = network()
+    rows = one_backward_per_example(
+        model, data()[:][0], cross_entropy_of_pair, [(x[None], y[None]) for x, y in data()]
+    ).norm(dim=1)
+    training = training_of(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        expected_batch_size=N,
+        num_steps=60,
+        clipping=tp.Adaptive(0.01, learning_rate=0.3, count_noise_stddev=0.1),
+        noise_multiplier=0.1,
+    )
+    train(training)
+    low, high = rows.quantile(torch.tensor([0.4, 0.6]))
+    assert low < training.clipping.clip_norm < high
+
+
+# Layouts and memory
+
+
+MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
+
+
+@pytest.mark.parametrize("rule", [tp.Flat(0.5), tp.EachLayer(0.3), tp.MicroBatches(0.5, 4)], ids=str)
+@pytest.mark.parametrize("case", MEASURED_EVERY_BATCH)
+def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case, rule):
+    model, x = CASES[case]()
+    training = training_of(model, TensorDataset(torch.randn(N, *x.shape[1:])), num_steps=5, clipping=rule)
+    names = [name for name, _ in model.named_parameters()]
+    layers = training.clipping.groups(names)
+    for (x,) in training:
+        step, before = training.step_count, parameters_of(training).clone()
+        rows = one_backward_per_example(copy.deepcopy(model), x, losses_of, list(x.split(1)))
+        training.step(losses_of(model, x))
+        if isinstance(rule, tp.MicroBatches):
+            groups = torch.from_numpy(training._sampler.groups(step, len(x), 2))
+            total, divisor, stddev = clipped_means(rows, groups), 2, 1.0
+        elif isinstance(rule, tp.Flat):
+            total, divisor, stddev = clipped(rows, 0.5), 8, 0.5
+        else:
+            parts = dict(zip(names, rows.split([p.numel() for p in model.parameters()], 1), strict=True))
+            by_layer = [torch.cat([parts[name] for name in members], 1) for members in layers.values()]
+            factors = [(0.3 / part.norm(dim=1)).clamp(max=1) for part in by_layer]
+            sums = {n: c @ parts[n] for c, members in zip(factors, layers.values(), strict=True) for n in members}
+            total = torch.cat([sums[name] for name in names])
+            divisor, stddev = 8, 0.3 * len(layers) ** 0.5
+        expected = before - (total + stddev * noise_of(training, step)) / divisor
+        torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
+    assert training.step_count == 5
+
+
+@pytest.mark.parametrize("case", ["convolutional network", "tied language model", "long short-term memory"])
+def test_any_memory_budget_gives_the_same_training(case):
+    results = []
+    for memory_budget in (1e-9, 1.2, 100, 1, 10**12):  # above 100 they are bytes
+        torch.manual_seed(1)
+        model, x = CASES[case]()
+        x = torch.cat([x + k if x.is_floating_point() else (x + k) % 7 for k in range(8)])
+        training = training_of(model, TensorDataset(x), memory_budget=memory_budget)
+        for (x,) in training:
+            training.step(losses_of(model, x))
+        results.append(parameters_of(training))
+    assert all((result - results[0]).abs().max() < 1e-9 for result in results)
+
+
+# Microbatches, noise, empty batches
 
 
 def test_microbatches_give_the_same_noise_and_the_same_sum():
@@ -159,7 +516,7 @@ def test_empty_batches_make_steps_of_noise_alone():
 def test_only_empty_batches_never_reach_the_loop():
     training = training_of(expected_batch_size=1e-9, num_steps=3)
     assert train(training) == []
-    start = torch.cat([p.detach().flatten() for p in network().parameters()])
+    start = network_parameters()
     moved = sum(noise_of(training, step) for step in range(3))
     torch.testing.assert_close(parameters_of(training), start - moved * 0.5 / 1e-9)
 
@@ -284,7 +641,7 @@ def test_run_folder_of_another_run_is_refused(tmp_path):
     )
     with pytest.raises(tp.Refused, match=r"step 0 was SubsampledGaussian"):
         train(again)
-    assert torch.equal(parameters_of(again), torch.cat([p.detach().flatten() for p in network().parameters()]))
+    assert torch.equal(parameters_of(again), network_parameters())
 
 
 KILLED = """
@@ -328,18 +685,6 @@ def test_run_killed_at_a_random_step_resumes_with_the_same_ledger_and_batches(tm
     later = {line for line in (killed / "batches").read_text().splitlines()}
     assert later == set((whole / "batches").read_text().splitlines())
     assert torch.equal(torch.load(whole / "final.pt"), torch.load(killed / "final.pt"))
-
-
-def test_an_example_that_is_not_finite_counts_zero():
-    class Poisoned(TensorDataset):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return (x * math.inf if i == 7 else x), y
-
-    training = training_of(dataset=Poisoned(*data().tensors), expected_batch_size=30)
-    train(training)
-    assert training.num_non_finite > 0
-    assert parameters_of(training).isfinite().all()
 
 
 def test_statement_and_spent_say_what_was_released():
@@ -547,6 +892,14 @@ def stranger():
         (lambda: {"noise_multiplier": None, "target_epsilon": 1.0}, r"target_epsilon needs delta"),
         (lambda: {"clipping": 1.0}, r"clipping=1\.0 must be a clipping rule such as Flat"),
         (lambda: {"microbatch_size": 0}, r"microbatch_size=0 must be"),
+        (lambda: {"memory_budget": 0}, r"memory_budget=0 must be greater than 0"),
+        (lambda: {"memory_budget": -1.2}, r"memory_budget=-1\.2 must be greater than 0"),
+        (
+            lambda: {"clipping": tp.MicroBatches(1.0, 2), "microbatch_size": 3},
+            r"microbatch_size=3 would cut through the groups of MicroBatches\(clip_norm=1\.0, size=2\)",
+        ),
+        (lambda: {"clipping": tp.Groups({"0": 1.0})}, r"no prefix in clip_norms matches '2\.weight', '2\.bias'"),
+        (lambda: {"clipping": tp.Adaptive(1.0)}, r"count_noise_stddev=0\.4 must be greater than 0\.5"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(settings, message):
@@ -624,9 +977,14 @@ def test_layout_that_the_data_decide_is_measured_on_every_batch():
     generator = torch.Generator().manual_seed(3)
     dataset = TensorDataset(torch.randn(N, 4, 3, generator=generator), torch.zeros(N))
     training = training_of(model, dataset)
-    with pytest.raises(tp.Refused, match=r"in no regular order"):
-        train(training, losses=lambda model, x, y: losses_of(model, x))
-    assert training.step_count == 4
+    for x, _ in training:
+        losses = losses_of(model, x)
+        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        expected = torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads]).square().sum(1)
+        jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
+        torch.testing.assert_close(jacobian.squared_norms(), expected)
+        training.step(losses)
+    assert training.step_count == 6
 
 
 BRANCHES = {  # what a model may do otherwise from the third batch on: (before, then)

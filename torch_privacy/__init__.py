@@ -8,23 +8,58 @@ if TYPE_CHECKING:
     from . import privacy as privacy
     from ._check import Refused as Refused
     from ._tape import record as record
+    from .clipping import Adaptive as Adaptive
+    from .clipping import Automatic as Automatic
+    from .clipping import ClippingRule as ClippingRule
+    from .clipping import EachLayer as EachLayer
     from .clipping import Flat as Flat
+    from .clipping import Groups as Groups
+    from .clipping import MicroBatches as MicroBatches
+    from .clipping import PerLayer as PerLayer
+    from .clipping import median_norm as median_norm
     from .jacobian import Jacobian as Jacobian
     from .training import PrivateTraining as PrivateTraining
     from .training import Spent as Spent
+    from .vmapped import vmapped_jacobian as vmapped_jacobian
 
 __version__ = "0.1.0"
 
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
 _HOME = {
+    "Adaptive": "clipping",
+    "Automatic": "clipping",
+    "ClippingRule": "clipping",
+    "EachLayer": "clipping",
     "Flat": "clipping",
+    "Groups": "clipping",
     "Jacobian": "jacobian",
+    "MicroBatches": "clipping",
+    "PerLayer": "clipping",
     "PrivateTraining": "training",
     "Refused": "_check",
     "Spent": "training",
+    "median_norm": "clipping",
     "record": "_tape",
+    "vmapped_jacobian": "vmapped",
 }
-__all__ = ["Flat", "Jacobian", "PrivateTraining", "Refused", "Spent", "privacy", "record"]
+__all__ = [
+    "Adaptive",
+    "Automatic",
+    "ClippingRule",
+    "EachLayer",
+    "Flat",
+    "Groups",
+    "Jacobian",
+    "MicroBatches",
+    "PerLayer",
+    "PrivateTraining",
+    "Refused",
+    "Spent",
+    "median_norm",
+    "privacy",
+    "record",
+    "vmapped_jacobian",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from ._check import Refused
 from ._plan import Budget
@@ -157,20 +156,3 @@ def _hand_over(collector: Collector, number: int, output: int, losses: Tensor) -
         collector.take(number, gradients[output], losses)
 
     return hook
-
-
-def deepest_calls(losses: Tensor, calls: Sequence[Call]) -> list[bool]:
-    """Which calls have no other call below them in the graph."""
-    nodes = {call.edge.node for call in calls}
-    above: dict[Node, bool] = {}  # node -> whether a call lies below it
-    stack: list[tuple[Node, bool]] = [(losses.grad_fn, False)]  # type: ignore[list-item]
-    while stack:
-        node, children_done = stack.pop()
-        children = [n for n, _ in node.next_functions if n is not None]
-        if children_done:
-            above[node] = any(child in nodes or above[child] for child in children)
-        elif node not in above:
-            above[node] = False
-            stack.append((node, True))
-            stack += ((child, False) for child in children if child not in above)
-    return [not above[call.edge.node] for call in calls]

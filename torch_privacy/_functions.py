@@ -33,7 +33,7 @@ _CONSTANTS = {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch
 # Factories whose result may stand for an input with a part for every example, such as a first hidden state.
 _FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
 # Functions that take no more than the shape or type of their second tensor.
-_LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
+LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
 _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
@@ -49,10 +49,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-
-
-def data_arguments(func: Callable, args: tuple, tensors: list[Tensor]) -> list[Tensor]:
-    return [t for t in tensors if t is args[0]] if func in _LIKE else tensors
 
 
 def makes_constant(func: Callable, out: Any, num_examples: int | None) -> bool:
@@ -160,6 +156,8 @@ def numbers_in(values: Iterable[Any]) -> tuple:
     """The whole numbers, names and None among arguments, lists and slices included."""
     found: list[Any] = []
     for value in values:
+        if isinstance(value, Tensor):
+            continue
         if value is None or value is Ellipsis or isinstance(value, (int, str)):
             found.append(value)
         elif isinstance(value, slice):

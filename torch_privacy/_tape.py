@@ -8,7 +8,6 @@ the names of parameter and op. One backward, to the outputs only, then gives eve
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ._check import Refused
-from ._collect import Clip, Collector, GroupSums, backward_into, deepest_calls
+from ._collect import Clip, Collector, GroupSums, backward_into
 from ._functions import (
     EXPANSIONS,
+    LIKE,
     changes_in_place,
-    data_arguments,
     in_units_of,
     looks_up_examples,
     makes_constant,
@@ -37,6 +36,7 @@ from ._functions import (
     rearranges,
     tensors_in,
 )
+from ._graph import Graph
 from ._layout import Layouts, Merging, check_input, fresh_generator, random_cotangent
 from ._plan import Budget, saved_bytes
 from .jacobian import Jacobian
@@ -49,7 +49,7 @@ from .ops.fallback import replay, uses_of
 MEMORY_BUDGET = 1.2
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Output:
     """Where an op's output y hangs in the graph: at ``edge``, y's own or that of the base that y is a part of."""
 
@@ -69,7 +69,7 @@ class Output:
         return laid_out.as_strided(self.shape, stride, offset)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """One op call that met parameters."""
 
@@ -77,7 +77,7 @@ class Call:
     output: Output
     inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
     uses: tuple[Use, ...]
-    versions: tuple[tuple[Tensor, int], ...]
+    versions: list[tuple[Tensor, int]]
 
     @property
     def edge(self) -> GradientEdge:
@@ -112,6 +112,34 @@ class Source:
 def _before(source: Source) -> Tensor:
     """The tensor that a chain of ``expand`` began with."""
     return source.tensor if source.before_expansion is None else source.before_expansion
+
+
+@dataclass(slots=True)
+class Reached:
+    """What the losses of one batch were computed from: the calls between them and the parameters, and the way there."""
+
+    losses: Tensor
+    graph: Graph
+    calls: list[Call]
+    path: int
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        return [call.output.edge for call in self.calls]
+
+    def precision(self) -> float:
+        """Relative rounding of the coarsest floating-point type on the way, casts between the calls included."""
+        dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
+        for node in self.graph.nodes():
+            if node.name() == "ToCopyBackward0":
+                dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+    def deepest(self) -> list[bool]:
+        """Which calls have no other call below them in the graph."""
+        nodes = [call.output.edge.node for call in self.calls]
+        above = self.graph.above(set(nodes))
+        return [node not in above for node in nodes]
 
 
 class Tape(TorchFunctionMode):
@@ -149,25 +177,40 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        tensors = list(tensors_in((*args, *kwargs.values())))
-        met = [t for t in tensors if self._source(t) is not None]
-        data = [t for t in data_arguments(func, args, tensors) if not self._is_constant(t) and self._source(t) is None]
+            return func(*args, **(kwargs or {}))
+        values = (*args, *kwargs.values()) if kwargs else args
+        kwargs = kwargs or {}
+        tensors, met, data = self._sorted(values)
+        if func in LIKE:
+            data = [t for t in data if t is args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
-        self._program.append((func, numbers_in((*args, *kwargs.values()))))
-        if (data or looks_up_examples(func, args)) and met:
+        self._program.append((func, numbers_in(values)))
+        if met and (data or looks_up_examples(func, args)):
             return self._meet(func, args, kwargs, data, met)
-        self._reorders = self._reorders or (bool(data) and may_reorder(func, args))
+        if data:
+            self._reorders = self._reorders or may_reorder(func, args)
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if not data and (tensors or makes_constant(func, out, self._num_examples)):
+        if tensors or makes_constant(func, out, self._num_examples):
             result = args[0] if changes_in_place(func) else out
             if not makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
         return out
+
+    def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The tensors among arguments: all, those that are sources, and those that hold data of the batch."""
+        tensors, met, data = list(tensors_in(values)), [], []
+        for t in tensors:
+            key = id(t)
+            source = self._sources.get(key)
+            if source is not None and source.version == t._version:
+                met.append(t)
+            elif key not in self._constants or not self._is_constant(t):
+                data.append(t)
+        return tensors, met, data
 
     def probe(self, arguments: Any) -> Any:
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
@@ -204,33 +247,26 @@ class Tape(TorchFunctionMode):
                 which examples cannot be told apart; an input changed in place since it was used; disagreement with
                 a native backward.
         """
-        calls, path, layouts = self._prepared(losses, may_miss)
+        reached, layouts = self._reach(losses, may_miss)
         with _without_autocast(losses.device.type):
-            return self._jacobian(losses, calls, path, layouts, retain_graph=retain_graph, verify=verify)[0]
+            return self._jacobian(reached, layouts, retain_graph=retain_graph, verify=verify)[0]
 
     def _jacobian(
-        self,
-        losses: Tensor,
-        calls: list[Call],
-        path: int,
-        layouts: list[AnyLayout] | None,
-        *,
-        retain_graph: bool,
-        verify: bool,
+        self, reached: Reached, layouts: list[AnyLayout] | None, *, retain_graph: bool, verify: bool
     ) -> tuple[Jacobian, list[AnyLayout]]:
         """Everything, for any question: no budget; with the layouts, which are measured where they are not known."""
+        losses, calls = reached.losses, reached.calls
         verify = verify and not self.layouts.verified(calls)
         keep = retain_graph or verify
-        ones = torch.ones_like(losses)
-        bs = _gradients(losses, [c.edge for c in calls], ones, retain_graph=keep or layouts is None)
+        bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=keep or layouts is None)
         if layouts is None:
-            layouts = self._measure(path, losses, calls, bs)
+            layouts = self._measure(reached, bs)
         collector = Collector(calls, layouts, self._sources)
         for number, g in enumerate(bs):
             collector.take(number, g, losses)
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, collector.blocks)
         if verify:
-            verify_against_native(jacobian, losses, self.parameters, _precision(losses, calls))
+            verify_against_native(jacobian, losses, self.parameters, reached.precision())
             self.layouts.note_verified(calls, len(losses))
         return jacobian, layouts
 
@@ -243,6 +279,7 @@ class Tape(TorchFunctionMode):
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
         memory_budget: float = MEMORY_BUDGET,
+        graph: Graph | None = None,
     ) -> dict[str, Tensor]:
         """Σᵢ cᵢ row_i with factors group by group, by one backward in which no more is kept than the budget allows.
 
@@ -254,65 +291,69 @@ class Tape(TorchFunctionMode):
             merging: examples whose mean is to be one row.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
+            graph: of the losses, where it was read already.
 
         Returns:
             The clipped sum by name. While layouts are still measured everything is kept, and verified.
         """
-        calls, path, layouts = self._prepared(losses, may_miss)
+        reached, layouts = self._reach(losses, may_miss, graph)
         with _without_autocast(losses.device.type):
             if layouts is None:  # measured, verified, and then done like any other batch: bit for bit
-                layouts = self._jacobian(losses, calls, path, None, retain_graph=True, verify=True)[1]
+                layouts = self._jacobian(reached, None, retain_graph=True, verify=True)[1]
             cotangent, num_rows = torch.ones_like(losses), len(losses)
             if merging is not None:
                 layouts = [merging.layout(layout) for layout in layouts]
                 cotangent, num_rows = merging.weights().to(losses), merging.count
-            collector = Collector(calls, layouts, self._sources, self._budget(losses, calls, memory_budget))
+            collector = Collector(reached.calls, layouts, self._sources, self._budget(reached, memory_budget))
             sums = GroupSums(groups, clip, num_rows, losses.dtype, self.parameters, collector.names)
             collector.on_block = sums.add
-            backward_into(collector, losses, cotangent, calls, deepest_calls(losses, calls))
+            backward_into(collector, losses, cotangent, reached.calls, reached.deepest())
         return sums.sums
 
-    def _budget(self, losses: Tensor, calls: list[Call], limit: float) -> Budget:
-        saved = saved_bytes(_nodes(losses), self.parameters.values())
-        parameters = sum(p.numel() * p.itemsize for p in self.parameters.values())
-        return Budget(limit, saved, sum(call.size for call in calls), parameters)
+    def _budget(self, reached: Reached, limit: float) -> Budget:
+        saved = saved_bytes(reached.graph.nodes(), self.parameters.values())
+        parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
+        return Budget(limit, saved, sum([call.size for call in reached.calls]), parameters)
 
-    def _prepared(self, losses: Tensor, may_miss: Iterable[str]) -> tuple[list[Call], int, list[AnyLayout] | None]:
-        """The calls between losses and parameters, their path, and their layouts if these are known."""
+    def _reach(
+        self, losses: Tensor, may_miss: Iterable[str], graph: Graph | None = None
+    ) -> tuple[Reached, list[AnyLayout] | None]:
+        """The calls between losses and parameters, and their layouts if these are known on this path."""
         check_losses(losses)
-        calls = self._reached_calls(losses)
+        graph = graph or Graph(losses)
+        calls = self._reached_calls(graph)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        path = self._path(losses, len(losses))
-        layouts = None if self._inputs or self._reorders else self.layouts.recall(path, calls, len(losses))
-        return calls, path, layouts
+        n = len(losses)
+        reached = Reached(losses, graph, calls, self._path(graph, n))
+        layouts = None if self._inputs or self._reorders else self.layouts.recall(reached.path, calls, n)
+        return reached, layouts
 
-    def _measure(self, path: int, losses: Tensor, calls: list[Call], bs: list[Tensor | None]) -> list[AnyLayout]:
+    def _measure(self, reached: Reached, bs: list[Tensor | None]) -> list[AnyLayout]:
         """The layouts of the calls by a second backward; the model's inputs must have one, too. The graph stays."""
+        losses, calls, precision = reached.losses, reached.calls, reached.precision()
         c = random_cotangent(losses)
-        edges = [call.edge for call in calls]
         inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
         plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
-        scaled = _gradients(losses, [*edges, *inputs], c, retain_graph=True)
-        precision = _precision(losses, calls)
-        layouts = self.layouts.measure(path, calls, self._names_of, bs, scaled[: len(calls)], c, precision)
+        scaled = _gradients(losses, [*reached.edges, *inputs], c, retain_graph=True)
+        layouts = self.layouts.measure(reached.path, calls, self._names_of, bs, scaled[: len(calls)], c, precision)
         for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
             check_input(leaf, g, g_scaled, c, precision)
         if any(isinstance(layout, Ragged) for layout in layouts):
             c = random_cotangent(losses)
-            scaled = _gradients(losses, edges, c, retain_graph=True)
+            scaled = _gradients(losses, reached.edges, c, retain_graph=True)
             self.layouts.confirm(calls, layouts, self._names_of, bs, scaled, c, precision)
         return layouts
 
-    def _path(self, losses: Tensor, n: int) -> int:
+    def _path(self, graph: Graph, n: int) -> int:
         """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.
 
         Sizes are taken in units of n where they are multiples of it. Another path, as by a branch in the model's or the
         loss's code, may have other layouts or mix examples; so it must be measured anew.
         """
         functions = ((func, in_units_of(n, numbers)) for func, numbers in self._program)
-        return hash((*functions, *(node.name() for node in self.nodes_before_calls(losses))))
+        return hash((*functions, *(node.name() for node in self.nodes_before_calls(graph))))
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))
@@ -334,22 +375,22 @@ class Tape(TorchFunctionMode):
             return inside(self._note_part, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
 
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
-        inputs = tuple(t.grad_fn for t in data if t.grad_fn is not None)
+        inputs = tuple([t.grad_fn for t in data if t.grad_fn is not None])
         changed = changes_in_place(func)
         copied = changed and (func in OVERWRITING or func not in OPS)
         before = (args[0].detach().clone(), *args[1:]) if copied else args
         out = func(*args, **kwargs)
         result = args[0] if changed else out
-        results = list(tensors_in((result,)))
+        results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
         outputs = [t for t in results if t.grad_fn is not None]
         if not outputs:
             return out
         op = getattr(func, "__name__", str(func))
-        wanted = [t for t in met if t.requires_grad]
         noted: list[tuple[Tensor, tuple[Use, ...]]] = []
-        if not any(t.is_complex() for t in (*outputs, *data, *met)):
+        if not any([t.is_complex() for t in (*outputs, *data, *met)]):
+            wanted = [t for t in met if t.requires_grad]
             uses = self._uses(func, result, before, kwargs, met)
-            if Counter(id(t) for t in wanted) == Counter(id(use.weight) for use in uses):
+            if sorted(map(id, wanted)) == sorted([id(use.weight) for use in uses]):
                 noted = [(result, tuple(map(self._before_expansion, uses)))]
             else:
                 noted = self._by_fallback(func, before, kwargs, wanted, results, changed)
@@ -360,7 +401,7 @@ class Tape(TorchFunctionMode):
         return out
 
     def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
-        versions = tuple((t, t._version) for use in uses for t in (*use.saved(), use.weight))
+        versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
         self._calls.append(Call(op, _output(y), inputs, uses, versions))
 
     def _note_part(self, y: Tensor, uses: Iterable[Use]) -> None:
@@ -399,19 +440,20 @@ class Tape(TorchFunctionMode):
         recorder = OPS.get(func)
         if recorder is None:
             return ()
+        sources = {id(t) for t in met if t.requires_grad}
         try:
             with torch.no_grad():
-                found = tuple(recorder(y, *args, **kwargs))
+                return tuple([use for use in recorder(y, *args, **kwargs) if id(use.weight) in sources])
         except Refused as error:
             names = ", ".join(map(repr, self._names_behind(met)))
             raise Refused(f"{error} Met by parameter {names}.") from None
-        return tuple(use for use in found if use.weight.requires_grad and self._source(use.weight) is not None)
 
     def _before_expansion(self, use: Use) -> Use:
         """Adding or multiplying broadcasts by itself: an expanded parameter is as good as the one before ``expand``."""
-        source = self._sources[id(use.weight)]
-        broadcasts = isinstance(use, (EntrywiseUse, ContractionUse)) and source.before_expansion is not None
-        return replace(use, weight=source.before_expansion) if broadcasts else use
+        before = self._sources[id(use.weight)].before_expansion
+        if before is None or not isinstance(use, (EntrywiseUse, ContractionUse)):
+            return use
+        return replace(use, weight=before)
 
     def _add_derived(self, func: Callable, args: tuple, met: list[Tensor], result: Tensor) -> None:
         key = id(result)
@@ -429,29 +471,18 @@ class Tape(TorchFunctionMode):
             before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
 
-    def nodes_before_calls(self, losses: Tensor) -> Iterator[Node]:
-        """The nodes of the graph between the losses and the first noted calls on every path."""
-        calls = {call.edge.node for call in self._calls}
-        stack = [losses.grad_fn]
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            if node is None or node in calls:
-                continue
-            yield node
-            following = {n for n, _ in node.next_functions} - seen
-            seen |= following
-            stack += following
+    def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
+        """The nodes between the losses and the first noted calls on every path."""
+        return graph.before({call.output.edge.node for call in self._calls})
 
-    def _reached_calls(self, losses: Tensor) -> list[Call]:
+    def _reached_calls(self, graph: Graph) -> list[Call]:
         """The calls between losses and parameters, in the order they were made; refuses any path around them."""
         by_node: dict[Node, list[Call]] = {}
         for call in self._calls:
             by_node.setdefault(call.edge.node, []).append(call)
         leaves = {get_gradient_edge(p).node: name for name, p in self.parameters.items() if p.requires_grad}
-        assert losses.grad_fn is not None
         reached: list[Call] = []
-        stack, seen = [losses.grad_fn], {losses.grad_fn}
+        stack, seen = [graph.root], {graph.root}
         while stack:
             node = stack.pop()
             self._check_known(node, leaves)
@@ -459,7 +490,7 @@ class Tape(TorchFunctionMode):
                 reached += by_node[node]
                 following = [n for call in by_node[node] for n in call.inputs]
             else:
-                following = [n for n, _ in node.next_functions if n is not None]
+                following = graph.following(node)
             for n in following:
                 if n not in seen:
                     seen.add(n)
@@ -560,27 +591,6 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
     if not inputs:
         return []
     return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))
-
-
-def _precision(losses: Tensor, calls: list[Call]) -> float:
-    """Relative rounding of the coarsest floating-point type on the way, casts between the calls included."""
-    dtypes = {losses.dtype, *(call.output.dtype for call in calls)}
-    for node in _nodes(losses):
-        if node.name() == "ToCopyBackward0":
-            dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
-
-
-def _nodes(losses: Tensor) -> Iterator[Node]:
-    """All nodes of the graph behind the losses."""
-    stack: list[Node] = [losses.grad_fn]  # type: ignore[list-item]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        stack += following
 
 
 def _without_autocast(device: str) -> AbstractContextManager:

@@ -25,6 +25,7 @@ from . import __version__, privacy
 from ._batches import Batches, Collate, split
 from ._check import Refused, positive, strictly_between, whole
 from ._divisor import Divisors
+from ._graph import Graph
 from ._layout import Layouts, Merging
 from ._model import Seal, check_model, take_census
 from ._tape import MEMORY_BUDGET, Tape, check_losses
@@ -254,7 +255,8 @@ class PrivateTraining:
                 f"({pending.size},), one loss per example."
             )
         pending.seal.check(take_census(self.model, self.optimizer))
-        self._divisors.check(pending.size, pending.tape.nodes_before_calls(losses))
+        graph = Graph(losses)
+        self._divisors.check(pending.size, pending.tape.nodes_before_calls(graph))
         clipped = _Clipped(self.clipping)
         part = pending.tape.clipped_sum(
             losses,
@@ -263,6 +265,7 @@ class PrivateTraining:
             merging=self._merging(pending.size),
             may_miss=self._seen,
             memory_budget=self.memory_budget,
+            graph=graph,
         )
         self._seen |= set(pending.tape.parameters)
         self.num_non_finite += clipped.num_non_finite

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
-from ._base import Layout, Op, Use, in_one_dtype
+from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
 from .dense import Rows
 from .elementwise import MOST_ENTRIES, TermUse
 from .linear import Arrangement, Bilinear, GroupedLinear, Linear
@@ -44,7 +44,7 @@ class ContractionUse(Use):
     def saved(self) -> tuple[Tensor, ...]:
         return (self.x,)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         example, own = self.y_labels[layout.dim], self._own_labels()
         if example in own:
             return self._rows_of_entries_per_example(b, layout, own)
@@ -64,7 +64,7 @@ class ContractionUse(Use):
         labels = self.weight_labels[len(self.weight_labels) - self.weight.ndim :]
         return {label: size for label, size in zip(labels, self.weight.shape, strict=True) if size != 1}
 
-    def _rows_of_entries_per_example(self, b: Tensor, layout: Layout, own: Mapping[str, int]) -> Op:
+    def _rows_of_entries_per_example(self, b: Tensor, layout: AnyLayout, own: Mapping[str, int]) -> Op:
         """Of a weight that has entries of its own for every example: those of the whole gradient that are i's."""
         n, example = layout.num_examples, self.y_labels[layout.dim]
         if n * self.weight.numel() > MOST_ENTRIES:
@@ -81,7 +81,7 @@ class ContractionUse(Use):
         return Rows(total * owned.view(n, *(owned.shape[1] if k == dim else 1 for k in range(self.weight.ndim))))
 
 
-def _owned(layout: Layout, size: int, like: Tensor) -> Tensor:
+def _owned(layout: AnyLayout, size: int, like: Tensor) -> Tensor:
     """(n, size): 1 where an entry along the layout's dimension is the example's, else 0."""
     numbers = torch.arange(1, size + 1, device=like.device).view(*(1,) * layout.dim, size)
     numbers = layout.examples_first(numbers).flatten(1)  # what only fills up has number 0
@@ -99,7 +99,7 @@ def _grouped(
     labels: Labels,
     roles: tuple[str, Names, Names, Names],
     sizes: Mapping[str, int],
-    layout: Layout,
+    layout: AnyLayout,
 ) -> Tensor:
     """-> (n, g, t, d) for the labels of (examples, matrices, positions, inputs or outputs), any other summed out.
 
@@ -143,6 +143,23 @@ def _arranged(
 
 
 @dataclass(frozen=True)
+class LinearUse(Use):
+    """One call of ``y = x Wᵀ``: ``x`` (*positions, d), y (*positions, e); the contraction met most, so in few words."""
+
+    x: Tensor
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return list(range(b_ndim - 1))
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        x, b = in_one_dtype(self.x, b)
+        return Linear(_positions(layout.examples_first(x)), _positions(layout.examples_first(b)))
+
+
+@dataclass(frozen=True)
 class BilinearUse(Use):
     """One call of ``y_k = x₁ᵀ W_k x₂``: ``x1`` (*positions, p), ``x2`` (*positions, q), y (*positions, e)."""
 
@@ -155,7 +172,7 @@ class BilinearUse(Use):
     def saved(self) -> tuple[Tensor, ...]:
         return (self.x1, self.x2)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         (x1, b), (x2, _) = in_one_dtype(self.x1, b), in_one_dtype(self.x2, b)
         return Bilinear(*(_positions(layout.examples_first(tensor)) for tensor in (x1, x2, b)))
 
@@ -196,8 +213,13 @@ def _broadcast(ndim: int) -> Labels:
 
 def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
     """``y = x Wᵀ + bias``."""
-    positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
-    yield from contraction((*positions, *outputs), input, (*positions, "d"), weight, (*outputs, "d"))
+    if (
+        weight.requires_grad and weight.ndim == 2 and min(weight.shape) > 1
+    ):  # should input be a parameter, too: fallback
+        yield LinearUse(weight, input)
+    else:
+        positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
+        yield from contraction((*positions, *outputs), input, (*positions, "d"), weight, (*outputs, "d"))
     if bias is not None:
         yield TermUse(bias)
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autograd graph behind the losses, read once: asking torch for a node's neighbors costs more than all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class Graph:
+    """Nodes behind ``losses``; ``children`` are those a node's gradients go to."""
+
+    def __init__(self, losses: Tensor):
+        assert losses.grad_fn is not None
+        self.root: Node = losses.grad_fn
+        self.children: dict[Node, list[Node]] = {}
+        self._parents: dict[Node, list[Node]] = {}
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if node in self.children:
+                continue
+            children = self.children[node] = _children(node)
+            for child in children:
+                self._parents.setdefault(child, []).append(node)
+            stack += children
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, the losses' own first."""
+        return iter(self.children)
+
+    def following(self, node: Node) -> list[Node]:
+        """A node's children; also of one outside, as is the history of a tensor that was changed in place since."""
+        known = self.children.get(node)
+        return _children(node) if known is None else known
+
+    def before(self, stops: Collection[Node]) -> Iterator[Node]:
+        """The nodes that are reached from the losses without passing one of ``stops``."""
+        stack, seen = [self.root], {self.root}
+        while stack:
+            node = stack.pop()
+            if node not in stops:
+                yield node
+                following = [n for n in self.children[node] if n not in seen]
+                seen.update(following)
+                stack += following
+
+    def above(self, nodes: Collection[Node]) -> set[Node]:
+        """The nodes that have one of ``nodes`` strictly below them."""
+        stack = [parent for node in nodes for parent in self._parents.get(node, ())]
+        found: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += self._parents.get(node, ())
+        return found
+
+
+def _children(node: Node) -> list[Node]:
+    return [n for n, _ in node.next_functions if n is not None]
