@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from . import privacy as privacy
     from ._check import Refused as Refused
     from ._tape import record as record
+    from .checkup import Checkup as Checkup
+    from .checkup import check as check
     from .clipping import Adaptive as Adaptive
     from .clipping import Automatic as Automatic
     from .clipping import ClippingRule as ClippingRule
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Adaptive": "clipping",
     "Automatic": "clipping",
+    "Checkup": "checkup",
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
@@ -38,6 +41,7 @@ _HOME = {
     "PrivateTraining": "training",
     "Refused": "_check",
     "Spent": "training",
+    "check": "checkup",
     "median_norm": "clipping",
     "record": "_tape",
     "vmapped_jacobian": "vmapped",
@@ -45,6 +49,7 @@ _HOME = {
 __all__ = [
     "Adaptive",
     "Automatic",
+    "Checkup",
     "ClippingRule",
     "EachLayer",
     "Flat",
@@ -55,6 +60,7 @@ __all__ = [
     "PrivateTraining",
     "Refused",
     "Spent",
+    "check",
     "median_norm",
     "privacy",
     "record",

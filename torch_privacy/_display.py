@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command shows: a live bar on a terminal, a line per epoch elsewhere, plain tables. For ``cli.py``."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable
+from io import StringIO
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from torch_privacy.experiments.log import Progress as Step
 from torch_privacy.summary import round_up
 
+if TYPE_CHECKING:
+    from torch_privacy.checkup import Checkup, Verdict
+
 ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers alone
 MARGIN = 4  # columns kept free, so that the terminal's ^C does not wrap the line, of which then a copy would stay
+ANY_WIDTH = 10_000  # columns; wider than any table
 SHARE = 0.01  # of the time may go into pricing steps
 
 Price = Callable[[int], float]  # number of steps -> certified upper bound on epsilon
@@ -76,7 +86,7 @@ class TrainingDisplay:
         self._bars: dict[str, TaskID] = {}
         self._epsilon = EpsilonAhead()
 
-    def __enter__(self) -> "TrainingDisplay":
+    def __enter__(self) -> TrainingDisplay:
         self._live.start()
         return self
 
@@ -144,3 +154,80 @@ def tradeoff_table(points: Iterable[dict[str, float]]) -> Table:
         caught = round_up(100 * (1 - point["beta_low"]), 2)
         table.add_row(f"{100 * point['alpha']:g} %", f"{100 - float(caught):.2f} %", f"{caught} %")
     return table
+
+
+def checkup_view(checkup: Checkup, *, prices: bool = False) -> Group:
+    """A line per parameter, then the problems, then the notes; with ``prices`` also what the plan costs."""
+    n, count = checkup.num_examples, len(checkup.problems)
+    of_what = f"{len(checkup.verdicts)} parameters" + (f", a batch of {n} examples" if n else "")
+    outcome = f"{count or 'no'} problem{'s' * (count > 1)} found"
+    generic = any(met.generic for verdict in checkup.verdicts for met in verdict.meetings)
+    footnote = [Text("* no rule of its own: rows by the function's own backward, which is slower")] * generic
+    problems = [_paragraph(f"{i}. ", str(problem)) for i, problem in enumerate(checkup.problems, 1)]
+    notes = [_paragraph("note: ", note) for note in checkup.notes]
+    return Group(_Verdicts(checkup, prices), *footnote, Text(), Text(f"{of_what}: {outcome}"), *problems, *notes)
+
+
+class _Verdicts:
+    """A table where there is room for it; else the same in words, a paragraph for each parameter."""
+
+    def __init__(self, checkup: Checkup, prices: bool):
+        self._rows = [_cells(checkup, verdict, prices) for verdict in checkup.verdicts]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, Measurement.get(console, options.update(width=ANY_WIDTH), self._table()).maximum)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.__rich_measure__(console, options).maximum <= options.max_width:
+            yield self._table()
+            return
+        for row in self._rows:
+            named = [f"{name} {', '.join(cells)}" for name, cells in row.items() if any(cells)]
+            yield Text(row["parameter"][0], style="bold")
+            yield _paragraph("    ", "; ".join((row["verdict"][0], *named[1:-1])))
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in self._rows[0]:
+            table.add_column(name, justify="right" if name in ("flops", "memory") else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(Text("\n".join(cells)) for cells in row.values()))
+        return table
+
+
+def _cells(checkup: Checkup, verdict: Verdict, prices: bool) -> dict[str, tuple[str, ...]]:
+    """What there is to say of a parameter, by column; a cell may have several lines."""
+    numbers = [i for i, problem in enumerate(checkup.problems, 1) if verdict.name in problem.names]
+    outcome = verdict.verdict + (f" ({', '.join(map(str, numbers))})" if numbers else "")
+    cells = {"parameter": (verdict.name,), "op": verdict.ops, "output": verdict.layouts, "norms by": verdict.methods}
+    if prices:
+        flops, held = sum(row.flops for row in verdict.plan), sum(row.held for row in verdict.plan)
+        known = bool(verdict.plan)
+        cells |= {"sum from": verdict.kept, "flops": (_si(flops),) * known, "memory": (f"{_si(held)}B",) * known}
+    return {**cells, "verdict": (outcome,)}
+
+
+def _si(number: float) -> str:
+    """Three digits and a prefix: 123, 12.3k, 1.23M."""
+    power = min(4, max(0, math.floor(math.log10(max(number, 1)) / 3 + 1e-4)))
+    return f"{number / 1000**power:.3g}{'kMGT'[power - 1] if power else ''}"
+
+
+def _paragraph(label: str, text: str) -> Table:
+    """Text behind a label, its further lines below the first."""
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label), Text(text))
+    return grid
+
+
+def checkup_text(checkup: Checkup) -> str:
+    """The view in plain characters, for print and logs: 100 columns wide, or as wide as the table."""
+    plain = {"color_system": None, "force_terminal": False, "legacy_windows": False}
+    console = Console(file=StringIO(), width=ANY_WIDTH, **plain)
+    table = _Verdicts(checkup, prices=False)
+    console.width = max(100, console.measure(table).maximum)
+    console.print(checkup_view(checkup))
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -75,6 +75,7 @@ def _may_hold_examples(out: Tensor, num_examples: int) -> bool:
     return any(size % max(num_examples, 1) == 0 for size in out.shape)
 
 
+@cache
 def changes_in_place(func: Callable) -> bool:
     """Whether the function writes into its first argument, by its name: ``add_``, ``__iadd__``, ``__setitem__``."""
     name = getattr(func, "__name__", "")

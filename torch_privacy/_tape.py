@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -167,6 +168,7 @@ class Tape(TorchFunctionMode):
         self._sources = {
             id(p): Source(p, p._version, (name,), direct=True, rearranged=True) for name, p in self.parameters.items()
         }
+        self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
         self._constants = {id(t): (t, t._version) for t in constants}
         self._inputs: list[Tensor] = []
         self._reorders = False  # the data of the batch may have decided where its examples lie
@@ -442,8 +444,7 @@ class Tape(TorchFunctionMode):
             return ()
         sources = {id(t) for t in met if t.requires_grad}
         try:
-            with torch.no_grad():
-                return tuple([use for use in recorder(y, *args, **kwargs) if id(use.weight) in sources])
+            return tuple([use for use in recorder(y, *args, **kwargs) if id(use.weight) in sources])
         except Refused as error:
             names = ", ".join(map(repr, self._names_behind(met)))
             raise Refused(f"{error} Met by parameter {names}.") from None
@@ -480,12 +481,11 @@ class Tape(TorchFunctionMode):
         by_node: dict[Node, list[Call]] = {}
         for call in self._calls:
             by_node.setdefault(call.edge.node, []).append(call)
-        leaves = {get_gradient_edge(p).node: name for name, p in self.parameters.items() if p.requires_grad}
         reached: list[Call] = []
         stack, seen = [graph.root], {graph.root}
         while stack:
             node = stack.pop()
-            self._check_known(node, leaves)
+            self._check_known(node)
             if node in by_node:
                 reached += by_node[node]
                 following = [n for call in by_node[node] for n in call.inputs]
@@ -498,7 +498,7 @@ class Tape(TorchFunctionMode):
         order = {id(call): i for i, call in enumerate(self._calls)}
         return sorted(reached, key=lambda call: order[id(call)])
 
-    def _check_known(self, node: Node, leaves: Mapping[Node, str]) -> None:
+    def _check_known(self, node: Node) -> None:
         if node in self._unknown:
             op, names = self._unknown[node]
             raise Refused(
@@ -506,13 +506,14 @@ class Tape(TorchFunctionMode):
                 f"Allowed: {', '.join(sorted({f.__name__.strip('_') for f in OPS}))}. "
                 "Write that step with these, or freeze the parameter."
             )
-        if node in leaves:
+        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+        if leaf is not None and id(leaf) in self._leaves:
             raise Refused(
-                f"tape: parameter {leaves[node]!r} reaches the losses by a path that no recorded op explains. Call the "
-                "model as model(x) and use its parameters nowhere else (or put all of it under tp.record / "
+                f"tape: parameter {self._leaves[id(leaf)]!r} reaches the losses by a path that no recorded op explains."
+                " Call the model as model(x) and use its parameters nowhere else (or put all of it under tp.record / "
                 "training.record()), or freeze the parameter."
             )
-        if node.name().startswith("CheckpointFunction"):
+        if isinstance(node, BackwardCFunction) and node.name().startswith("CheckpointFunction"):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
 
     def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
@@ -541,8 +542,9 @@ class record(Tape):
     """
 
     def __init__(self, model: nn.Module):
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        frozen = (p for p in model.parameters() if not p.requires_grad)
+        named = dict(model.named_parameters())
+        trainable = {name: p for name, p in named.items() if p.requires_grad}
+        frozen = [p for p in named.values() if not p.requires_grad]
         super().__init__(trainable, constants=(*frozen, *model.buffers()))
 
 
@@ -555,13 +557,18 @@ def _output(y: Tensor) -> Output:
     """
     base = y._base
     if base is None or base.grad_fn is None:
-        return Output(get_gradient_edge(y), y.shape, y.dtype, None)
+        return Output(_edge(y), y.shape, y.dtype, None)
     if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
-        return Output(get_gradient_edge(base), y.shape, y.dtype, None)
+        return Output(_edge(base), y.shape, y.dtype, None)
     if not base.grad_fn.name().endswith("CopySlices"):
-        return Output(get_gradient_edge(y), y.shape, y.dtype, None)
+        return Output(_edge(y), y.shape, y.dtype, None)
     shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    return Output(get_gradient_edge(base), y.shape, y.dtype, (shape_only, y.stride(), y.storage_offset()))
+    return Output(_edge(base), y.shape, y.dtype, (shape_only, y.stride(), y.storage_offset()))
+
+
+def _edge(y: Tensor) -> GradientEdge:
+    assert y.grad_fn is not None
+    return GradientEdge(y.grad_fn, y.output_nr)
 
 
 def check_losses(losses: Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``torch-privacy``: parses, calls the library, prints. Nothing but ``train`` waits for torch."""
+"""The command ``torch-privacy``: parses, calls the library, prints. Only ``train`` and ``explain`` wait for torch."""
 
 import errno
 import json
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from typer.exceptions import TyperException
 
 from torch_privacy._signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 
+PROBLEM = 1
 USER_MISTAKE = 2
 KNOWN = ", ".join(EXPERIMENTS)
 
@@ -112,6 +112,32 @@ def tradeoff(
     profile = compose_steps(noise_multiplier, sampling_probability, steps)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     _print({"tradeoff": points}, tradeoff_table(points), as_json)
+
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help=f"An experiment ({KNOWN}), or package.module:factory, a function that returns (model, loss_fn, batch).",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def explain(model: ModelName, as_json: AsJson = False) -> None:
+    """How the gradients of a model's parameters are bounded and summed, and what training would refuse.
+
+    Nothing is trained. The exit code is 1 if there is a problem.
+    """
+    from torch_privacy._display import checkup_view
+    from torch_privacy._subjects import load_subject
+    from torch_privacy.checkup import check
+
+    subject = load_subject(model)
+    checkup = check(subject.model, subject.loss_fn, subject.batch)
+    _print(checkup.as_json(), checkup_view(checkup, prices=True), as_json)
+    raise typer.Exit(0 if checkup.ok else PROBLEM)
 
 
 # The options of train have no defaults here: what is not given is the experiment's own (torch_privacy/experiments).
@@ -276,14 +302,14 @@ def _check_alone(option: str, *others: Any) -> None:
         )
 
 
-def _print(content: dict[str, Any], shown: list[tuple[str, str]] | Table, as_json: bool) -> None:
+def _print(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:
     """Print a result for a program or for people."""
     from torch_privacy._display import lines_table
 
     if as_json:
         typer.echo(json.dumps(content, indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(shown if isinstance(shown, Table) else lines_table(shown))
+        Console(highlight=False).print(lines_table(shown) if isinstance(shown, list) else shown)
 
 
 def _say(message: str) -> None:
@@ -302,7 +328,9 @@ def _complain(message: str) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line: 0, 2 after a mistake of the user's, 130 or 143 when interrupted."""
+    """The exit code of one command line: 0, 1 if ``explain`` found a problem, 2 after a mistake of the user's, 130 or
+    143 when interrupted.
+    """
     try:
         return app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0
     except BrokenPipeError:  # as in `torch-privacy tradeoff ... | head -1`

@@ -418,7 +418,7 @@ def _pad_as_named(x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tu
     for size, step in zip(reversed(kernel), reversed(dilation), strict=True):
         total = step * (size - 1)
         sides += [total // 2, total - total // 2]
-    return F.pad(x, sides), 0
+    return F.pad(x.detach(), sides), 0
 
 
 RECORDERS = {

@@ -199,7 +199,7 @@ def _diagonal(x: Tensor, labels: Labels) -> tuple[Tensor, Labels]:
     if distinct == labels:
         return x, labels
     numbers = {label: number for number, label in enumerate(distinct)}
-    return torch.einsum(x, [numbers[label] for label in labels], list(numbers.values())), distinct
+    return torch.einsum(x.detach(), [numbers[label] for label in labels], list(numbers.values())), distinct
 
 
 def _broadcast(ndim: int) -> Labels:

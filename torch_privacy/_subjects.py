@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``torch-privacy explain`` is asked about, by name: a model, its losses and a batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from torch_privacy.experiments import EXPERIMENTS, load_experiment
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The arguments of ``check``."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    batch: Any
+
+
+def load_subject(name: str) -> Subject:
+    """What a name stands for: an experiment, or ``package.module:factory``, looked for in the current folder, too.
+
+    The factory takes no arguments and returns (model, loss_fn, batch), or (model, (x, labels)) for a classifier.
+
+    Raises:
+        ValueError: there is nothing of that name, or it gives something else; the message lists what there is.
+    """
+    if name in EXPERIMENTS:
+        return _of_experiment(name)
+    module, colon, factory = name.partition(":")
+    if not (module and colon and factory):
+        raise ValueError(
+            f"explain: {name!r} must be one of {', '.join(map(repr, EXPERIMENTS))}, or package.module:factory, a "
+            "function without arguments that returns (model, loss_fn, batch) or (model, (x, labels))."
+        )
+    return _of_factory(name, _import(name, module), factory)
+
+
+def _of_experiment(name: str) -> Subject:
+    module = load_experiment(name)
+    settings = module.Settings()
+    task = module.build_task(settings)
+    examples = (task.train[i] for i in range(len(task.train)))  # type: ignore[arg-type]
+    batch = default_collate(list(islice(examples, settings.expected_batch_size)))
+    return Subject(task.new_model(), lambda model, batch: task.losses(model(batch[0]), batch[1]), batch)
+
+
+def _import(name: str, module: str) -> Any:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another one
+        raise ValueError(
+            f"explain: {name!r} names no module {error.name!r} in {here} or among the installed."
+        ) from None
+    finally:
+        sys.path.remove(here)
+
+
+def _of_factory(name: str, module: Any, factory: str) -> Subject:
+    function = getattr(module, factory, None)
+    if not callable(function):
+        raise ValueError(f"explain: {name!r} must name a function; {module.__name__} has none called {factory!r}.")
+    made = function()
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"explain: {name!r} gave ({kinds}): must be (model, loss_fn, batch) or (model, (x, labels)).")
+    if len(parts) == 3:
+        return Subject(*parts)
+    batch = parts[1]
+    if not (isinstance(batch, (tuple, list)) and [isinstance(t, Tensor) for t in batch] == [True, True]):
+        raise ValueError(f"explain: {name!r} gave a batch without a loss_fn: must be (x, labels), or return a loss_fn.")
+    return Subject(parts[0], cross_entropies, batch)
+
+
+def cross_entropies(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(n,) cross-entropy of the outputs (n, classes, ...) and labels (n, ...), averaged over an example's positions."""
+    x, labels = batch
+    losses = F.cross_entropy(model(x), labels, reduction="none")
+    return losses.reshape(len(losses), -1).mean(1)

@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``check``: everything the engine verifies about a model and its losses, on one batch, before anything is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import SGD, Optimizer
+
+from ._check import Refused
+from ._divisor import Divisors
+from ._graph import Graph
+from ._layout import Layouts
+from ._model import Census, Seal, check_model, take_census
+from ._plan import choices
+from ._rewind import RandomState, Snapshot, frozen, in_eval
+from ._tape import Call, Tape, check_losses
+from .jacobian import Jacobian
+from .ops import AnyLayout, Layout
+from .ops.fallback import ReplayUse
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+EXACT, REFUSED, NOT_CHECKED = "exact", "refused", "not checked"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that training would refuse, or that would make its guarantee void; ``text`` says what to do."""
+
+    check: str  # the one that found it
+    names: tuple[str, ...]  # parameters and buffers concerned
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A call of a torch function that met a parameter."""
+
+    op: str  # the function's name
+    module: str  # dotted name of the innermost module whose forward made the call; the model itself is ""
+    inside: bool  # whether the model's own forward was running
+    layout: str  # shape of the output with n where the examples sit, "(n, 16, 64)", "(n·16, 64)"; "" if not measured
+    generic: bool  # a function without a rule of its own: its rows come from its own backward, which is slower
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """How norms and clipped sum of one parameter, or of a tensor made of some, are computed."""
+
+    names: tuple[str, ...]
+    method: str  # for the norms
+    kept: str  # what the clipped sum is made of: "rows", or "x and b"
+    flops: float  # for norms and sum
+    held: int  # bytes held between norms and sum
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found about one trainable parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    meetings: tuple[Meeting, ...]
+    plan: tuple[PlanRow, ...]
+    verdict: str  # "exact", "refused", "not checked"
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Torch functions that met the parameter; a star marks those without a rule of their own."""
+        return tuple(dict.fromkeys(met.op + "*" * met.generic for met in self.meetings))
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Where the examples sit in these functions' outputs."""
+        return tuple(dict.fromkeys(met.layout for met in self.meetings if met.layout))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """How the norms are computed."""
+        return tuple(dict.fromkeys(row.method for row in self.plan))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What the clipped sum is made of."""
+        return tuple(dict.fromkeys(row.kept for row in self.plan))
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What ``check`` found; prints as a table of verdicts, followed by every problem with its cure."""
+
+    num_examples: int  # 0 if there were no losses to count
+    verdicts: tuple[Verdict, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]  # what could not be checked, or is worth knowing
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check found a problem."""
+        return not self.problems
+
+    def raise_if_refused(self) -> None:
+        """Raise ``Refused`` with all problems, if there are any."""
+        if self.problems:
+            raise Refused("\n".join(map(str, self.problems)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        from ._display import checkup_text
+
+        return checkup_text(self)
+
+
+def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
+    """Run every self-check of the engine on one batch: no data set, no optimizer, no noise, and nothing is trained.
+
+    Args:
+        model: the module to be trained; its parameters that require a gradient are checked.
+        loss_fn: (model, batch) -> (n,) losses, one for each example.
+        batch: a tensor, or tuples, lists and mappings of such, with the n examples first; at least two of them, and
+            of different lengths if examples have lengths.
+
+    Returns:
+        A ``Checkup``: a verdict for every parameter, and all problems instead of the first one.
+
+    Guarantees:
+        - ``ok`` says: the losses have shape (n,) and are finite; no batch normalization is in training mode; every
+          trainable parameter reaches the losses, and only through functions with exact rows; no gradient leads from
+          one example's loss to another example; the rows add up to the native gradient, and two rows drawn at random
+          equal backwards of their own; both halves of the batch, and its first example, have alone the losses that
+          they have in the whole; the forward changes no tensor of the model.
+        - Afterwards the tensors and modes of the model are what they were, and so is the random state of torch, numpy
+          and Python. Meanwhile the model's tensors are held twice.
+
+    Edge cases:
+        With batch normalization in training mode, which is a problem, the other checks go on in its eval mode. Where
+        the forward draws random numbers, parts of the batch are compared with dropout modules in eval mode or, if that
+        is not enough, with all modules in eval mode. ``notes`` says so.
+
+    Raises:
+        Refused: no parameter requires a gradient, or one is not initialized yet (lazy modules).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        >>> checkup = check(model, lambda model, x: model(x).square().sum(1), torch.randn(8, 3))
+        >>> checkup.ok
+        True
+    """
+    return _Examination(model, loss_fn, batch).checkup()
+
+
+class _Examination:
+    """One run of ``check``: the model as it was, and what was found so far."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any):
+        self._model, self._loss_fn, self._batch = model, loss_fn, batch
+        self._parameters = _trainable(model)
+        # A stand-in: only its list of parameters is looked at.
+        self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
+        self._problems: list[Problem] = []
+        self._notes: list[str] = []
+        self._meetings: dict[str, tuple[Meeting, ...]] = {}
+        self._plan: list[PlanRow] = []
+        self._exact: Sequence[str] = ()
+        self._num_examples = 0
+
+    def checkup(self) -> Checkup:
+        """Run all checks, and leave model and random state as they were."""
+        self._random, self._before = RandomState(), Snapshot(self._model)
+        try:
+            self._run()
+        finally:
+            self._before.restore()
+            self._random.restore()
+        verdicts = tuple(self._verdict(name, p) for name, p in self._parameters.items())
+        return Checkup(self._num_examples, verdicts, tuple(self._problems), tuple(self._notes))
+
+    def _run(self) -> None:
+        set_aside = self._set_aside_batch_norms()
+        losses = self._check_forward()
+        if self._usable(losses):
+            self._num_examples = len(losses)
+            self._check_parameters([name for name in self._parameters if name not in set_aside])
+            self._check_inputs()
+            self._check_parts()
+
+    def _losses(self, batch: Any) -> Any:
+        """The losses of a batch, by the model and with the random numbers of the first run."""
+        self._before.restore_tensors()
+        self._random.restore()
+        with torch.enable_grad():
+            return self._loss_fn(self._model, batch)
+
+    def _set_aside_batch_norms(self) -> tuple[str, ...]:
+        """Names of the parameters of batch normalization in training mode, which is put in eval mode meanwhile."""
+        found = [m for m in self._model.modules() if isinstance(m, _BatchNorm) and m.training]
+        own = {id(p) for m in found for p in m.parameters()}
+        names = tuple(name for name, p in self._parameters.items() if id(p) in own)
+        if not self._passes("modules", names, check_model, self._model, self._optimizer):
+            self._notes.append("All other checks were made with the batch normalization in eval mode.")
+        for module in found:
+            module.training = False
+        return names
+
+    def _check_forward(self) -> Any:
+        """The losses of the whole batch; the forward must leave the model alone."""
+        seal = Seal(self._census(), content=True)
+        losses = self._losses(self._batch)
+        self._passes("tensors of the model", None, lambda: seal.check(self._census()))
+        return losses
+
+    def _usable(self, losses: Any) -> bool:
+        """Whether the other checks can go on with these losses."""
+        if not self._passes("losses", (), check_losses, losses):
+            return False
+        n, sizes = len(losses), sorted({len(t) for t in _tensors(self._batch) if t.ndim})
+        wrong = (~losses.isfinite()).nonzero().flatten().tolist()
+        if sizes and n not in sizes:
+            examples = " or ".join(map(str, sizes))
+            self._blame("losses", f"there are {n} for a batch of {examples} examples: must be one for each example.")
+        elif n < 2:
+            self._blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
+        elif wrong:
+            self._blame("losses", f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.")
+        return not (wrong or n < 2 or (sizes and n not in sizes))
+
+    def _check_parameters(self, names: Sequence[str]) -> None:
+        """Rows in the parameters that there is nothing to say against; the others are set aside problem by problem."""
+        looked_at = False
+        while names:
+            attempt = self._attempt(names)
+            with frozen(self._parameters, but=names):
+                losses = attempt.run(self._model, lambda: self._losses(self._batch))
+            if losses is not None and not looked_at:
+                looked_at, nodes = True, attempt.tape.nodes_before_calls(Graph(losses))
+                self._passes("losses", (), Divisors().check, self._num_examples, nodes)
+            self._meetings |= attempt.meetings()
+            if attempt.refusal is None:
+                self._exact, self._plan = names, attempt.plan()
+                break
+            blamed = _named_in(attempt.refusal, names) or tuple(names)
+            self._blame("parameters", attempt.refusal + self._in_modules(blamed), blamed)
+            names = [name for name in names if name not in blamed]
+        self._note_uses_outside()
+
+    def _attempt(self, names: Sequence[str]) -> _Attempt:
+        self._before.restore_tensors()  # now, since the tape knows its tensors by version
+        return _Attempt(self._census(), names, self._num_examples)
+
+    def _note_uses_outside(self) -> None:
+        outside = [name for name, meetings in self._meetings.items() if not all(met.inside for met in meetings)]
+        if outside:
+            self._notes.append(
+                f"Parameter {_quoted(outside)} is used outside of the model's own forward. With PrivateTraining put "
+                "that under `with training.record():`."
+            )
+
+    def _check_inputs(self) -> None:
+        """With all parameters frozen, does a gradient lead from an example's loss to another example's input?"""
+        attempt = self._attempt(())
+        with frozen(self._parameters, but=()):
+            try:
+                losses = attempt.run(self._model, lambda: self._losses(attempt.tape.probe(self._batch)))
+            except Exception as error:  # the loss function may do with its batch what it likes
+                self._notes.append(f"Gradients in the batch were not measured: {_first_line(error)}")
+                return
+        if losses is not None and losses.requires_grad and attempt.refusal is not None:
+            self._blame("inputs", attempt.refusal)
+
+    def _check_parts(self) -> None:
+        """Do parts of the batch alone have the losses that they have in the whole?"""
+        dropouts = [m for m in self._model.modules() if isinstance(m, _DropoutNd)]
+        for modules, which in ([], ""), (dropouts, "dropout modules"), ([*self._model.modules()], "all modules"):
+            with in_eval(modules):
+                whole = self._losses(self._batch)
+                if self._random.moved():
+                    continue
+                if which:
+                    self._notes.append(
+                        f"The forward is random: parts of the batch were compared with {which} in eval mode."
+                    )
+                self._compare_parts(whole)
+                return
+        self._notes.append("Parts of the batch were not compared, for the forward is random even in eval mode.")
+
+    def _compare_parts(self, whole: Tensor) -> None:
+        n = len(whole)
+        if not _agree(self._losses(self._batch), whole):
+            self._notes.append(
+                "Parts of the batch were not compared, for not even the whole has the same losses twice: the forward "
+                "keeps a state outside of the model's buffers, or draws random numbers of its own. If that state holds "
+                "data of earlier batches, training has no guarantee."
+            )
+            return
+        if n not in (len(t) for t in _tensors(self._batch) if t.ndim):
+            self._notes.append("Parts of the batch were not compared, for no tensor in it has the examples first.")
+            return
+        parts = {"first half": slice(n // 2), "second half": slice(n // 2, n), "first example": slice(1)}
+        for part, index in parts.items():
+            trouble = self._trouble_with(_part(self._batch, index, n), whole[index])
+            if trouble:
+                self._blame("parts of the batch", f"the losses of the {part} alone {trouble}")
+                return
+
+    def _trouble_with(self, part: Any, expected: Tensor) -> str:
+        """What is wrong with the losses of a part of the batch; empty if nothing is."""
+        try:
+            losses = self._losses(part)
+        except Exception as error:  # whatever the loss function stumbles over
+            return (
+                f"cannot be computed: {_first_line(error)} Batches of private training have any size; write model and "
+                "losses for any n."
+            )
+        if losses.shape != expected.shape:
+            return (
+                f"have shape {tuple(losses.shape)}: must be {tuple(expected.shape)}. Write model and losses for any n; "
+                "squeeze(), for one, drops an n of 1, and squeeze(1) does not."
+            )
+        if not _agree(losses, expected):
+            return (
+                "are others than in the whole batch, whether a gradient shows it or not: through a detached mean over "
+                "the batch, a division by its size or its number of tokens, ... Make each loss a function of its own "
+                "example, e.g. divide by the example's own number of tokens."
+            )
+        return ""
+
+    def _blame(self, check: str, text: str, names: tuple[str, ...] = ()) -> None:
+        self._problems.append(Problem(check, names, text))
+
+    def _passes(self, check: str, names: tuple[str, ...] | None, run: Callable, *args: Any) -> bool:
+        """Whether a check of the engine passes; else what it says is blamed on ``names``, or on those that it names."""
+        try:
+            run(*args)
+        except Refused as error:
+            self._blame(check, _words(error), _named_in(str(error), self._all_names()) if names is None else names)
+            return False
+        return True
+
+    def _census(self) -> Census:
+        return take_census(self._model, self._optimizer)
+
+    def _all_names(self) -> list[str]:
+        return [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
+
+    def _in_modules(self, names: Sequence[str]) -> str:
+        modules = {met.module for name in names for met in self._meetings.get(name, ()) if met.module}
+        return f" (In module {_quoted(sorted(modules))}.)" if modules else ""
+
+    def _verdict(self, name: str, p: Tensor) -> Verdict:
+        refused = any(name in problem.names for problem in self._problems)
+        verdict = REFUSED if refused else EXACT if name in self._exact else NOT_CHECKED
+        plan = tuple(row for row in self._plan if name in row.names)
+        return Verdict(name, tuple(p.shape), self._meetings.get(name, ()), plan, verdict)
+
+
+class _Attempt:
+    """One run of the tape over some of the parameters."""
+
+    def __init__(self, census: Census, names: Sequence[str], n: int):
+        frozen = (p for name, p in census.trained.items() if name not in names)
+        self._layouts = _Witness()
+        trained = {name: census.trained[name] for name in names}
+        self.tape = Tape(trained, [*frozen, *census.others.values()], self._layouts, n)
+        self.refusal: str | None = None
+        self._jacobian: Jacobian | None = None
+        self._forwards: list[tuple[str, range]] = []
+
+    def run(self, model: nn.Module, losses_of: Callable[[], Tensor]) -> Tensor | None:
+        """The losses, after the tape was asked for their Jacobian; None where it refused before there were any."""
+        losses = None
+        try:
+            with _watching(model, self.tape, self._forwards), self.tape:
+                losses = losses_of()
+            self._jacobian = self.tape.jacobian(losses, retain_graph=True, verify=bool(self.tape.parameters))
+        except Refused as error:
+            self.refusal = _words(error)
+        return losses
+
+    def meetings(self) -> dict[str, tuple[Meeting, ...]]:
+        """What each parameter met."""
+        found: dict[str, tuple[Meeting, ...]] = {}
+        for number, call in enumerate(self.tape._calls):
+            around = [name for name, calls in self._forwards if number in calls]
+            for use in call.uses:
+                where = around[-1] if around else "", "" in around
+                met = Meeting(call.op, *where, self._layouts.of(call), isinstance(use, ReplayUse))
+                found |= {name: (*found.get(name, ()), met) for name in self.tape._names_of(use.weight)}
+        return found
+
+    def plan(self) -> list[PlanRow]:
+        """How norms and sums are computed."""
+        assert self._jacobian is not None
+        return plan_rows(self._jacobian)
+
+
+class _Witness(Layouts):
+    """Remembers what was measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: dict[int, str] = {}
+
+    def of(self, call: Call) -> str:
+        """The layout of a call; empty if it was not measured."""
+        return self._shapes.get(id(call), "")
+
+    def measure(self, path: int, calls: list[Call], *args: Any, **kwargs: Any) -> list[AnyLayout]:
+        layouts = super().measure(path, calls, *args, **kwargs)
+        self._shapes = {id(call): _shape(call, layout) for call, layout in zip(calls, layouts, strict=True)}
+        return layouts
+
+
+def _shape(call: Call, layout: AnyLayout) -> str:
+    """A call's output with n where the examples sit: (n, 3), (n·16, 3), (16·n, 3); or (80 by owner, 3)."""
+    sizes = [str(size) for size in call.shape]
+    if isinstance(layout, Layout):
+        around = str(layout.before) * (layout.before > 1), "n", str(layout.after) * (layout.after > 1)
+        sizes[layout.dim] = "·".join(filter(None, around))
+    else:
+        sizes[layout.dim] += " by owner"
+    return f"({', '.join(sizes)})"
+
+
+def plan_rows(jacobian: Jacobian) -> list[PlanRow]:
+    """The plan, block by block, if memory is no concern."""
+    apart, joint = jacobian._split(set(jacobian.shapes))
+    rows = []
+    for block in apart:
+        best = choices(block.ops[0])[0]
+        rows.append(PlanRow(block.names, best.method.name, best.keeps, best.cost, best.held))
+    for block in joint:
+        bests = [choices(op)[0] for op in block.ops]
+        cost, held = sum(best.cost for best in bests), sum(best.held for best in bests)
+        rows.append(PlanRow(block.names, "joint rows", "x and b", cost, held))
+    return rows
+
+
+@contextmanager
+def _watching(model: nn.Module, tape: Tape, forwards: list[tuple[str, range]]) -> Iterator[None]:
+    """Notes in ``forwards``, as they begin, which of the tape's calls fall into which module's forward."""
+    running: list[int] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def before(module: nn.Module, _: Any) -> None:
+        running.append(len(forwards))
+        forwards.append((names[module], range(len(tape._calls), len(tape._calls))))
+
+    def after(module: nn.Module, *_: Any) -> None:
+        number = running.pop()
+        forwards[number] = names[module], range(forwards[number][1].start, len(tape._calls))
+
+    hooks = [module.register_forward_pre_hook(before) for module in names]
+    hooks += [module.register_forward_hook(after, always_call=True) for module in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise Refused(f"check: parameter {_quoted(lazy)} is not initialized yet. Run the model once on a batch before.")
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise Refused("check: no parameter of the model requires a gradient; there is nothing to train.")
+    return trainable
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and mappings."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
+
+
+def _part(batch: Any, index: slice, n: int) -> Any:
+    """Some examples of a batch: of its tensors with n first, and of lists of n other things, such as strings."""
+    if isinstance(batch, Tensor):
+        return batch[index] if batch.ndim and len(batch) == n else batch
+    if isinstance(batch, Mapping):
+        part: Any = copy(batch)  # of its own kind, which may have attributes
+        for key, value in batch.items():
+            part[key] = _part(value, index, n)
+        return part
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == n and not any(True for _ in _tensors(batch)):
+            return batch[index]
+        parts = [_part(value, index, n) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _agree(losses: Tensor, expected: Tensor) -> bool:
+    """Whether losses are the same up to rounding, as the engine allows for in gradients."""
+    a, b = losses.detach().double(), expected.detach().double()
+    allowed = 2 * torch.finfo(expected.dtype).eps ** 0.5
+    return torch.allclose(a, b, rtol=allowed, atol=0.1 * allowed * float(b.abs().max()), equal_nan=True)
+
+
+def _words(error: Refused) -> str:
+    """What the engine says, without the part of it that says it."""
+    return re.sub(r"^(PrivateTraining|tape): ", "", str(error))
+
+
+def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:
+    quoted = set(re.findall(r"'([^']+)'", message))
+    return tuple(name for name in names if name in quoted)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .:") + "."
