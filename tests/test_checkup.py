@@ -243,6 +243,16 @@ def test_check_reports_several_problems_at_once():
     assert len(str(refusal.value).splitlines()) == len(found)
 
 
+def test_check_reports_a_problem_of_many_parameters_once():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(7)))
+    checkup = check(model, contrastive, torch.randn(X))
+    problem = problem_of(checkup, "parameters")
+    assert [other.check for other in checkup.problems].count("parameters") == 1
+    assert set(problem.names) == dict(model.named_parameters()).keys()
+    assert set(verdicts_of(checkup).values()) == {REFUSED}
+    assert len(problem.text) < 1000
+
+
 def test_check_goes_on_after_losses_that_cannot_be_used():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), LearningScale())
     checkup = check(model, lambda m, x: losses_of(m, x).mean(), torch.randn(X))

@@ -1121,6 +1121,30 @@ def test_coupling_that_begins_later_under_autocast_is_refused(dtype, coupled):
     assert training.step_count == 4
 
 
+@UNSEEN_IN_BFLOAT16
+def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
+    def forward(m, x):
+        inside = torch.arange(4 * len(x)).view(-1, 4)
+        order = inside.T.flatten().roll(3) if training.step_count >= 4 else inside.flatten()
+        return m.f(x.flatten(0, 1)[order])[order.argsort()].view(len(x), 4, 2)
+
+    torch.set_default_dtype(torch.float32)
+    model = Calls(forward, f=nn.Linear(3, 2))
+    training = training_of(model, TensorDataset(torch.randn(N, 4, 3)), expected_batch_size=12)
+    for (x,) in training:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = losses_of(model, x).float()
+        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        expected = torch.stack([torch.cat([g.flatten() for g in grad]).norm() for grad in grads])
+        try:
+            norms = training._pending.tape.jacobian(losses, retain_graph=True).squared_norms().sqrt()
+            torch.testing.assert_close(norms, expected, rtol=0.02, atol=0)
+            training.step(losses)
+        except tp.Refused:
+            break
+    assert training.step_count >= 4
+
+
 def test_one_gradient_for_several_parameters_is_divided_once():
     model = Calls(lambda m, x: F.linear(x, m.a + m.b), a=torch.zeros(1, 3), b=torch.zeros(1, 3))
     trainings = [training_of(copy.deepcopy(model), microbatch_size=size, num_steps=1) for size in (None, 3)]

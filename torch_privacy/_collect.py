@@ -65,7 +65,8 @@ class Collector:
         except Refused as error:
             raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
         if key not in self._open:
-            self._open[key] = Block(use.weight, source.names, source.direct, source.rearranged)
+            rounds = source.half and not source.direct
+            self._open[key] = Block(use.weight, source.names, source.direct, source.rearranged, rounds)
         self._open[key].ops.append(op)
         self._awaited[key] -= 1
         if not self._awaited[key]:
@@ -73,7 +74,7 @@ class Collector:
 
     def _finish(self, block: Block) -> None:
         block.merge()
-        if self._budget is not None and block.rearranged and self._sharing[block.names[0]] == 1 and len(block.ops) == 1:
+        if self._budget is not None and block.stands_alone and self._sharing[block.names[0]] == 1:
             block.reduce(self._budget)
         if self.on_block is None:
             self.blocks.append(block)

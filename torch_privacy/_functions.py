@@ -174,7 +174,7 @@ def in_units_of(n: int, numbers: tuple) -> tuple:
         in_units_of(n, value)
         if isinstance(value, tuple)
         else ("n", value // n)
-        if type(value) is int and value and value % n == 0
+        if type(value) is int and n and value and value % n == 0
         else value
         for value in numbers
     )

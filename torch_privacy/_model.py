@@ -80,8 +80,19 @@ def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
     return Census(trained, {**frozen, **buffers})
 
 
+def check_not_compiled(model: nn.Module) -> None:
+    """Refuse torch.compile around recurrent layers, whose scan it cannot trace."""
+    compiled = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]  # its own module is slow to import
+    if any(isinstance(part, nn.RNNBase) for m in compiled for part in m.modules()):
+        raise Refused(
+            "record: torch.compile was put around a recurrent layer, which it cannot trace while examples are told "
+            "apart. Pass the model as it was before torch.compile, or compile its other parts alone."
+        )
+
+
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse LBFGS, and batch normalisation in training mode, which mixes a batch's examples."""
+    check_not_compiled(model)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
     offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]

@@ -39,12 +39,14 @@ from ._functions import (
 )
 from ._graph import Graph
 from ._layout import Layouts, Merging, check_input, fresh_generator, random_cotangent
+from ._model import check_not_compiled
 from ._plan import Budget, saved_bytes
 from .jacobian import Jacobian
 from .ops import COMPOSED, OPS, AnyLayout, Ragged, Use
+from .ops._base import is_half
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
-from .ops.fallback import replay, uses_of
+from .ops.fallback import compared, replay, uses_of
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
@@ -107,6 +109,7 @@ class Source:
     names: tuple[str, ...]  # the parameters behind it
     direct: bool
     rearranged: bool  # the entries of one parameter, only moved about
+    half: bool  # it or a parameter behind it is in half precision
     before_expansion: Tensor | None = None
 
 
@@ -166,7 +169,8 @@ class Tape(TorchFunctionMode):
         self.layouts = layouts if layouts is not None else Layouts()
         # Tensors are known by identity; holding them keeps the identities from being given away again.
         self._sources = {
-            id(p): Source(p, p._version, (name,), direct=True, rearranged=True) for name, p in self.parameters.items()
+            id(p): Source(p, p._version, (name,), direct=True, rearranged=True, half=is_half(p))
+            for name, p in self.parameters.items()
         }
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
         self._constants = {id(t): (t, t._version) for t in constants}
@@ -258,6 +262,8 @@ class Tape(TorchFunctionMode):
     ) -> tuple[Jacobian, list[AnyLayout]]:
         """Everything, for any question: no budget; with the layouts, which are measured where they are not known."""
         losses, calls = reached.losses, reached.calls
+        if not len(losses):
+            return Jacobian(0, losses.dtype, self.parameters, []), []
         verify = verify and not self.layouts.verified(calls)
         keep = retain_graph or verify
         bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=keep or layouts is None)
@@ -300,6 +306,13 @@ class Tape(TorchFunctionMode):
         """
         reached, layouts = self._reach(losses, may_miss, graph)
         with _without_autocast(losses.device.type):
+            if not len(losses):
+                empty = Jacobian(0, losses.dtype, self.parameters, [])
+                return {
+                    name: p
+                    for label, names in groups.items()
+                    for name, p in clip(empty.restricted(names), label).items()
+                }
             if layouts is None:  # measured, verified, and then done like any other batch: bit for bit
                 layouts = self._jacobian(reached, None, retain_graph=True, verify=True)[1]
             cotangent, num_rows = torch.ones_like(losses), len(losses)
@@ -418,20 +431,15 @@ class Tape(TorchFunctionMode):
         """Uses by the op's own backward, if it gives the same when it is run again."""
         weights = list({id(t): t for t in wanted}.values())
         try:
-            replayed = replay(func, args, kwargs, weights, changed)
+            replayed = compared(replay(func, args, kwargs, weights, changed), outputs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return []
-        again = list(tensors_in(replayed.outputs))
-        pairs = list(zip(outputs, again, strict=False))
-        if len(again) != len(outputs) or not all(
-            torch.equal(y.detach().nan_to_num(), b.detach().nan_to_num()) for y, b in pairs
-        ):
+        if replayed is None:
             return []
-        replayed = replace(replayed, outputs=tuple(again))
         return [
             (y, tuple(uses_of(replayed, weights, k)))
-            for k, (y, b) in enumerate(pairs)
-            if y.grad_fn is not None and b.grad_fn is not None
+            for k, y in enumerate(outputs)
+            if y.grad_fn is not None and replayed.outputs[k].grad_fn is not None
         ]
 
     def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
@@ -468,6 +476,7 @@ class Tape(TorchFunctionMode):
             result._version,
             self._names_behind(met),
             direct=False,
+            half=is_half(result) or any(source.half for source in sources),
             rearranged=len(met) == 1 and sources[0].rearranged and rearranges(func, args),
             before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
@@ -542,6 +551,7 @@ class record(Tape):
     """
 
     def __init__(self, model: nn.Module):
+        check_not_compiled(model)
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = [p for p in named.values() if not p.requires_grad]

@@ -29,6 +29,7 @@ from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+_Refusal = tuple[tuple[str, ...], str]  # names of the parameters blamed, and the engine's words
 
 EXACT, REFUSED, NOT_CHECKED = "exact", "refused", "not checked"
 
@@ -237,31 +238,48 @@ class _Examination:
         elif n < 2:
             self._blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
         elif wrong:
-            self._blame("losses", f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.")
+            self._blame(
+                "losses",
+                f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.",
+            )
         return not (wrong or n < 2 or (sizes and n not in sizes))
 
     def _check_parameters(self, names: Sequence[str]) -> None:
         """Rows in the parameters that there is nothing to say against; the others are set aside problem by problem."""
-        looked_at = False
-        while names:
-            attempt = self._attempt(names)
-            with frozen(self._parameters, but=names):
-                losses = attempt.run(self._model, lambda: self._losses(self._batch))
-            if losses is not None and not looked_at:
-                looked_at, nodes = True, attempt.tape.nodes_before_calls(Graph(losses))
-                self._passes("losses", (), Divisors().check, self._num_examples, nodes)
-            self._meetings |= attempt.meetings()
-            if attempt.refusal is None:
-                self._exact, self._plan = names, attempt.plan()
-                break
+        refused: dict[str, list[_Refusal]] = {}  # by kind
+        attempt = self._attempt(names)
+        self._check_divisors(attempt)
+        while attempt.refusal is not None:
             blamed = _named_in(attempt.refusal, names) or tuple(names)
-            self._blame("parameters", attempt.refusal + self._in_modules(blamed), blamed)
+            refused.setdefault(_kind(attempt.refusal), []).append((blamed, attempt.refusal))
             names = [name for name in names if name not in blamed]
+            attempt = self._attempt(names)
+        self._exact, self._plan = names, attempt.plan()
+        for kind in refused.values():
+            self._blame_all(kind)
         self._note_uses_outside()
 
     def _attempt(self, names: Sequence[str]) -> _Attempt:
+        """The tape over some of the parameters, the others being frozen."""
         self._before.restore_tensors()  # now, since the tape knows its tensors by version
-        return _Attempt(self._census(), names, self._num_examples)
+        attempt = _Attempt(self._census(), names, self._num_examples)
+        if names:
+            with frozen(self._parameters, but=names):
+                attempt.run(self._model, lambda: self._losses(self._batch))
+            self._meetings |= attempt.meetings()
+        return attempt
+
+    def _check_divisors(self, attempt: _Attempt) -> None:
+        if attempt.losses is not None:
+            nodes = attempt.tape.nodes_before_calls(Graph(attempt.losses))
+            self._passes("losses", (), Divisors().check, self._num_examples, nodes)
+
+    def _blame_all(self, refusals: list[_Refusal]) -> None:
+        """Refusals of one kind, told once."""
+        (first, text), *others = refusals
+        more = [name for names, _ in others for name in names]
+        also = f" The same holds for {_listed(more)}." if more else ""
+        self._blame("parameters", text + self._in_modules(first) + also, (*first, *more))
 
     def _note_uses_outside(self) -> None:
         outside = [name for name, meetings in self._meetings.items() if not all(met.inside for met in meetings)]
@@ -276,11 +294,11 @@ class _Examination:
         attempt = self._attempt(())
         with frozen(self._parameters, but=()):
             try:
-                losses = attempt.run(self._model, lambda: self._losses(attempt.tape.probe(self._batch)))
+                attempt.run(self._model, lambda: self._losses(attempt.tape.probe(self._batch)))
             except Exception as error:  # the loss function may do with its batch what it likes
                 self._notes.append(f"Gradients in the batch were not measured: {_first_line(error)}")
                 return
-        if losses is not None and losses.requires_grad and attempt.refusal is not None:
+        if attempt.losses is not None and attempt.losses.requires_grad and attempt.refusal is not None:
             self._blame("inputs", attempt.refusal)
 
     def _check_parts(self) -> None:
@@ -377,20 +395,19 @@ class _Attempt:
         self._layouts = _Witness()
         trained = {name: census.trained[name] for name in names}
         self.tape = Tape(trained, [*frozen, *census.others.values()], self._layouts, n)
+        self.losses: Tensor | None = None  # None also where the tape refused before there were any
         self.refusal: str | None = None
         self._jacobian: Jacobian | None = None
         self._forwards: list[tuple[str, range]] = []
 
-    def run(self, model: nn.Module, losses_of: Callable[[], Tensor]) -> Tensor | None:
-        """The losses, after the tape was asked for their Jacobian; None where it refused before there were any."""
-        losses = None
+    def run(self, model: nn.Module, losses_of: Callable[[], Tensor]) -> None:
+        """Compute the losses, and ask for their Jacobian."""
         try:
             with _watching(model, self.tape, self._forwards), self.tape:
-                losses = losses_of()
-            self._jacobian = self.tape.jacobian(losses, retain_graph=True, verify=bool(self.tape.parameters))
+                self.losses = losses_of()
+            self._jacobian = self.tape.jacobian(self.losses, retain_graph=True, verify=bool(self.tape.parameters))
         except Refused as error:
             self.refusal = _words(error)
-        return losses
 
     def meetings(self) -> dict[str, tuple[Meeting, ...]]:
         """What each parameter met."""
@@ -405,8 +422,7 @@ class _Attempt:
 
     def plan(self) -> list[PlanRow]:
         """How norms and sums are computed."""
-        assert self._jacobian is not None
-        return plan_rows(self._jacobian)
+        return [] if self._jacobian is None else plan_rows(self._jacobian)
 
 
 class _Witness(Layouts):
@@ -527,12 +543,17 @@ def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in quoted)
 
 
+def _kind(refusal: str) -> str:
+    """The words of a refusal without the names and numbers in it."""
+    return re.sub(r"'[^']*'|[\d(), ]+", " ", refusal)
+
+
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+def _listed(things: Sequence[Any]) -> str:
+    return ", ".join(map(repr, things[:5])) + (f" and {len(things) - 5} more" if len(things) > 5 else "")
 
 
 def _first_line(error: Exception) -> str:

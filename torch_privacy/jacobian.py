@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._plan import Budget, cheapest, chunk_size, rows_and_norms, squared_norms
 from .ops import Op
+from .ops._base import in_sum_dtype
 from .ops.dense import Rows, sum_rows
 
 
@@ -26,9 +27,18 @@ class Block:
     names: tuple[str, ...]
     direct: bool
     rearranged: bool
+    rounds: bool  # the way back to the parameters rounds to half precision
     ops: list[Op] = field(default_factory=list)  # more than one: uses that have no common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, where they were taken already
     method: str = ""  # by which method
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the rows in the weight have the norms of the rows in the parameter behind it.
+
+        Not where the way back rounds: norms must be those of what is summed.
+        """
+        return self.rearranged and not self.rounds and len(self.ops) == 1
 
     def merge(self) -> None:
         """Bring uses that have a common form into it, with their cross terms: halves first, so that copies stay few."""
@@ -73,9 +83,22 @@ class Block:
 
     def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Jᵀ c by name, (*shape,), in the parameters behind the weight."""
+        if self.rounds:
+            return self._sum_of_rows(c, parameters)
         first, *others = (op.weighted_sum(c.to(op.dtype)) for op in self.ops)
         total = sum(others, first)
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
+
+    def _sum_of_rows(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the very rows, rounded on their way back, whose norms were taken; a chunk of examples at a time."""
+        size = chunk_size(len(c), len(c) * sum(parameters[name].numel() for name in self.names))
+        total: dict[str, Tensor] = {}
+        for i in range(0, max(len(c), 1), size):
+            part = slice(i, i + size)
+            for name, rows in self.select(part).rows(parameters).items():
+                add = Rows(in_sum_dtype(rows)).weighted_sum(c[part])
+                total[name] = total[name] + add if name in total else add
+        return total
 
     def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """(n, k): J v, with the directions pushed forward from the parameters to the weight."""
@@ -248,7 +271,7 @@ class Jacobian:
         for block in self._blocks:
             if wanted.isdisjoint(block.names):
                 continue
-            alone = block.rearranged and len(block.ops) == 1 and _disjoint(sharing[block.names[0]])
+            alone = block.stands_alone and _disjoint(sharing[block.names[0]])
             (apart if alone else joint).append(block)
         return apart, joint
 
@@ -257,10 +280,11 @@ class Jacobian:
         floats = self.num_examples * sum(self._all[name].numel() for name in names)
         size = chunk_size(self.num_examples, floats)
         parts = []
-        for i in range(0, self.num_examples, size):
+        for i in range(0, max(self.num_examples, 1), size):
             rows: dict[str, Tensor] = {}
             for block in blocks:
                 for name, part in block.select(slice(i, i + size)).rows(self._all).items():
+                    part = in_sum_dtype(part)
                     rows[name] = rows[name] + part if name in rows else part
             parts.append(torch.stack([Rows(rows[name]).squared_norms() for name in names & wanted]).sum(0))
         return torch.cat(parts)

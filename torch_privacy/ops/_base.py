@@ -154,9 +154,14 @@ class Use(ABC):
         return ()
 
 
+def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor is in half precision."""
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
 def in_sum_dtype(tensor: Tensor) -> Tensor:
     """Half precision raised to float32, in which norms and sums are taken; anything else as it is."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if is_half(tensor) else tensor
 
 
 def in_one_dtype(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,18 @@ from .dense import Rows
 
 @dataclass(frozen=True)
 class Replay:
-    """The op run again on detached inputs: a graph of its own, from copies of its parameters to its outputs."""
+    """The op run again on detached inputs: a graph of its own, from copies of its parameters to its outputs.
+
+    Infinite and undefined numbers among the inputs are replaced, lest they spoil the rows of other examples: 0 times
+    infinity is no 0. ``healthy`` says for each output where the op's own was finite; None where it was everywhere.
+    """
 
     name: str
     leaves: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    healthy: tuple[Tensor | None, ...]
+    data: tuple[Tensor, ...]
+    changed: bool  # whether the op changes its first input in place
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,33 @@ class ReplayUse(Use):
     def example_dims(self, b_ndim: int) -> list[int]:
         return list(range(b_ndim))
 
+    def saved(self) -> tuple[Tensor, ...]:
+        return () if self.replay.changed else self.replay.data
+
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
         owner = layout.owners().to(b.device).view(-1, *(1,) * (b.ndim - 1 - layout.dim))
         y, size = self.replay.outputs[self.output], max(1, CHUNK_FLOATS // max(1, b.numel()))
-        rows = []
+        finite, rows = b.isfinite(), []
         for examples in torch.arange(layout.num_examples, device=b.device).split(size):
-            cotangents = torch.where(owner == examples.view(-1, *(1,) * b.ndim), b, 0).to(y.dtype)
-            rows.append(in_sum_dtype(self._backward(y, cotangents)))
-        return Rows(torch.cat(rows) if rows else b.new_zeros(0, *self.weight.shape))
+            own = (owner == examples.view(-1, *(1,) * b.ndim)) & finite
+            rows.append(in_sum_dtype(self._backward(y, torch.where(own, b, 0).to(y.dtype))))
+        if not rows:
+            return Rows(b.new_zeros(0, *self.weight.shape))
+        return Rows(self._checked(torch.cat(rows), finite, layout))
+
+    def _checked(self, rows: Tensor, finite: Tensor, layout: AnyLayout) -> Tensor:
+        """Rows of examples with an infinite or undefined number of their own are so, too; no other's may be."""
+        healthy = self.replay.healthy[self.output]
+        finite = finite if healthy is None else finite & healthy
+        sick = layout.examples_first((~finite).to(rows.dtype)).flatten(1).any(1) if not finite.all() else None
+        spoilt = ~rows.flatten(1).isfinite().all(1)
+        if (spoilt if sick is None else spoilt & ~sick).any():
+            raise Refused(
+                f"ops.fallback: {self.replay.name!r} has an infinite derivative for one example of this batch, which "
+                "spoils the rows of the others. Keep its inputs away from such points (clamp them), or freeze the "
+                "parameter."
+            )
+        return rows if sick is None else rows.masked_fill(sick.view(-1, *(1,) * (rows.ndim - 1)), torch.nan)
 
     def _backward(self, y: Tensor, cotangents: Tensor) -> Tensor:
         """(k, *y.shape) -> (k, *weight.shape)."""
@@ -73,9 +99,15 @@ def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequenc
         changed: whether the op changes its first argument in place, which is then its output.
     """
     leaves = {id(w): w.detach().requires_grad_() for w in weights}
+    data: list[Tensor] = []
 
     def apart(value: Any) -> Any:
-        return leaves.get(id(value), value.detach()) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in leaves:
+            return leaves[id(value)]
+        data.append(value.detach())
+        return torch.where(value.isfinite(), data[-1], 1) if value.is_floating_point() else data[-1]
 
     args, kwargs = tree_map(apart, args), tree_map(apart, kwargs)
     if changed:
@@ -83,8 +115,26 @@ def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequenc
     with torch.enable_grad():
         out = func(*args, **kwargs)
     out = args[0] if changed else out
-    outputs = out if isinstance(out, (list, tuple)) else (out,)
-    return Replay(getattr(func, "__name__", str(func)), tuple(leaves.values()), tuple(outputs))
+    outputs = tuple(out) if isinstance(out, (list, tuple)) else (out,)
+    name = getattr(func, "__name__", str(func))
+    return Replay(name, tuple(leaves.values()), outputs, (None,) * len(outputs), tuple(data), changed)
+
+
+def compared(replayed: Replay, outputs: Sequence[Tensor]) -> Replay | None:
+    """The replay, told where the op's own outputs come from finite inputs; None if it did not give the same there."""
+    all_finite = all(t.isfinite().all() for t in replayed.data if t.is_floating_point())
+    again = [t for t in replayed.outputs if isinstance(t, Tensor)]
+    if len(again) != len(outputs):
+        return None
+    healthy = []
+    for y, repeated in zip(outputs, again, strict=True):
+        finite = y.detach().isfinite()
+        same = ~finite | (y.detach() == repeated.detach())
+        if all_finite and not same.all():
+            return None
+        good = finite & same
+        healthy.append(None if good.all() else good)
+    return replace(replayed, outputs=tuple(again), healthy=tuple(healthy))
 
 
 def uses_of(replayed: Replay, weights: Sequence[Tensor], output: int) -> Iterator[Use]:
