@@ -253,6 +253,13 @@ def test_check_reports_a_problem_of_many_parameters_once():
     assert len(problem.text) < 1000
 
 
+def test_check_looks_at_a_model_that_only_batch_norm_connects_to_its_losses():
+    model = Calls(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(3), unused=torch.randn(2))
+    checkup = check(model, losses_of, torch.randn(X))
+    assert verdicts_of(checkup) == {"unused": REFUSED, "norm.weight": REFUSED, "norm.bias": REFUSED}
+    assert [problem.check for problem in checkup.problems] == ["modules", "parameters"]
+
+
 def test_check_goes_on_after_losses_that_cannot_be_used():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), LearningScale())
     checkup = check(model, lambda m, x: losses_of(m, x).mean(), torch.randn(X))

@@ -1092,18 +1092,8 @@ def normalized_over_the_batch(losses, h):
     return ((h - h.mean(0)) / h.std(0)).sin().sum(1)
 
 
-UNSEEN_IN_BFLOAT16 = pytest.mark.xfail(strict=True, reason="taken for rounding of zero: engine_bugs.md, 9")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "coupled"),
-    [
-        (torch.float16, lambda losses, h: losses * h.mean()),
-        (torch.float16, normalized_over_the_batch),
-        pytest.param(torch.bfloat16, lambda losses, h: losses * h.mean(), marks=UNSEEN_IN_BFLOAT16),
-        pytest.param(torch.bfloat16, normalized_over_the_batch, marks=UNSEEN_IN_BFLOAT16),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("coupled", [lambda losses, h: losses * h.mean(), normalized_over_the_batch])
 def test_coupling_that_begins_later_under_autocast_is_refused(dtype, coupled):
     torch.set_default_dtype(torch.float32)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
@@ -1121,7 +1111,6 @@ def test_coupling_that_begins_later_under_autocast_is_refused(dtype, coupled):
     assert training.step_count == 4
 
 
-@UNSEEN_IN_BFLOAT16
 def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
     def forward(m, x):
         inside = torch.arange(4 * len(x)).view(-1, 4)

@@ -201,7 +201,7 @@ def _cells(checkup: Checkup, verdict: Verdict, prices: bool) -> dict[str, tuple[
     outcome = verdict.verdict + (f" ({', '.join(map(str, numbers))})" if numbers else "")
     cells = {"parameter": (verdict.name,), "op": verdict.ops, "output": verdict.layouts, "norms by": verdict.methods}
     if prices:
-        flops, held = sum(row.flops for row in verdict.plan), sum(row.held for row in verdict.plan)
+        flops, held = sum(row.operations for row in verdict.plan), sum(row.held_bytes for row in verdict.plan)
         known = bool(verdict.plan)
         cells |= {"sum from": verdict.kept, "flops": (_si(flops),) * known, "memory": (f"{_si(held)}B",) * known}
     return {**cells, "verdict": (outcome,)}

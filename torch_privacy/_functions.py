@@ -39,6 +39,8 @@ _REORDERING = {
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
     *("_pack_padded_sequence", "_pad_packed_sequence"),
 }
+# By which torch reports that ``requires_grad`` was set.
+SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 

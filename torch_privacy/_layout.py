@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of an op's output belong to which example: measured by a second backward, never assumed.
+"""Which entries of an op's output belong to which example: measured by further backwards, never assumed.
 
 With cotangent ones the backward gives b = Σᵢ ∂ℓᵢ/∂y, with cotangent c it gives Σᵢ cᵢ ∂ℓᵢ/∂y. Where an entry belongs to
-example j alone the second is cⱼ times the first. For random c an entry that several examples share fails that.
-Where no regular layout fits, the ratio of the two says entry by entry whose it is: no two cⱼ are close.
+example j alone the second is cⱼ times the first; an entry that several examples share fails that. The cⱼ are powers of
+two with signs: multiplying by them commutes with rounding, so that the two agree bit for bit, or nearly, in any type.
+Where no regular layout fits, the ratio of the two says entry by entry whose it is.
+
+That an entry serves the loss of one example does not say that it holds that example's data: see ``_shadow.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from ._check import Refused
 from .ops import AnyLayout, Layout, Ragged
+from .ops._base import in_sum_dtype
 
 if TYPE_CHECKING:
     from ._tape import Call
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
 PROOFS = 2
 # A known path is measured again on one batch in so many, in case that not all of its branches could be seen.
 SPOT_CHECK = 64
-# A gradient that has all but cancelled is rounding: up to so many units of it, relative to the largest on the way.
-CANCELLED = 1000
+
+# Rounding of an example's own b, and what cancels only up to rounding, in units of the coarsest type's.
+OWN = 64
+OTHERS = 16
 
 Kind = tuple[int, str]
 NamesOf = Callable[[Tensor], tuple[str, ...]]
@@ -72,55 +78,64 @@ class Layouts:
         path: int,
         calls: list[Call],
         names_of: NamesOf,
-        bs: Sequence[Tensor | None],
-        bs_scaled: Sequence[Tensor | None],
-        cotangent: Tensor,
-        precision: float,
+        plain: Sequence[Tensor | None],
+        backward: Callable[[Tensor], Sequence[Tensor | None]],
+        losses: Tensor,
+        leaves: Sequence[Tensor],
+        dtypes: Collection[torch.dtype],
+        accept: Callable[[Sequence[AnyLayout]], None],
     ) -> list[AnyLayout]:
-        """The layout of every call, from the b of cotangent ones and of ``cotangent``; remembered for later batches.
+        """The layout of every call, which is remembered for later batches; refuses also inputs that are coupled.
 
-        ``precision`` is the relative rounding of the coarsest type in which the gradients were computed.
+        Args:
+            path: what was computed, see ``Tape._path``.
+            calls: those whose outputs are looked at.
+            names_of: tensor -> the parameters behind it.
+            plain: the gradients of the losses' sum in the calls' edges, then in ``leaves``.
+            backward: (n,) cotangent -> the same with these factors.
+            losses: (n,).
+            leaves: inputs of the model that have a dimension of size n.
+            dtypes: the floating-point types on the way.
+            accept: refuses layouts that something else speaks against; nothing is learned of these.
         """
-        self._batches += len(cotangent) > 1
-        largest = max((float(b.norm()) for b in bs if b is not None), default=0.0)
-        found: list[list[AnyLayout]] = []
-        for call, b, b_scaled in zip(calls, bs, bs_scaled, strict=True):
-            b, b_scaled = (call.output.gradient(g, cotangent) for g in (b, b_scaled))
-            dims = _example_dims(call)
-            fitting: list[AnyLayout] = list(fitting_layouts(b, b_scaled, cotangent, dims, precision))
-            fitting = fitting or [Ragged(*found) for found in _owners(b, b_scaled, cotangent, dims, precision)]
-            if not fitting and max(b.norm(), b_scaled.norm()) <= CANCELLED * precision * largest:
-                fitting = 2 * list(_candidates(b.shape, len(cotangent), dims))  # rounding of zero: any will do, for now
+        n, rounding = len(losses), Rounding.of(dtypes)
+        codes = Codes(n, rounding.exponents)
+        self._batches += n > 1
+        of_calls = [
+            Fitting(call.output.gradient(g, losses), _example_dims(call), codes, rounding)
+            for call, g in zip(calls, plain, strict=False)
+        ]
+        of_leaves = [
+            Fitting(leaf if g is None else g, _dims_of_size(leaf, n), codes, rounding, by_entry=False)
+            for leaf, g in zip(leaves, plain[len(calls) :], strict=True)
+        ]
+        for k in range(codes.num_digits if n > 1 else 0):
+            scaled = backward(codes.cotangent(k).to(losses))
+            for call, fitting, g in zip(calls, of_calls, scaled, strict=False):
+                fitting.narrow(k, call.output.gradient(g, losses))
+            for fitting, g in zip(of_leaves, scaled[len(calls) :], strict=True):
+                if g is not None:  # else the losses do not depend on it
+                    fitting.narrow(k, g)
+        found = [fitting.layouts() for fitting in of_calls]
+        for call, fitting in zip(calls, found, strict=True):
             if not fitting:
-                raise Refused(_coupled(call, names_of, len(cotangent)))
-            found.append(fitting)
-        self._learn(path, found, len(cotangent))
+                raise Refused(_coupled(call, names_of, n))
+        for leaf, fitting in zip(leaves, of_leaves, strict=True):
+            if not fitting.layouts():
+                raise Refused(_coupled_input(leaf, n))
+        if any(isinstance(fitting[0], Ragged) for fitting in found):
+            c = codes.independent().to(losses)
+            for call, fitting, g in zip(calls, of_calls, backward(c), strict=False):
+                if not fitting.confirmed(c, call.output.gradient(g, losses)):
+                    raise Refused(_coupled(call, names_of, n))
+        accept([fitting[0] for fitting in found])
+        self._learn(path, [[] if fitting.aside else fitting.layouts() for fitting in of_calls], n)
         return [fitting[0] for fitting in found]
-
-    def confirm(
-        self,
-        calls: list[Call],
-        layouts: Sequence[AnyLayout],
-        names_of: NamesOf,
-        bs: Sequence[Tensor | None],
-        bs_scaled: Sequence[Tensor | None],
-        cotangent: Tensor,
-        precision: float,
-    ) -> None:
-        """Refuse unless the owners found entry by entry hold for other cotangents as well."""
-        for call, layout, b, b_scaled in zip(calls, layouts, bs, bs_scaled, strict=True):
-            if isinstance(layout, Ragged):
-                plain, scaled = (_entries(call.output.gradient(g, cotangent), layout.dim) for g in (b, b_scaled))
-                owner, dtype = layout.owner.to(plain.device), torch.promote_types(cotangent.dtype, torch.float32)
-                if not _owned(owner, plain.to(dtype), scaled.to(dtype), cotangent.to(dtype), precision):
-                    raise Refused(_coupled(call, names_of, len(cotangent)))
 
     def _learn(self, path: int, found: list[list[AnyLayout]], n: int) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
-        if n < 2 or any(len(fitting) > 1 for fitting in found):
-            return
-        regular = [fitting[0] for fitting in found if isinstance(fitting[0], Layout)]
-        if len(regular) < len(found):  # where the data decide, nothing can be learned
+        regular = [fitting[0] for fitting in found if len(fitting) == 1 and isinstance(fitting[0], Layout)]
+        if n < 2 or len(regular) < len(found):  # where the data decide, nothing can be learned
             return
         kinds = [_kind(layout) for layout in regular]
         before, count = self._proofs.get(path, (kinds, 0))
@@ -159,72 +174,160 @@ def fresh_generator() -> torch.Generator:
     return generator
 
 
-def random_cotangent(losses: Tensor) -> Tensor:
-    """(n,) random numbers in [1, 2), in no order, no two of them closer than 1/(2n)."""
-    n, generator = len(losses), fresh_generator()
-    grid = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator, dtype=torch.float64) / 2
-    return (1 + grid / max(n, 1)).to(losses)
+@dataclass(frozen=True)
+class Rounding:
+    """By how much the b of an example alone may differ from what another backward says, in the types on the way.
 
+    Multiplying by powers of two commutes with rounding. What is left: sums whose order changes from run to run, other
+    examples' terms that cancel only up to rounding, and numbers too small for their type.
+    """
 
-def check_input(leaf: Tensor, g: Tensor | None, g_scaled: Tensor | None, cotangent: Tensor, precision: float) -> None:
-    """Refuse where one example's loss depends on another example's part of an input of the model."""
-    if g is None or g_scaled is None:  # the losses do not depend on it
-        return
-    dims = [dim for dim, size in enumerate(leaf.shape) if size == len(cotangent)]
-    if next(fitting_layouts(g, g_scaled, cotangent, dims, precision), None) is None:
-        raise Refused(
-            f"tape: the losses of the {len(cotangent)} examples depend on each other's part of the model's input of "
-            f"shape {tuple(leaf.shape)} (batch normalisation, in-batch negatives, a loss averaged over the batch?). "
-            "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
+    own: float  # relative to the example's own b
+    others: float  # relative to the largest of the examples
+    grain: float  # absolute, for each entry
+    exponents: int  # how many powers of two the type has room for
+
+    @staticmethod
+    def of(dtypes: Collection[torch.dtype]) -> Rounding:
+        """The rounding of the coarsest of these types, and the range of the narrowest."""
+        infos = [torch.finfo(dtype) for dtype in dtypes]
+        eps = max(info.eps for info in infos)
+        grain = max(info.smallest_normal * info.eps for info in infos)
+        return Rounding(
+            min(OWN * eps, 0.05), min(OTHERS * eps, 0.002), 16 * grain, 4 if torch.float16 in dtypes else 16
         )
 
 
-def fitting_layouts(
-    b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[int], precision: float
-) -> Iterator[Layout]:
-    """Every layout with its examples in one of ``dims`` under which ``b_scaled`` is ``cotangent`` times ``b``.
+class Codes:
+    """A number of its own for every example, told digit by digit: each by a cotangent of powers of two with signs.
 
-    Up to rounding, which is relative to an example's own b and, at a tenth, to the largest of the examples.
+    ``exponents`` of them, around 1, so that a digit has twice as many values.
     """
-    n = len(cotangent)
-    if n == 1:  # nothing to tell apart
-        yield from (Layout(dim, 1, 1, b.shape[dim]) for dim in dims[:1])
-        return
-    dtype = torch.promote_types(cotangent.dtype, torch.float32)
-    for layout in _candidates(b.shape, n, dims):
-        first = layout.examples_first(b.detach()).reshape(n, -1).to(dtype)
-        first_scaled = layout.examples_first(b_scaled.detach()).reshape(n, -1).to(dtype)
-        size = torch.linalg.vector_norm(first, dim=1)
-        error = torch.linalg.vector_norm(first_scaled - cotangent[:, None].to(dtype) * first, dim=1)
-        finite = torch.isfinite(size) & torch.isfinite(error)
-        largest = size[finite].max() if finite.any() else 0.0
-        allowed = 2 * precision**0.5 * (size + 0.1 * largest)
-        if (error <= allowed)[finite].all() and _same_finite(first, first_scaled, finite):
-            yield layout
+
+    def __init__(self, n: int, exponents: int):
+        self._generator = fresh_generator()
+        self._exponents, self._base = exponents, 2 * exponents
+        self.num_digits = 1
+        while self._base**self.num_digits < n:
+            self.num_digits += 1
+        self._codes = torch.randperm(self._base**self.num_digits, generator=self._generator)[:n]
+        self._in_order, self._order = self._codes.sort()
+
+    def cotangent(self, k: int) -> Tensor:
+        """(n,): the k-th digit of every example."""
+        return self.value(self._codes // self._base**k % self._base)
+
+    def independent(self) -> Tensor:
+        """(n,): digits that have nothing to do with the codes."""
+        return self.value(torch.randint(self._base, self._codes.shape, generator=self._generator))
+
+    def value(self, digit: Tensor) -> Tensor:
+        """The factor that stands for a digit."""
+        return torch.ldexp(1.0 - 2.0 * (digit % 2), digit // 2 - self._exponents // 2)
+
+    def digit(self, factor: Tensor) -> Tensor:
+        """The digit of the nearest factor; -1 where there is none."""
+        exponent = factor.abs().log2().round() + self._exponents // 2
+        digit = 2 * exponent + (factor < 0)
+        return torch.where((exponent >= 0) & (exponent < self._exponents), digit, -1).long()
+
+    def owner(self, digits: Sequence[Tensor]) -> Tensor:
+        """The examples with these digits; n where there is none."""
+        codes = sum((digit * self._base**k for k, digit in enumerate(digits)), torch.zeros_like(digits[0]))
+        codes = torch.where(torch.stack([digit < 0 for digit in digits]).any(0), -1, codes)
+        place = torch.searchsorted(self._in_order, codes).clamp(max=len(self._codes) - 1)
+        return torch.where(self._in_order[place] == codes, self._order[place], len(self._codes))
 
 
-def _owners(
-    b: Tensor, b_scaled: Tensor, cotangent: Tensor, dims: list[int], precision: float
-) -> Iterator[tuple[int, int, Tensor]]:
-    """(dim, n, owners) for each of ``dims`` whose entries all belong to one example each, in whatever order.
+class Fitting:
+    """The layouts under which one tensor's gradient agrees with all backwards so far.
 
-    Entries without a gradient belong to nobody. An entry of two examples would have a ratio between theirs, which is
-    no third one's but by chance; ``confirm`` makes that chance small.
+    Args:
+        b: gradient of the losses' sum in the tensor.
+        dims: where its examples may lie.
+        codes: what the cotangents tell.
+        rounding: how far b may be off.
+        by_entry: whether the owners may also be found entry by entry, in whatever order.
     """
-    n = len(cotangent)
-    dtype = torch.promote_types(cotangent.dtype, torch.float32)
-    if n < 2 or 100 * precision > 1 / n:  # this type is too coarse to tell so many apart
-        return
-    c, order = cotangent.to(dtype).sort()
-    for dim in dims:
-        plain, scaled = _entries(b, dim).to(dtype), _entries(b_scaled, dim).to(dtype)
+
+    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, *, by_entry: bool = True):
+        self._b, self._codes, self._rounding = b.detach(), codes, rounding
+        n = len(codes.cotangent(0))
+        if n < 2:  # nothing to tell apart
+            regular = [Layout(dim, 1, n, b.shape[dim] if n else 1) for dim in dims if n or not b.shape[dim]][:1]
+        else:
+            regular = list(_candidates(b.shape, n, dims))
+        self._regular = {layout: _not_finite(layout, self._b) for layout in regular}
+        self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if by_entry and n > 1 else {}
+
+    @property
+    def aside(self) -> int:
+        """Examples that nothing is known of, since their b is not finite."""
+        return min((int(aside.sum()) for aside in self._regular.values()), default=0)
+
+    def narrow(self, k: int, scaled: Tensor) -> None:
+        """Keep what agrees with the backward whose cotangent was digit k."""
+        c = self._codes.cotangent(k)
+        self._regular = {
+            layout: aside for layout, aside in self._regular.items() if self._fits(layout, aside, c, scaled)
+        }
+        if self._codes.num_digits > 1 or not self._regular:
+            self._digits = {dim: [*digits, self._digit(dim, scaled)] for dim, digits in self._digits.items()}
+
+    def layouts(self) -> list[AnyLayout]:
+        """The regular ones with the fewest examples set aside; or the irregular ones."""
+        fewest = self.aside
+        regular: list[AnyLayout] = [layout for layout, aside in self._regular.items() if aside.sum() == fewest]
+        n = len(self._codes.cotangent(0))
+        if regular:
+            doubtful = 0 < fewest < n and len({tuple(self._regular[layout].tolist()) for layout in regular}) > 1
+            return [] if doubtful else regular
+        owners = ((dim, self._owner(dim)) for dim in self._digits)
+        return [Ragged(dim, n, owner) for dim, owner in owners if not (owner == n).any()]
+
+    def confirmed(self, c: Tensor, scaled: Tensor) -> bool:
+        """Whether the owners found entry by entry hold for another cotangent as well."""
+        layout = self.layouts()[0]
+        if isinstance(layout, Layout):
+            return True
+        factor = c.cpu().double()[layout.owner]
+        return bool(self._agrees(_entries(self._b, layout.dim), _entries(scaled, layout.dim), factor).all())
+
+    def _fits(self, layout: Layout, aside: Tensor, c: Tensor, scaled: Tensor) -> bool:
+        first, first_scaled = (layout.examples_first(t.detach()).reshape(len(c), -1) for t in (self._b, scaled))
+        if (aside & torch.isfinite(first_scaled).all(1).cpu()).any():
+            return False
+        return bool((self._agrees(first, first_scaled, c) | aside).all())
+
+    def _agrees(self, plain: Tensor, scaled: Tensor, factor: Tensor) -> Tensor:
+        """For each row: whether ``scaled`` is ``factor`` times ``plain``."""
+        plain, scaled = in_sum_dtype(plain), in_sum_dtype(scaled)
+        factor = factor.to(plain)
         size = torch.linalg.vector_norm(plain, dim=1)
-        ratio = torch.linalg.vecdot(plain, scaled) / size.square()
-        nearest = torch.bucketize(ratio, (c[1:] + c[:-1]) / 2)
-        without = torch.linalg.vector_norm(scaled, dim=1) + size == 0
-        owner = torch.where(without, -1, order[nearest])
-        if _owned(owner, plain, scaled, cotangent.to(dtype), precision):
-            yield dim, n, owner.cpu()
+        error = torch.linalg.vector_norm(scaled / factor[:, None] - plain, dim=1)
+        largest = size[size.isfinite()].max() if size.isfinite().any() else 0.0
+        grain = self._rounding.grain * plain.shape[1] ** 0.5 / factor.abs()
+        return (error <= self._rounding.own * size + self._rounding.others * largest + grain).cpu()
+
+    def _digit(self, dim: int, scaled: Tensor) -> Tensor:
+        """(size,): each entry's digit along ``dim``, -1 where it is none, -2 where there is no gradient."""
+        plain, scaled = in_sum_dtype(_entries(self._b, dim)), in_sum_dtype(_entries(scaled.detach(), dim))
+        digit = self._codes.digit(torch.linalg.vecdot(plain, scaled) / plain.square().sum(1))
+        agrees = self._agrees(plain, scaled, self._codes.value(digit.clamp(min=0).cpu()))
+        without = (torch.linalg.vector_norm(plain, dim=1) + torch.linalg.vector_norm(scaled, dim=1) == 0).cpu()
+        return torch.where(without, -2, torch.where(agrees, digit.cpu(), -1))
+
+    def _owner(self, dim: int) -> Tensor:
+        """(size,): example that each entry belongs to; -1 where it has no gradient, n where it is no single one's."""
+        digits = self._digits[dim]
+        without = torch.stack([digit == -2 for digit in digits]).all(0)
+        return torch.where(without, -1, self._codes.owner(digits))
+
+
+def _not_finite(layout: Layout, b: Tensor) -> Tensor:
+    """(n,): which examples' b is not finite."""
+    first = layout.examples_first(b)
+    return ~torch.isfinite(first.reshape(len(first), -1)).all(1).cpu() if first.numel() else torch.zeros(len(first)) > 0
 
 
 def _entries(tensor: Tensor, dim: int) -> Tensor:
@@ -233,22 +336,11 @@ def _entries(tensor: Tensor, dim: int) -> Tensor:
     return rows.reshape(len(rows), rows.shape[1:].numel())
 
 
-def _owned(owner: Tensor, plain: Tensor, scaled: Tensor, cotangent: Tensor, precision: float) -> bool:
-    """Whether each entry (row of the first two) was scaled by its owner's cotangent, up to rounding."""
-    size = torch.linalg.vector_norm(plain, dim=1)
-    error = torch.linalg.vector_norm(scaled - cotangent[owner, None] * plain, dim=1)
-    tolerance = min(1 / (100 * len(cotangent)), 10 * precision**0.75)
-    largest = size.max() if len(size) else 0.0
-    return bool(((owner < 0) | (error <= tolerance * size + 10 * precision * largest)).all())
+def _dims_of_size(tensor: Tensor, n: int) -> list[int]:
+    return [dim for dim, size in enumerate(tensor.shape) if size == n]
 
 
-def _same_finite(first: Tensor, first_scaled: Tensor, finite: Tensor) -> bool:
-    """Examples with infinite or undefined b are set aside, but only those that have them in both backwards."""
-    aside = ~finite
-    return bool((~torch.isfinite(first[aside])).any(1).all() and (~torch.isfinite(first_scaled[aside])).any(1).all())
-
-
-def _candidates(shape: torch.Size, n: int, dims: list[int]) -> Iterator[Layout]:
+def _candidates(shape: torch.Size, n: int, dims: Sequence[int]) -> Iterator[Layout]:
     for dim in dims:
         if shape[dim] == 0 or shape[dim] % n:
             continue
@@ -287,5 +379,35 @@ def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
         f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the {n} "
         "examples of the batch cannot be told apart: either one example's loss depends on another example (batch "
         "normalisation, in-batch negatives, a loss averaged over the batch), or they lie in no regular order. "
+        "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
+    )
+
+
+def foreign(call: Call, names_of: NamesOf, n: int) -> str:
+    """What to say where a call reads another example's data than that whose loss it serves."""
+    names = sorted({name for use in call.uses for name in names_of(use.weight)})
+    return (
+        f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the losses "
+        f"of the {n} examples depend on each other's part of the model's input: one example's loss reads what belongs "
+        "to another (negatives from the batch, a rolled or reordered input?). Make each loss depend on its own example "
+        "only, e.g. take negatives from within the example."
+    )
+
+
+def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
+    """What to say where the examples lie in an order of their own, and nothing shows whose data they are."""
+    names = sorted({name for use in call.uses for name in names_of(use.weight)})
+    return (
+        f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the {n} "
+        "examples of the batch cannot be told apart by their data: they lie in no regular order, and no path leads from "
+        "there to an input of the model. Pass the batch's tensors to model(...) as arguments, with the examples in one "
+        "dimension of size n, and reorder them inside; or leave them in their order."
+    )
+
+
+def _coupled_input(leaf: Tensor, n: int) -> str:
+    return (
+        f"tape: the losses of the {n} examples depend on each other's part of the model's input of shape "
+        f"{tuple(leaf.shape)} (batch normalisation, in-batch negatives, a loss averaged over the batch?). "
         "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
     )

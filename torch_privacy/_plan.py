@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from .ops import Method, Op
 from .ops._base import CHUNK_FLOATS
 from .ops.dense import Rows
 
-# A row entry that is kept is written once and read twice: as many operations as that takes.
-KEPT_ENTRY = 60
+# A row entry that is kept is written once and read twice: as many operations as that takes. It takes more where the
+# rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB).
+KEPT_ENTRY, FRESH_ENTRY, FRESH_BYTES = 80, 400, 2**25
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,30 @@ def cheapest(op: Op) -> Method:
 def choices(op: Op) -> list[Choice]:
     """Every way to get norms and clipped sum of an op, the fastest first."""
     methods = op.methods()
+    held = held_bytes(op)
+    if len(methods) == 1:
+        return [Choice(methods[0], "x and b", methods[0].flops, held)]
     makers = [method for method in methods if method.rows]
-    sum_cost = min((method.flops for method in makers), default=0.0)
     least = min(methods, key=lambda method: method.flops)
-    found = [Choice(least, "x and b", least.flops + sum_cost, held_bytes(op))]
-    entries = op.num_examples * op.shape.numel()
-    if makers and not isinstance(op, Rows):
+    found = [Choice(least, "x and b", least.flops + op.sum_flops, held)]
+    if makers:
         maker = min(makers, key=lambda method: method.flops)
-        found.append(Choice(maker, "rows", maker.flops + KEPT_ENTRY * entries, entries * op.dtype.itemsize))
+        entries = op.num_examples * op.shape.numel()
+        size = entries * op.dtype.itemsize
+        price = KEPT_ENTRY if size <= FRESH_BYTES else FRESH_ENTRY
+        found.append(Choice(maker, "rows", maker.flops + price * entries, size))
     return sorted(found, key=lambda choice: choice.cost)
 
 
-def held_bytes(op: Op) -> int:
-    """Bytes of the tensors that an op holds on to."""
-    held = [getattr(op, field.name) for field in fields(op)]  # type: ignore[arg-type]
-    return sum(tensor.numel() * tensor.itemsize for tensor in held if isinstance(tensor, Tensor))
+def held_bytes(held: Any) -> int:
+    """Bytes of the tensors that an op holds on to, those of ops inside of it included."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.itemsize
+    if isinstance(held, Op):
+        return sum(held_bytes(getattr(held, field.name)) for field in fields(held))  # type: ignore[arg-type]
+    if isinstance(held, (tuple, list)):
+        return sum(map(held_bytes, held))
+    return 0
 
 
 def squared_norms(op: Op, method: Method | None = None) -> Tensor:
@@ -67,11 +76,18 @@ def squared_norms(op: Op, method: Method | None = None) -> Tensor:
 
 def rows_and_norms(op: Op, method: Method) -> tuple[Rows, Tensor]:
     """The rows of an op by a method that makes them, and their squared norms (n,)."""
-    parts = [method.compute(part) for part in _chunks(op, method)]
-    norms = [_norms_of(method, part) for part in parts]
-    if len(parts) == 1:
-        return Rows(parts[0]), norms[0]
-    return Rows(torch.cat(parts)), torch.cat(norms)
+    n = op.num_examples
+    size = chunk_size(n, method.floats - n * op.shape.numel())  # the rows themselves are there for all, anyway
+    if size >= n:
+        rows = Rows(method.compute(op))
+        return rows, rows.squared_norms()
+    values = torch.empty(n, *op.shape, dtype=op.dtype, device=op.device)
+    norms = []
+    for i in range(0, n, size):
+        part = method.compute(op.select(slice(i, i + size)))
+        values[i : i + size] = part
+        norms.append(Rows(part).squared_norms())
+    return Rows(values), torch.cat(norms)
 
 
 def _norms_of(method: Method, answer: Tensor) -> Tensor:
@@ -95,7 +111,8 @@ class Budget:
     Args:
         limit: peak memory allowed: up to 100 in units of what non-private training needs (its activations and
             gradients), else in bytes.
-        activations: bytes that autograd saved in the forward; they are freed as the backward goes on.
+        activations: bytes of the recorded ops' inputs: less than what autograd saves, never more; they are freed as
+            the backward goes on.
         on_the_way: bytes of all recorded ops' inputs and outputs, by which the progress of the backward is told.
         parameters: bytes of the parameters, and so of their gradients.
     """
@@ -120,35 +137,10 @@ class Budget:
         return choice
 
 
-def saved_bytes(nodes: Iterable[Node], parameters: Iterable[Tensor]) -> int:
-    """Bytes of the distinct tensors that autograd saved in these nodes, other than the parameters."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, those that share memory counted once."""
     sizes: dict[int, int] = {}
-    for node in nodes:
-        for tensor in _saved_by(node):
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in own:
-                sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.itemsize)
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        sizes[start] = max(sizes.get(start, 0), tensor.numel() * tensor.itemsize)
     return sum(sizes.values())
-
-
-def _saved_by(node: Node) -> list[Tensor]:
-    saved = []
-    for name in _saved_names(type(node)):
-        try:
-            value = getattr(node, name)
-        except RuntimeError:  # freed, or never saved
-            continue
-        saved += [t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)]
-    return saved
-
-
-@cache
-def _saved_names(kind: type) -> tuple[str, ...]:
-    """Attributes by which a kind of node shows the tensors it saved."""
-    found = (name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
-    return tuple(name for name in found if name.removeprefix("_saved_") not in _NUMBERS)
-
-
-# What nodes save beside tensors; asking for one takes as long as asking for a tensor.
-_NUMBERS = {"dim", "alpha", "beta", "self_sym_sizes", "mat1_sym_sizes", "mat2_sym_sizes", "dims", "keepdim"}

@@ -25,6 +25,7 @@ from ._collect import Clip, Collector, GroupSums, backward_into
 from ._functions import (
     EXPANSIONS,
     LIKE,
+    SET_REQUIRES_GRAD,
     changes_in_place,
     in_units_of,
     looks_up_examples,
@@ -38,11 +39,11 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import Graph
-from ._layout import Layouts, Merging, check_input, fresh_generator, random_cotangent
+from ._layout import Layouts, Merging, fresh_generator
 from ._model import check_not_compiled
-from ._plan import Budget, saved_bytes
+from ._plan import Budget, distinct_bytes
 from .jacobian import Jacobian
-from .ops import COMPOSED, OPS, AnyLayout, Ragged, Use
+from .ops import COMPOSED, OPS, AnyLayout, Use
 from .ops._base import is_half
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
@@ -131,13 +132,17 @@ class Reached:
     def edges(self) -> list[GradientEdge]:
         return [call.output.edge for call in self.calls]
 
-    def precision(self) -> float:
-        """Relative rounding of the coarsest floating-point type on the way, casts between the calls included."""
+    def dtypes(self) -> set[torch.dtype]:
+        """The floating-point types on the way, casts between the calls included."""
         dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
         for node in self.graph.nodes():
             if node.name() == "ToCopyBackward0":
                 dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
-        return max(torch.finfo(dtype).eps for dtype in dtypes)
+        return dtypes
+
+    def precision(self) -> float:
+        """Relative rounding of the coarsest floating-point type on the way."""
+        return max(torch.finfo(dtype).eps for dtype in self.dtypes())
 
     def deepest(self) -> list[bool]:
         """Which calls have no other call below them in the graph."""
@@ -185,6 +190,8 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
+        if func is SET_REQUIRES_GRAD and args[0].requires_grad:
+            return None  # as wav2vec2 asks of its input, which has a gradient here already
         values = (*args, *kwargs.values()) if kwargs else args
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
@@ -326,7 +333,7 @@ class Tape(TorchFunctionMode):
         return sums.sums
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
-        saved = saved_bytes(reached.graph.nodes(), self.parameters.values())
+        saved = distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
         parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
         return Budget(limit, saved, sum([call.size for call in reached.calls]), parameters)
 
@@ -342,24 +349,21 @@ class Tape(TorchFunctionMode):
             _check_versions(call)
         n = len(losses)
         reached = Reached(losses, graph, calls, self._path(graph, n))
-        layouts = None if self._inputs or self._reorders else self.layouts.recall(reached.path, calls, n)
+        layouts = None if self._reorders else self.layouts.recall(reached.path, calls, n)
         return reached, layouts
 
     def _measure(self, reached: Reached, bs: list[Tensor | None]) -> list[AnyLayout]:
-        """The layouts of the calls by a second backward; the model's inputs must have one, too. The graph stays."""
-        losses, calls, precision = reached.losses, reached.calls, reached.precision()
-        c = random_cotangent(losses)
-        inputs = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
-        plain = _gradients(losses, inputs, torch.ones_like(losses), retain_graph=True)
-        scaled = _gradients(losses, [*reached.edges, *inputs], c, retain_graph=True)
-        layouts = self.layouts.measure(reached.path, calls, self._names_of, bs, scaled[: len(calls)], c, precision)
-        for leaf, g, g_scaled in zip(inputs, plain, scaled[len(calls) :], strict=True):
-            check_input(leaf, g, g_scaled, c, precision)
-        if any(isinstance(layout, Ragged) for layout in layouts):
-            c = random_cotangent(losses)
-            scaled = _gradients(losses, reached.edges, c, retain_graph=True)
-            self.layouts.confirm(calls, layouts, self._names_of, bs, scaled, c, precision)
-        return layouts
+        """The layouts of the calls by further backwards; the model's inputs must have one, too. The graph stays."""
+        losses, calls = reached.losses, reached.calls
+        leaves = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
+
+        def backward(c: Tensor) -> list[Tensor | None]:
+            return _gradients(losses, [*reached.edges, *leaves], c, retain_graph=True)
+
+        plain = [*bs, *_gradients(losses, leaves, torch.ones_like(losses), retain_graph=True)]
+        return self.layouts.measure(
+            reached.path, calls, self._names_of, plain, backward, losses, leaves, reached.dtypes()
+        )
 
     def _path(self, graph: Graph, n: int) -> int:
         """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.

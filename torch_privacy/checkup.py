@@ -21,10 +21,9 @@ from ._divisor import Divisors
 from ._graph import Graph
 from ._layout import Layouts
 from ._model import Census, Seal, check_model, take_census
-from ._plan import choices
 from ._rewind import RandomState, Snapshot, frozen, in_eval
 from ._tape import Call, Tape, check_losses
-from .jacobian import Jacobian
+from .jacobian import Jacobian, PlanRow
 from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse
 
@@ -58,17 +57,6 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class PlanRow:
-    """How norms and clipped sum of one parameter, or of a tensor made of some, are computed."""
-
-    names: tuple[str, ...]
-    method: str  # for the norms
-    kept: str  # what the clipped sum is made of: "rows", or "x and b"
-    flops: float  # for norms and sum
-    held: int  # bytes held between norms and sum
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What the check found about one trainable parameter."""
 
@@ -91,12 +79,12 @@ class Verdict:
     @property
     def methods(self) -> tuple[str, ...]:
         """How the norms are computed."""
-        return tuple(dict.fromkeys(row.method for row in self.plan))
+        return tuple(dict.fromkeys(row.norms_by for row in self.plan))
 
     @property
     def kept(self) -> tuple[str, ...]:
         """What the clipped sum is made of."""
-        return tuple(dict.fromkeys(row.kept for row in self.plan))
+        return tuple(dict.fromkeys(row.keeps for row in self.plan))
 
 
 @dataclass(frozen=True)
@@ -238,10 +226,7 @@ class _Examination:
         elif n < 2:
             self._blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
         elif wrong:
-            self._blame(
-                "losses",
-                f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.",
-            )
+            self._blame("losses", f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.")
         return not (wrong or n < 2 or (sizes and n not in sizes))
 
     def _check_parameters(self, names: Sequence[str]) -> None:
@@ -270,7 +255,7 @@ class _Examination:
         return attempt
 
     def _check_divisors(self, attempt: _Attempt) -> None:
-        if attempt.losses is not None:
+        if attempt.losses is not None and attempt.losses.requires_grad:
             nodes = attempt.tape.nodes_before_calls(Graph(attempt.losses))
             self._passes("losses", (), Divisors().check, self._num_examples, nodes)
 
@@ -422,7 +407,7 @@ class _Attempt:
 
     def plan(self) -> list[PlanRow]:
         """How norms and sums are computed."""
-        return [] if self._jacobian is None else plan_rows(self._jacobian)
+        return [] if self._jacobian is None else self._jacobian.plan()
 
 
 class _Witness(Layouts):
@@ -451,20 +436,6 @@ def _shape(call: Call, layout: AnyLayout) -> str:
     else:
         sizes[layout.dim] += " by owner"
     return f"({', '.join(sizes)})"
-
-
-def plan_rows(jacobian: Jacobian) -> list[PlanRow]:
-    """The plan, block by block, if memory is no concern."""
-    apart, joint = jacobian._split(set(jacobian.shapes))
-    rows = []
-    for block in apart:
-        best = choices(block.ops[0])[0]
-        rows.append(PlanRow(block.names, best.method.name, best.keeps, best.cost, best.held))
-    for block in joint:
-        bests = [choices(op)[0] for op in block.ops]
-        cost, held = sum(best.cost for best in bests), sum(best.held for best in bests)
-        rows.append(PlanRow(block.names, "joint rows", "x and b", cost, held))
-    return rows
 
 
 @contextmanager
@@ -545,7 +516,7 @@ def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:
 
 def _kind(refusal: str) -> str:
     """The words of a refusal without the names and numbers in it."""
-    return re.sub(r"'[^']*'|[\d(), ]+", " ", refusal)
+    return " ".join(re.sub(r"'[^']*'|[\d(),]", " ", refusal).split())
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._plan import Budget, cheapest, chunk_size, rows_and_norms, squared_norms
+from ._plan import Budget, choices, chunk_size, rows_and_norms, squared_norms
 from .ops import Op
 from .ops._base import in_sum_dtype
 from .ops.dense import Rows, sum_rows
@@ -31,6 +31,11 @@ class Block:
     ops: list[Op] = field(default_factory=list)  # more than one: uses that have no common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, where they were taken already
     method: str = ""  # by which method
+
+    @property
+    def kind(self) -> str:
+        """What its ops are, in words."""
+        return " + ".join(type(op).__name__.lower() for op in self.ops)
 
     @property
     def stands_alone(self) -> bool:
@@ -96,7 +101,8 @@ class Block:
         for i in range(0, max(len(c), 1), size):
             part = slice(i, i + size)
             for name, rows in self.select(part).rows(parameters).items():
-                add = Rows(in_sum_dtype(rows)).weighted_sum(c[part])
+                rows = in_sum_dtype(rows)
+                add = Rows(rows).weighted_sum(c[part].to(rows.dtype))
                 total[name] = total[name] + add if name in total else add
         return total
 
@@ -126,6 +132,25 @@ class Block:
             directions = zip(*(v[name] for name in self.names), strict=True)
             pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
         return torch.stack(pushed)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One line of the plan: how norms and clipped sum of one block are made, with their price."""
+
+    names: tuple[str, ...]
+    op: str
+    norms_by: str
+    keeps: str
+    operations: float
+    held_bytes: int
+    prices: Mapping[str, float]  # method -> operations for the norms
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as text."""
+        prices = ", ".join(f"{name} {price:.2g}" for name, price in self.prices.items())
+        names, size = ", ".join(self.names), f"{self.held_bytes / 2**20:.2f}"
+        return names, self.op, self.norms_by, self.keeps, f"{self.operations:.2g}", size, prices
 
 
 def _disjoint(blocks: list[Block]) -> bool:
@@ -238,20 +263,29 @@ class Jacobian:
         other._parameters = parameters
         return other
 
+    def plan(self) -> list[PlanRow]:
+        """How norms and sums are computed, block by block, if memory is no concern."""
+        apart, joint = self._split(set(self._parameters))
+        rows = []
+        for block in apart:
+            best = choices(block.ops[0])[0]
+            prices = {method.name: method.flops for method in block.ops[0].methods()}
+            rows.append(PlanRow(block.names, block.kind, best.method.name, best.keeps, best.cost, best.held, prices))
+        for block in joint:
+            bests = [choices(op)[0] for op in block.ops]
+            cost, held = sum(best.cost for best in bests), sum(best.held for best in bests)
+            rows.append(PlanRow(block.names, block.kind, "joint rows", "x and b", cost, held, {}))
+        return rows
+
     def explain(self) -> str:
-        """The plan as a table: per parameter its op, the method chosen for its norms, and what each would cost."""
-        apart, _ = self._split(set(self._parameters))
-        lines = [f"{'parameter':40} {'op':12} {'norms by':16} operations"]
-        for block in self._blocks:
-            label = ", ".join(block.names)
-            for op in block.ops:
-                kind = type(op).__name__.lower()
-                if block in apart:
-                    prices = ", ".join(f"{method.name} {method.flops:.2g}" for method in op.methods())
-                    lines.append(f"{label:40} {kind:12} {cheapest(op).name:16} {prices}")
-                else:
-                    lines.append(f"{label:40} {kind:12} {'joint rows':16} uses without a common form are added first")
-        return "\n".join(lines)
+        """The plan as a table: per parameter its op, how norms and sum are made, operations, bytes, other methods."""
+        head = ("parameter", "op", "norms by", "kept for the sum", "operations", "MiB", "prices of all methods")
+        table = [head, *(row.cells() for row in self.plan())]
+        widths = [max(len(line[k]) for line in table) for k in range(len(head) - 1)]
+        return "\n".join(
+            "  ".join(f"{cell:{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
+            for line in table
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -50,9 +50,19 @@ class Op(ABC):
     def dtype(self) -> torch.dtype:
         """Type in which the block computes."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors it computes with."""
+        return next(t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)).device  # type: ignore[arg-type]
+
     @abstractmethod
     def methods(self) -> list[Method]:
         """Every exact way to get the squared norms (n,); the plan takes the cheapest and can say why."""
+
+    @property
+    def sum_flops(self) -> float:
+        """Price of ``weighted_sum``, in the units of the methods; by default that of making the rows."""
+        return min((method.flops for method in self.methods() if method.rows), default=0.0)
 
     @abstractmethod
     def rows(self) -> Tensor:

@@ -92,6 +92,10 @@ class Conv(Op):
         flops = products + squares + REORDER * n * size
         return [rows, Method("rows, native", Conv._native_rows, flops, held + 2 * n * size, rows=True)]
 
+    @property
+    def sum_flops(self) -> float:
+        return 2 * self.num_examples * self._t * self.shape.numel()
+
     def _norm_methods(self) -> list[Method]:
         matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self._unfolded, self.shape[:2]
         terms = matrices * self._t**2

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ._base import Method, Op
 
+PIECE = 1024  # numbers whose squares are added in a row
+
 
 @dataclass(frozen=True)
 class Rows(Op):
@@ -35,7 +37,7 @@ class Rows(Op):
 
     def squared_norms(self) -> Tensor:
         """(n,), from rows that are already there."""
-        return torch.linalg.vecdot(self._flat, self._flat)
+        return squared_lengths(self._flat)
 
     def rows(self) -> Tensor:
         return self.values
@@ -44,6 +46,8 @@ class Rows(Op):
         return self.values.reshape(self.num_examples, self.shape.numel()) @ v.reshape(len(v), -1).mT
 
     def weighted_sum(self, c: Tensor) -> Tensor:
+        if self.values.is_contiguous():
+            return (c @ self._flat).view(self.shape)
         order = self._order
         total = (c @ self._flat).view([self.shape[k] for k in order])
         return total.permute([order.index(k) for k in range(len(order))])
@@ -56,6 +60,8 @@ class Rows(Op):
 
     @property
     def _flat(self) -> Tensor:  # (n, size) in the order of memory, also of a weight without dimensions
+        if self.values.is_contiguous():
+            return self.values.view(self.num_examples, self.shape.numel())
         arranged = self.values.permute(0, *(k + 1 for k in self._order))
         return arranged.reshape(self.num_examples, self.shape.numel())
 
@@ -64,6 +70,20 @@ class Rows(Op):
 
     def merge(self, other: Op) -> Op | None:
         return Rows(self.values + other.values) if isinstance(other, Rows) else None
+
+
+def squared_lengths(vectors: Tensor) -> Tensor:
+    """(n, p) -> (n,): squared norms in one pass and without a copy.
+
+    In pieces: torch's own norm adds one number after the other, which loses digits in float32 where there are many.
+    """
+    pieces = vectors.shape[1] // PIECE
+    if pieces < 2:
+        return torch.linalg.vector_norm(vectors, dim=1).square()
+    whole = vectors[:, : pieces * PIECE].unflatten(1, (pieces, PIECE))
+    squares = torch.linalg.vector_norm(whole, dim=2).square().sum(1)
+    rest = vectors[:, pieces * PIECE :]
+    return squares + torch.linalg.vector_norm(rest, dim=1).square() if rest.shape[1] else squares
 
 
 def sum_rows(ops: list[Op]) -> Rows:

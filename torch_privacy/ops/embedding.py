@@ -57,6 +57,10 @@ class Embedding(Op):
             Method("rows", Embedding.rows, flops=n * t * e + 2 * n * size, floats=n * size, rows=True),
         ]
 
+    @property
+    def sum_flops(self) -> float:
+        return 2 * self.b.numel()
+
     def rows(self) -> Tensor:
         return self._summed(self.ids, self._vocabulary).view(self.num_examples, *self.table)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._base import Method, Op
+from .dense import squared_lengths
 
 # A norm from a Gram matrix is a sum of t² terms of both signs. Where they cancel so far that rounding could move
 # the norm by more than this (relative), that example is computed again from its row.
@@ -72,7 +73,7 @@ class Linear(Op):
         return Linear(self.x[index], self.b[index])
 
     def _outer_product(self) -> Tensor:  # ‖b xᵀ‖² = ‖b‖² ‖x‖², Goodfellow 2015 (arXiv:1510.01799)
-        return _squared_lengths(self.x) * _squared_lengths(self.b)
+        return squared_lengths(self.x.flatten(1)) * squared_lengths(self.b.flatten(1))
 
     def _gram(self) -> Tensor:  # Li et al. 2022 (arXiv:2110.05679), §4
         return norms_from_gram((self.x @ self.x.mT).mul_(self.b @ self.b.mT), self)
@@ -234,7 +235,7 @@ class Bilinear(Op):
         return Linear(self.x2, (self.b.unsqueeze(3) * self.x1.unsqueeze(2)).flatten(2))
 
     def _outer_product(self) -> Tensor:
-        b, x1, x2 = (_squared_lengths(factor) for factor in self._factors)
+        b, x1, x2 = (squared_lengths(factor.flatten(1)) for factor in self._factors)
         return b * x1 * x2
 
     def _gram(self) -> Tensor:
@@ -254,8 +255,3 @@ def norms_from_gram(terms: Tensor, op: Linear | Bilinear) -> Tensor:
     if len(doubtful):
         squares[doubtful] = op.select(doubtful)._rows_norms()
     return squares
-
-
-def _squared_lengths(tensor: Tensor) -> Tensor:
-    """(n, t, d) -> (n,)."""
-    return tensor.flatten(1).square().sum(1)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose data the entries of a tensor hold, where no gradient tells: token ids, masks, anything in whole numbers.
+
+The gradient in an op's output says whose loss an entry serves. That the entry was also made from that example's data
+must be known as well: a loss that looks up the neighbor's tokens has rows like any other, but one example enters two.
+So every input of the model gets a shadow of the same shape that holds each entry's example number, and goes through
+the same functions. Where shadows meet a parameter they must say what the gradient says.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+# What a shadow holds beside the numbers of examples.
+NOBODY, MIXED, UNKNOWN = -1, -2, -3
+
+# (size, k): the examples lie in the tensor's k-th dimension of this size.
+Where = tuple[int, int]
+Shadow = dict[Where, Tensor]
+
+_MOVES = {  # functions of one tensor (the first argument) that only move its entries about, or repeat them
+    *("__getitem__", "roll", "flip", "fliplr", "flipud", "rot90", "view", "reshape", "flatten", "unflatten", "ravel"),
+    *("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "expand", "broadcast_to"),
+    *("expand_as", "view_as", "reshape_as", "repeat", "repeat_interleave", "tile", "chunk", "split", "unbind"),
+    *("split_with_sizes", "tensor_split", "narrow", "select", "squeeze", "unsqueeze", "contiguous", "clone", "detach"),
+    *("index_select", "gather", "take_along_dim", "take", "masked_select", "diagonal", "unfold", "_pack_padded_sequence"),
+}
+_JOINS = {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack"}
+_POINTWISE = {
+    *("add", "sub", "rsub", "mul", "div", "floor_divide", "true_divide", "remainder", "fmod", "pow", "neg", "abs"),
+    *("clamp", "clamp_min", "clamp_max", "clip", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "minimum"),
+    *("maximum", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
+    *("bitwise_xor", "and", "or", "xor", "invert", "radd", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
+    *("mod", "rmod", "rpow", "lshift", "rshift", "iadd", "isub", "imul", "to", "long", "int", "short", "float"),
+    *("double", "half", "bfloat16", "bool", "byte", "char", "type", "type_as", "cpu", "cuda", "isnan", "isfinite"),
+    *("nan_to_num", "floor", "ceil", "round", "trunc", "sign", "square", "sqrt", "exp", "log", "sin", "cos", "tanh"),
+    *("sigmoid", "relu", "where"),
+}
+_REDUCTIONS = {
+    *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "cumsum", "cumprod"),
+    *("cummax", "cummin", "count_nonzero", "softmax", "sort", "argsort", "topk"),
+}
+_WITHOUT_GRADIENT = {"any", "all", "argmax", "argmin", "count_nonzero", "argsort"}
+_ATTRIBUTES = {
+    vars(torch._C.TensorBase)[name].__get__: name for name in ("T", "mT", "data") if name in vars(torch._C.TensorBase)
+}
+
+
+class Shadows:
+    """The shadows of one batch's tensors, which are known by identity and version.
+
+    Args:
+        num_examples: size of the batch; where it is not known every dimension may be that of the examples.
+    """
+
+    def __init__(self, num_examples: int | None = None):
+        self._num_examples = num_examples
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Shadow]] = {}
+        self._expected: dict[GradientEdge, Shadow] = {}
+
+    def begin(self, tensor: Tensor) -> None:
+        """An input of the model: each entry belongs to the example of its place."""
+        shadow: Shadow = {}
+        for dim, size in enumerate(tensor.shape):
+            if size == (self._num_examples or size):
+                shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
+                numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
+                shadow[size, sum(n == size for n, _ in shadow)] = numbers.expand(tensor.shape)
+        self._put(tensor, shadow)
+
+    def behind(self, func: Callable, args: tuple, kwargs: dict, data: Sequence[Tensor]) -> Any:
+        """What the result's shadow is made of, to be asked before the function runs; None where nothing is known.
+
+        Tensors that are neither shadowed nor in ``data`` hold nobody's.
+        """
+        if not any(id(t) in self._known for t in data):
+            return None
+        rule = _rule(func)
+        if rule is None:
+            return None
+        unknown = {id(t) for t in data}
+        shadows = {id(t): shadow for t in data if (shadow := self._of(t)) is not None}
+        found = {}
+        for where in {where for shadow in shadows.values() for where in shadow}:
+            try:
+                found[where] = rule(_Reader(where, shadows, unknown), args, kwargs)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+                continue
+        return {where: value for where, value in found.items() if value is not None}
+
+    def note(self, out: Any, behind: Any) -> None:
+        """The function gave ``out``."""
+        if not behind:
+            return
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        for k, result in enumerate(outs):
+            if isinstance(result, Tensor):
+                self._put(result, _fitted(behind, k, result.shape))
+
+    def expect(self, edge: GradientEdge, shape: torch.Size, behind: Any) -> None:
+        """The output of a call that met parameters hangs at ``edge``."""
+        shadow = _fitted(behind, 0, shape) if behind else {}
+        if shadow:
+            self._expected[edge] = shadow
+
+    def verdict(self, edge: GradientEdge, b: Tensor, owners: Tensor, dim: int, n: int) -> bool | None:
+        """Whether each entry's data are those of the example whose loss it serves: ``owners`` along ``dim``.
+
+        None where that is not known of all entries with a gradient.
+        """
+        owners = owners.to(b.device).view([-1] + [1] * (b.ndim - dim - 1))
+        answers = []
+        for (size, _), shadow in self._expected.get(edge, {}).items():
+            if size == n:
+                live = b != 0
+                off = ((shadow >= 0) & (shadow != owners) | (shadow == MIXED)) & live
+                answers.append(False if off.any() else None if ((shadow < 0) & live).any() else True)
+        return None if not answers else True if True in answers else None if None in answers else False
+
+    def _of(self, tensor: Tensor) -> Shadow | None:
+        known = self._known.get(id(tensor))
+        return known[2] if known is not None and known[0]() is tensor and known[1] == tensor._version else None
+
+    def _put(self, tensor: Tensor, shadow: Shadow) -> None:
+        if shadow:
+            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, shadow
+
+
+class _Reader:
+    """Reads shadows under one hypothesis of where the examples lie."""
+
+    def __init__(self, where: Where, shadows: dict[int, Shadow], unknown: set[int]):
+        self._where, self._shadows, self._unknown = where, shadows, unknown
+
+    def knows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and id(value) in self._shadows
+
+    def __call__(self, value: Tensor) -> Tensor:
+        shadow = self._shadows.get(id(value), {})
+        found = shadow.get(self._where, shadow.get((self._where[0], 0)))
+        if found is not None:
+            return found
+        owner = UNKNOWN if id(value) in self._unknown else NOBODY
+        return torch.full((), owner, dtype=torch.int32, device=value.device).expand(value.shape)
+
+
+Rule = Callable[[_Reader, tuple, dict], Any]
+
+
+@cache
+def _rule(func: Callable) -> Rule | None:
+    """How a function carries shadows; None for one that loses them."""
+    if func in _ATTRIBUTES:
+        return _as_it_is if _ATTRIBUTES[func] == "data" else _moved(func)
+    full_name = getattr(func, "__name__", "")
+    name = full_name.strip("_")
+    if full_name == "__setitem__":
+        return _written
+    if full_name in _MOVES or name in _MOVES:
+        return _moved(func)
+    if name in _JOINS:
+        return lambda read, args, kwargs: func([read(t) for t in args[0]], *args[1:], **kwargs)
+    if func in (F.embedding, F.one_hot, F.embedding_bag):
+        return _looked_up
+    if name == "where":
+        return _chosen
+    if name in _POINTWISE:
+        return _pointwise
+    if name in _REDUCTIONS:
+        return _reduced(name)
+    return _mapped if name in ("linear", "matmul", "mm") else None
+
+
+def _as_it_is(read: _Reader, args: tuple, kwargs: dict) -> Tensor:
+    return read(args[0])
+
+
+def _moved(func: Callable) -> Rule:
+    def rule(read: _Reader, args: tuple, kwargs: dict) -> Any:
+        table, *rest = args
+        ids = next((t for t in _tensors((*rest, kwargs)) if read.knows(t)), None)
+        if not read.knows(table):  # a table that holds nobody's data, or unknown ones
+            return None if ids is None else _beside(read(ids), torch.as_tensor(read(table).max()))
+        moved = func(read(table).contiguous(), *rest, **kwargs)
+        if ids is not None and isinstance(moved, Tensor) and moved.shape == ids.shape:  # as in gather
+            return _joined(moved, read(ids))
+        return moved
+
+    return rule
+
+
+def _beside(ids: Tensor, table: Tensor) -> Tensor:
+    """What is looked up belongs to whom its number belongs to; (*positions) -> (*positions, 1)."""
+    return _joined(ids, table).unsqueeze(-1)
+
+
+def _looked_up(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
+    ids = args[0] if args else kwargs["input"]
+    if ids.requires_grad or not read.knows(ids):
+        return None
+    return read(ids).unsqueeze(-1)
+
+
+def _written(read: _Reader, args: tuple, kwargs: dict) -> Tensor:
+    target, key, value = args
+    shadow = read(target).clone()
+    if isinstance(value, Tensor):
+        shadow[key] = read(value)
+    return shadow
+
+
+def _chosen(read: _Reader, args: tuple, kwargs: dict) -> Tensor:
+    condition, *values = args
+    if not read.knows(values[0]) and not isinstance(values[0], Tensor) and not isinstance(values[1], Tensor):
+        return read(condition)
+    device = condition.device
+    one, other = (read(v) if isinstance(v, Tensor) else torch.tensor(NOBODY, device=device) for v in values)
+    return _joined(read(condition), torch.where(condition, one.int(), other.int()))
+
+
+def _pointwise(read: _Reader, args: tuple, kwargs: dict) -> Tensor:
+    shadows = [read(t) for t in _tensors((args, kwargs)) if isinstance(t, Tensor)]
+    return reduce(_joined, shadows)
+
+
+def _reduced(name: str) -> Rule:
+    def rule(read: _Reader, args: tuple, kwargs: dict) -> Any:
+        x = args[0]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+        if isinstance(dim, Tensor):
+            return _pointwise(read, args, kwargs)
+        if x.requires_grad and name not in _WITHOUT_GRADIENT:  # its gradient tells
+            return None
+        if name == "topk" or (name in ("sort", "argsort") and dim is None):
+            dim = kwargs.get("dim", -1)
+        together = _common(read(x), tuple(range(x.ndim)) if dim is None else dim)
+        # In whatever order a sort leaves several examples, it says nothing of whose the entries are.
+        return together.masked_fill(together == MIXED, UNKNOWN) if name in ("sort", "argsort", "topk") else together
+
+    return rule
+
+
+def _mapped(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
+    """A linear map of the last dimension."""
+    x = args[0]
+    if x.requires_grad or not read.knows(x) or len(args) < 2 or read.knows(args[1]):
+        return None
+    return _common(read(x), -1)
+
+
+def _common(shadow: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """The owner that all entries along the dimensions share; these are kept, of size one."""
+    if not shadow.numel():
+        return shadow.sum(dim, keepdim=True, dtype=shadow.dtype)
+    highest = shadow.amax(dim, keepdim=True)
+    lowest = torch.where(shadow == NOBODY, highest, shadow).amin(dim, keepdim=True)
+    mixed = (shadow == MIXED).any(dim=dim, keepdim=True) if isinstance(dim, int) else (shadow == MIXED).any()
+    found = torch.where(lowest == UNKNOWN, UNKNOWN, torch.where(lowest == highest, highest, MIXED))
+    return found.masked_fill(mixed, MIXED)
+
+
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    """Owners of what is made of two entries each."""
+    if one is other:
+        return one
+    found = torch.where(one == other, one, torch.where(one == NOBODY, other, torch.where(other == NOBODY, one, MIXED)))
+    unknown = ((one == UNKNOWN) | (other == UNKNOWN)) & (one != MIXED) & (other != MIXED)
+    return found.masked_fill(unknown, UNKNOWN)
+
+
+def _fitted(behind: dict[Where, Any], k: int, shape: torch.Size) -> Shadow:
+    """The shadows brought to the result's shape, by dimensions of size one that are dropped or filled; else none."""
+    found: Shadow = {}
+    for where, value in behind.items():
+        shadow = value[k] if isinstance(value, (tuple, list)) and k < len(value) else value
+        if isinstance(shadow, Tensor):
+            fitted = _to_shape(shadow, shape)
+            if fitted is not None:
+                found[where] = fitted
+    return found
+
+
+def _to_shape(shadow: Tensor, shape: torch.Size) -> Tensor | None:
+    if shadow.shape == shape:
+        return shadow
+    if shadow.ndim == len(shape) and all(a in (1, b) for a, b in zip(shadow.shape, shape, strict=True)):
+        return shadow.expand(shape)
+    without = [size for size in shadow.shape if size != 1]
+    return shadow.reshape(shape) if without == [size for size in shape if size != 1] else None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Tensors among values, lists and dictionaries included."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    return [t for value in values for t in _tensors(value)] if isinstance(values, (list, tuple, type({}.values()))) else []
