@@ -361,7 +361,7 @@ def test_explain_json_has_every_verdict_and_problem(models, capsys):
     assert shown["ok"] is True
     assert [verdict["name"] for verdict in shown["verdicts"]] == ["weight", "bias"]
     assert shown["verdicts"][0]["meetings"][0]["layout"] == "(n, 2)"
-    assert shown["verdicts"][0]["plan"][0]["method"] == "outer product"
+    assert shown["verdicts"][0]["plan"][0]["norms_by"] == "outer product"
     assert run(["explain", f"{models}:with_batch_norm", "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"] is False

@@ -21,7 +21,7 @@ def trained(model):
 
 def clipped_sum(model, x, layouts, groups, clip, **settings):
     with Tape(trained(model), (*model.buffers(),), layouts, len(x)) as tape:
-        losses = losses_of(model, x)
+        losses = losses_of(model, tape.probe(x))
     return tape.clipped_sum(losses, groups, clip, **settings)
 
 

@@ -381,7 +381,6 @@ def test_steps_that_the_ledger_has_beyond_the_state_are_the_same_release_under_a
     assert len(training.ledger) == 6
 
 
-@pytest.mark.xfail(strict=True, reason="the probe of the inputs changes what the budget allows: engine_bugs.md, 7")
 def test_resumed_run_is_bit_for_bit_also_where_the_input_is_transformed_first():
     """The first batches of either run are looked at more closely; that must not change what is kept, or how."""
 
@@ -515,7 +514,6 @@ def test_training_with_activation_checkpointing_is_training_without():
     torch.testing.assert_close(*map(parameters_of, trainings), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="the plan asks for every saved tensor: engine_bugs.md, 8")
 def test_checkpointed_part_is_computed_again_once_a_backward():
     training = training_with_checkpoints(checkpointed)
     counts = []

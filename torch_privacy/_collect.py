@@ -55,7 +55,10 @@ class Collector:
         b = call.output.gradient(g, like)
         if self._budget is not None:
             self._budget.passed(call.size)
-        for use in call.uses:
+        uses = call.uses
+        if self._budget is not None:
+            call.forget()
+        for use in uses:
             self._take_use(use, b, self._layouts[number])
 
     def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:

@@ -183,7 +183,8 @@ class Rounding:
     """
 
     own: float  # relative to the example's own b
-    others: float  # relative to the largest of the examples
+    others: float  # relative to the largest of the examples, under their factors
+    most: float  # of that, relative to the largest without factors
     grain: float  # absolute, for each entry
     exponents: int  # how many powers of two the type has room for
 
@@ -193,9 +194,8 @@ class Rounding:
         infos = [torch.finfo(dtype) for dtype in dtypes]
         eps = max(info.eps for info in infos)
         grain = max(info.smallest_normal * info.eps for info in infos)
-        return Rounding(
-            min(OWN * eps, 0.05), min(OTHERS * eps, 0.002), 16 * grain, 4 if torch.float16 in dtypes else 16
-        )
+        exponents = 4 if torch.float16 in dtypes else 16
+        return Rounding(min(OWN * eps, 0.02), OTHERS * eps, 0.02 if eps < 1e-5 else 0.002, 16 * grain, exponents)
 
 
 class Codes:
@@ -277,11 +277,11 @@ class Fitting:
     def layouts(self) -> list[AnyLayout]:
         """The regular ones with the fewest examples set aside; or the irregular ones."""
         fewest = self.aside
-        regular: list[AnyLayout] = [layout for layout, aside in self._regular.items() if aside.sum() == fewest]
+        regular = [layout for layout, aside in self._regular.items() if aside.sum() == fewest]
         n = len(self._codes.cotangent(0))
         if regular:
             doubtful = 0 < fewest < n and len({tuple(self._regular[layout].tolist()) for layout in regular}) > 1
-            return [] if doubtful else regular
+            return [] if doubtful else [*regular]
         owners = ((dim, self._owner(dim)) for dim in self._digits)
         return [Ragged(dim, n, owner) for dim, owner in owners if not (owner == n).any()]
 
@@ -305,9 +305,10 @@ class Fitting:
         factor = factor.to(plain)
         size = torch.linalg.vector_norm(plain, dim=1)
         error = torch.linalg.vector_norm(scaled / factor[:, None] - plain, dim=1)
-        largest = size[size.isfinite()].max() if size.isfinite().any() else 0.0
-        grain = self._rounding.grain * plain.shape[1] ** 0.5 / factor.abs()
-        return (error <= self._rounding.own * size + self._rounding.others * largest + grain).cpu()
+        rounding, factor = self._rounding, factor.abs()
+        others = (rounding.others * _largest(factor * size) / factor).clamp(max=rounding.most * _largest(size))
+        grain = rounding.grain * plain.shape[1] ** 0.5 / factor
+        return (error <= rounding.own * size + others + grain).cpu()
 
     def _digit(self, dim: int, scaled: Tensor) -> Tensor:
         """(size,): each entry's digit along ``dim``, -1 where it is none, -2 where there is no gradient."""
@@ -328,6 +329,11 @@ def _not_finite(layout: Layout, b: Tensor) -> Tensor:
     """(n,): which examples' b is not finite."""
     first = layout.examples_first(b)
     return ~torch.isfinite(first.reshape(len(first), -1)).all(1).cpu() if first.numel() else torch.zeros(len(first)) > 0
+
+
+def _largest(sizes: Tensor) -> float:
+    finite = sizes[sizes.isfinite()]
+    return float(finite.max()) if len(finite) else 0.0
 
 
 def _entries(tensor: Tensor, dim: int) -> Tensor:
@@ -399,9 +405,9 @@ def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
     names = sorted({name for use in call.uses for name in names_of(use.weight)})
     return (
         f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the {n} "
-        "examples of the batch cannot be told apart by their data: they lie in no regular order, and no path leads from "
-        "there to an input of the model. Pass the batch's tensors to model(...) as arguments, with the examples in one "
-        "dimension of size n, and reorder them inside; or leave them in their order."
+        "examples of the batch cannot be told apart by their data: they lie in no regular order, and no path leads "
+        "from there to an input of the model. Pass the batch's tensors to model(...) as arguments, with the examples "
+        "in one dimension of size n, and reorder them inside; or leave them in their order."
     )
 
 

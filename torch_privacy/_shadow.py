@@ -31,7 +31,16 @@ _MOVES = {  # functions of one tensor (the first argument) that only move its en
     *("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "expand", "broadcast_to"),
     *("expand_as", "view_as", "reshape_as", "repeat", "repeat_interleave", "tile", "chunk", "split", "unbind"),
     *("split_with_sizes", "tensor_split", "narrow", "select", "squeeze", "unsqueeze", "contiguous", "clone", "detach"),
-    *("index_select", "gather", "take_along_dim", "take", "masked_select", "diagonal", "unfold", "_pack_padded_sequence"),
+    *(
+        "index_select",
+        "gather",
+        "take_along_dim",
+        "take",
+        "masked_select",
+        "diagonal",
+        "unfold",
+        "_pack_padded_sequence",
+    ),
 }
 _JOINS = {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack"}
 _POINTWISE = {
@@ -63,11 +72,13 @@ class Shadows:
 
     def __init__(self, num_examples: int | None = None):
         self._num_examples = num_examples
+        self.begun = False  # whether the model's inputs are among them
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Shadow]] = {}
         self._expected: dict[GradientEdge, Shadow] = {}
 
     def begin(self, tensor: Tensor) -> None:
         """An input of the model: each entry belongs to the example of its place."""
+        self.begun = True
         shadow: Shadow = {}
         for dim, size in enumerate(tensor.shape):
             if size == (self._num_examples or size):
@@ -168,7 +179,9 @@ def _rule(func: Callable) -> Rule | None:
         return _moved(func)
     if name in _JOINS:
         return lambda read, args, kwargs: func([read(t) for t in args[0]], *args[1:], **kwargs)
-    if func in (F.embedding, F.one_hot, F.embedding_bag):
+    if func is F.embedding_bag:
+        return _bagged
+    if func in (F.embedding, F.one_hot):
         return _looked_up
     if name == "where":
         return _chosen
@@ -191,7 +204,8 @@ def _moved(func: Callable) -> Rule:
             return None if ids is None else _beside(read(ids), torch.as_tensor(read(table).max()))
         moved = func(read(table).contiguous(), *rest, **kwargs)
         if ids is not None and isinstance(moved, Tensor) and moved.shape == ids.shape:  # as in gather
-            return _joined(moved, read(ids))
+            chosen_by = read(ids)  # unknown if by a sort, which moves what it does not change
+            return _joined(moved, chosen_by.masked_fill(chosen_by == UNKNOWN, NOBODY))
         return moved
 
     return rule
@@ -207,6 +221,12 @@ def _looked_up(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
     if ids.requires_grad or not read.knows(ids):
         return None
     return read(ids).unsqueeze(-1)
+
+
+def _bagged(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
+    """One bag a row: it must be of one example."""
+    ids = args[0] if args else kwargs["input"]
+    return _common(read(ids), 1) if ids.ndim == 2 and read.knows(ids) else None
 
 
 def _written(read: _Reader, args: tuple, kwargs: dict) -> Tensor:
@@ -303,4 +323,6 @@ def _tensors(values: Any) -> list[Tensor]:
         return [values]
     if isinstance(values, dict):
         values = values.values()
-    return [t for value in values for t in _tensors(value)] if isinstance(values, (list, tuple, type({}.values()))) else []
+    return (
+        [t for value in values for t in _tensors(value)] if isinstance(values, (list, tuple, type({}.values()))) else []
+    )

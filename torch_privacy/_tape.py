@@ -39,11 +39,12 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import Graph
-from ._layout import Layouts, Merging, fresh_generator
+from ._layout import Layouts, Merging, foreign, fresh_generator, ungrounded
 from ._model import check_not_compiled
 from ._plan import Budget, distinct_bytes
+from ._shadow import Shadows
 from .jacobian import Jacobian
-from .ops import COMPOSED, OPS, AnyLayout, Use
+from .ops import COMPOSED, OPS, AnyLayout, Layout, Use
 from .ops._base import is_half
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
@@ -51,6 +52,10 @@ from .ops.fallback import compared, replay, uses_of
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
+
+
+# The op of what a composition of our own noted.
+SCAN = "scan"
 
 
 @dataclass(slots=True)
@@ -82,6 +87,10 @@ class Call:
     inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
     uses: tuple[Use, ...]
     versions: list[tuple[Tensor, int]]
+
+    def forget(self) -> None:
+        """Let go of the inputs: the ops made of the call have what they need."""
+        self.uses, self.versions = (), []
 
     @property
     def edge(self) -> GradientEdge:
@@ -137,7 +146,7 @@ class Reached:
         dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
         for node in self.graph.nodes():
             if node.name() == "ToCopyBackward0":
-                dtypes |= {metadata.dtype for metadata in node._input_metadata}  # type: ignore[attr-defined]
+                dtypes |= {metadata.dtype for metadata in node._input_metadata}
         return dtypes
 
     def precision(self) -> float:
@@ -180,6 +189,8 @@ class Tape(TorchFunctionMode):
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
         self._constants = {id(t): (t, t._version) for t in constants}
         self._inputs: list[Tensor] = []
+        self._probed: set[Node] = set()  # where the graph reaches the probed inputs
+        self._shadows = Shadows(num_examples)
         self._reorders = False  # the data of the batch may have decided where its examples lie
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
@@ -190,7 +201,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
-        if func is SET_REQUIRES_GRAD and args[0].requires_grad:
+        if func == SET_REQUIRES_GRAD and args[0].requires_grad:
             return None  # as wav2vec2 asks of its input, which has a gradient here already
         values = (*args, *kwargs.values()) if kwargs else args
         kwargs = kwargs or {}
@@ -200,11 +211,19 @@ class Tape(TorchFunctionMode):
         if met and data and picks_one(func, args, self._source):
             data = []
         self._program.append((func, numbers_in(values)))
+        behind = self._shadows.behind(func, args, kwargs, data) if data else None
         if met and (data or looks_up_examples(func, args)):
-            return self._meet(func, args, kwargs, data, met)
+            out = self._meet(func, args, kwargs, data, met)
+            if behind and isinstance(out, Tensor) and out.grad_fn is not None:
+                output = _output(out)
+                self._shadows.expect(output.edge, output.shape, behind)
+            return out
         if data:
             self._reorders = self._reorders or may_reorder(func, args)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if behind:
+                self._shadows.note(args[0] if changes_in_place(func) else out, behind)
+            return out
         out = func(*args, **kwargs)
         if tensors or makes_constant(func, out, self._num_examples):
             result = args[0] if changes_in_place(func) else out
@@ -229,15 +248,21 @@ class Tape(TorchFunctionMode):
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
 
         An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
-        normalisation in front of the first layer.
+        normalisation in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
+        that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
         """
 
         def replaced(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.requires_grad:
+            if not isinstance(value, Tensor) or value.requires_grad or not value.ndim:
                 return value
-            leaf = value.detach().requires_grad_()
-            self._inputs.append(leaf)
-            return leaf.clone()  # not the leaf itself, which could not be changed in place
+            copy = value
+            if value.is_floating_point():
+                leaf = value.detach().requires_grad_()
+                self._inputs.append(leaf)
+                copy = leaf.clone()  # not the leaf itself, which could not be changed in place
+                self._probed.add(_edge(copy).node)
+            self._shadows.begin(copy)
+            return copy
 
         return tree_map(replaced, arguments)
 
@@ -265,7 +290,13 @@ class Tape(TorchFunctionMode):
             return self._jacobian(reached, layouts, retain_graph=retain_graph, verify=verify)[0]
 
     def _jacobian(
-        self, reached: Reached, layouts: list[AnyLayout] | None, *, retain_graph: bool, verify: bool
+        self,
+        reached: Reached,
+        layouts: list[AnyLayout] | None,
+        *,
+        retain_graph: bool,
+        verify: bool,
+        strict: bool = False,
     ) -> tuple[Jacobian, list[AnyLayout]]:
         """Everything, for any question: no budget; with the layouts, which are measured where they are not known."""
         losses, calls = reached.losses, reached.calls
@@ -275,7 +306,7 @@ class Tape(TorchFunctionMode):
         keep = retain_graph or verify
         bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=keep or layouts is None)
         if layouts is None:
-            layouts = self._measure(reached, bs)
+            layouts = self._measure(reached, bs, strict=strict)
         collector = Collector(calls, layouts, self._sources)
         for number, g in enumerate(bs):
             collector.take(number, g, losses)
@@ -321,7 +352,7 @@ class Tape(TorchFunctionMode):
                     for name, p in clip(empty.restricted(names), label).items()
                 }
             if layouts is None:  # measured, verified, and then done like any other batch: bit for bit
-                layouts = self._jacobian(reached, None, retain_graph=True, verify=True)[1]
+                layouts = self._jacobian(reached, None, retain_graph=True, verify=True, strict=True)[1]
             cotangent, num_rows = torch.ones_like(losses), len(losses)
             if merging is not None:
                 layouts = [merging.layout(layout) for layout in layouts]
@@ -352,7 +383,7 @@ class Tape(TorchFunctionMode):
         layouts = None if self._reorders else self.layouts.recall(reached.path, calls, n)
         return reached, layouts
 
-    def _measure(self, reached: Reached, bs: list[Tensor | None]) -> list[AnyLayout]:
+    def _measure(self, reached: Reached, bs: list[Tensor | None], *, strict: bool) -> list[AnyLayout]:
         """The layouts of the calls by further backwards; the model's inputs must have one, too. The graph stays."""
         losses, calls = reached.losses, reached.calls
         leaves = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
@@ -362,8 +393,42 @@ class Tape(TorchFunctionMode):
 
         plain = [*bs, *_gradients(losses, leaves, torch.ones_like(losses), retain_graph=True)]
         return self.layouts.measure(
-            reached.path, calls, self._names_of, plain, backward, losses, leaves, reached.dtypes()
+            reached.path,
+            calls,
+            self._names_of,
+            plain,
+            backward,
+            losses,
+            leaves,
+            reached.dtypes(),
+            lambda layouts: self._check_whose_data(reached, bs, layouts, strict=strict),
         )
+
+    def _check_whose_data(
+        self, reached: Reached, bs: list[Tensor | None], layouts: Sequence[AnyLayout], *, strict: bool
+    ) -> None:
+        """Refuse where an example's loss reads another's data as far as shadows tell, or where it might (``strict``).
+
+        An irregular layout says nothing of whose data it orders: that must be told by shadows, or by the gradient in
+        an input of the model or in another call's output, on this very batch.
+        """
+        losses, n, irregular = reached.losses, len(reached.losses), []
+        if n < 2:
+            return
+        grounds = set(self._probed)
+        for call, g, layout in zip(reached.calls, bs, layouts, strict=True):
+            b, owners = call.output.gradient(g, losses), layout.owners()
+            verdict = self._shadows.verdict(call.edge, b, owners, layout.dim, n)
+            if verdict is False:
+                raise Refused(foreign(call, self._names_of, n))
+            if verdict or isinstance(layout, Layout):
+                grounds.add(call.edge.node)
+            elif (owners >= 0).any() and call.op != SCAN:  # hidden states, made from a projection that is looked at
+                irregular.append(call)
+        known = reached.graph.above(grounds) if strict and irregular else set()
+        for call in irregular if strict else ():
+            if not self._shadows.begun or call.edge.node not in known:
+                raise Refused(ungrounded(call, self._names_of, n))
 
     def _path(self, graph: Graph, n: int) -> int:
         """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.
@@ -416,7 +481,8 @@ class Tape(TorchFunctionMode):
         for y, uses in noted:
             self._note(op, y, uses, inputs)
         if not noted:
-            self._unknown.update(dict.fromkeys((t.grad_fn for t in outputs), (op, self._names_behind(met))))
+            names = self._names_behind(met)
+            self._unknown.update({t.grad_fn: (op, names) for t in outputs if t.grad_fn is not None})
         return out
 
     def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
@@ -427,7 +493,7 @@ class Tape(TorchFunctionMode):
         """What a composition of our own notes: parameters that met y out of sight of torch's functions."""
         uses = tuple(use for use in uses if use.weight.requires_grad and self._source(use.weight) is not None)
         if uses:
-            self._note("scan", y, uses)
+            self._note(SCAN, y, uses)
 
     def _by_fallback(
         self, func: Callable, args: tuple, kwargs: dict, wanted: list[Tensor], outputs: list[Tensor], changed: bool
@@ -577,7 +643,7 @@ def _output(y: Tensor) -> Output:
     if not base.grad_fn.name().endswith("CopySlices"):
         return Output(_edge(y), y.shape, y.dtype, None)
     shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    return Output(_edge(base), y.shape, y.dtype, (shape_only, y.stride(), y.storage_offset()))
+    return Output(_edge(base), y.shape, y.dtype, (shape_only, y.stride(), int(y.storage_offset())))
 
 
 def _edge(y: Tensor) -> GradientEdge:

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = torch._safe_softmax(scores, -1)
+    weights = torch.ops.aten._safe_softmax(scores, -1)
     return F.dropout(weights, dropout_p) @ value
 
 

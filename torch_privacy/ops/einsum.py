@@ -78,8 +78,8 @@ class ContractionUse(Use):
         total = whole.op(b[None], Layout(0, 1, 1, 1)).rows()
         dim = self.weight.ndim - len(self.weight_labels) + self.weight_labels.index(example)
         owned = _owned(layout, own[example], total)
-        own = owned.view(n, *(owned.shape[1] if k == dim else 1 for k in range(self.weight.ndim)))
-        return Rows(torch.where(own > 0, total, 0))  # a product would make 0 times infinity
+        kept = owned.view(n, *(owned.shape[1] if k == dim else 1 for k in range(self.weight.ndim)))
+        return Rows(torch.where(kept > 0, total, 0))  # a product would make 0 times infinity
 
 
 def _owned(layout: AnyLayout, size: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
-from ._base import Layout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows
 from .elementwise import FactorUse, sum_to_weight
 from .linear import GRAM_TOLERANCE, Linear
@@ -186,7 +186,7 @@ class EmbeddingUse(Use):
     def saved(self) -> tuple[Tensor, ...]:
         return (self.ids,)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         size = math.prod(b.shape[self.ids.ndim :])
         b = in_sum_dtype(b).reshape(*self.ids.shape, size)
         vocabulary = self.weight.numel() // size
@@ -195,7 +195,7 @@ class EmbeddingUse(Use):
         return look_ups(self.ids, b, self.weight.shape, layout)
 
 
-def look_ups(ids: Tensor, b: Tensor, table: torch.Size, layout: Layout) -> Embedding:
+def look_ups(ids: Tensor, b: Tensor, table: torch.Size, layout: AnyLayout) -> Embedding:
     """The op, from ``ids`` (*positions) and ``b`` (*positions, e)."""
     ids, b = layout.examples_first(ids), layout.examples_first(b)
     t = math.prod(ids.shape[1:])
@@ -239,7 +239,7 @@ class BagUse(Use):
         weights = () if self.bags.weights is None else (self.bags.weights,)
         return (self.bags.ids, self.bags.offsets, *weights)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         places, counts = self.bags.places()
         factors, b = in_one_dtype(counts if self.bags.weights is None else self.bags.weights[places] * counts, b)
         if self.mean:
@@ -251,7 +251,7 @@ class BagUse(Use):
 class LargestUse(BagUse):
     """One call of ``y_kj = max_{t in bag k} W[ids_kt, j]``: every entry of y is that of one token, the winner."""
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         e = b.shape[1]
         entries = self.bags.winners(self.weight) * e + torch.arange(e, device=b.device)
         filled = self.bags.places()[1].any(1, keepdim=True)
@@ -268,7 +268,7 @@ class BagWeightUse(FactorUse):
     def example_dims(self, b_ndim: int) -> list[int]:
         return [0]
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         places, counts = self.bags.places()
         vectors, b = in_one_dtype(self.x[self.bags.ids[places]], b)
         terms = torch.einsum("kte,ke->kt", vectors, b) * counts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._base import Layout, Method, Op, Use, in_one_dtype
+from ._base import AnyLayout, Method, Op, Use, in_one_dtype
 from .linear import Linear
 
 
@@ -123,7 +123,7 @@ class RoutedUse(Use):
     def saved(self) -> tuple[Tensor, ...]:
         return (self.x, self.offsets)
 
-    def op(self, b: Tensor, layout: Layout) -> Op:
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
         x, b = in_one_dtype(self.x, b)
         places = torch.arange(len(x), device=x.device, dtype=self.offsets.dtype)
         experts = torch.searchsorted(self.offsets, places, right=True)
