@@ -115,6 +115,8 @@ class Block:
     def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
         """Through the chain of ops between parameters and weight, by one (batched) backward of that chain alone."""
         leaves = [parameters[name] for name in self.names]
+        if batched and not len(rows):  # torch cannot batch nothing
+            return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(self.names, leaves, strict=True)}
         with torch.enable_grad():
             pulled = torch.autograd.grad(
                 self.weight, leaves, rows.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched

@@ -178,6 +178,7 @@ class _Rows:
         self._seed = int(torch.randint(2**62, ()))
         self._versions = self._losses.versions()
         self._kept: dict[str, Tensor] | None = None
+        self._verified = False
 
     @property
     def device(self) -> torch.device:
@@ -233,6 +234,9 @@ class _Rows:
                 "vmapped_jacobian: the losses reach a parameter other than through the model that losses_of was given, "
                 "so its gradient would be missed. Use losses_of's argument, and detach or freeze anything else."
             )
+        if not self._verified:
+            self._losses.verify_first(self.parameters, chunk, rows)
+            self._verified = True
         return rows
 
     def _default_chunk_size(self) -> int:
@@ -264,6 +268,29 @@ class _Losses(nn.Module):
         """Raises what an ordinary call with the first example raises, if anything: then vmap is not to blame."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self._call({**trained, **buffers}, tree_map(lambda t: t[0], chunk))
+
+    def verify_first(self, parameters: Mapping[str, Tensor], chunk: Any, rows: Mapping[str, Tensor]) -> None:
+        """Refuse unless the first row equals a backward of its own; not asked where the loss draws random numbers.
+
+        Batched rules of torch can be wrong: torch.linalg.solve of a parameter is, in torch 2.13.
+        """
+        trained = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        before = torch.random.get_rng_state()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            loss = self._call({**trained, **buffers}, tree_map(lambda t: t[0], chunk))
+            drawn = not torch.equal(torch.random.get_rng_state(), before)
+        if drawn or loss.grad_fn is None:
+            return
+        native = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        for (name, p), g in zip(trained.items(), native, strict=True):
+            row = in_sum_dtype(rows[name][0])
+            error = (row - (torch.zeros_like(row) if g is None else in_sum_dtype(g))).norm()
+            if error > torch.finfo(p.dtype).eps ** 0.5 * (1 + row.norm()):
+                raise Refused(
+                    f"vmapped_jacobian: the row of parameter {name!r} is not what a backward of its own gives: torch's "
+                    "vmap is wrong about one of the model's ops. Use torch_privacy.record in its place."
+                )
 
     def _call(self, tensors: Mapping[str, Tensor], example: Any) -> Tensor:
         named = {f"model.{name}": t for name, t in tensors.items()}

@@ -63,7 +63,7 @@ class ReplayUse(Use):
         healthy = self.replay.healthy[self.output]
         finite = finite if healthy is None else finite & healthy
         sick = layout.examples_first((~finite).to(rows.dtype)).flatten(1).any(1) if not finite.all() else None
-        spoilt = ~rows.flatten(1).isfinite().all(1)
+        spoilt = ~rows.reshape(len(rows), self.weight.numel()).isfinite().all(1)
         if (spoilt if sick is None else spoilt & ~sick).any():
             raise Refused(
                 f"ops.fallback: {self.replay.name!r} has an infinite derivative for one example of this batch, which "
