@@ -521,7 +521,7 @@ def test_checkpointed_part_is_computed_again_once_a_backward():
         before = training.model.computed
         training.step(cross_entropy(training.model, x, y))
         counts.append(training.model.computed - before)
-    assert counts[-1] == 2  # in the forward, and in the one backward once layouts are known
+    assert min(counts) == 2  # in the forward, and in the one backward, once layouts are known and not measured again
 
 
 # Microbatches, noise, empty batches
