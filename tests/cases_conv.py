@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions and normalisations with all their options: name -> (model, input)."""
+"""Convolutions and normalizations with all their options: name -> (model, input)."""
 
 from collections.abc import Callable
 

@@ -276,7 +276,7 @@ def test_refuses_a_parameter_used_outside_of_the_recording():
 
 
 def test_coupling_that_only_the_input_shows_is_refused():
-    """Batch normalisation in front of the first parameter: every b looks fine, the gradient in the input does not."""
+    """Batch normalization in front of the first parameter: every b looks fine, the gradient in the input does not."""
     model = nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=False), nn.Linear(3, 2))
     with tp.record(model) as tape:
         losses = losses_of(model, tape.probe(torch.randn(5, 3)))

@@ -379,21 +379,25 @@ def _recall(kind: Kind, call: Call, n: int) -> Layout | None:
     return next((layout for layout in layouts if _kind(layout) == kind), None)
 
 
-def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
+def _place(call: Call, names_of: NamesOf) -> str:
+    """Which call, for a message."""
     names = sorted({name for use in call.uses for name in names_of(use.weight)})
+    return f"at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)})"
+
+
+def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
     return (
-        f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the {n} "
+        f"tape: {_place(call, names_of)} the {n} "
         "examples of the batch cannot be told apart: either one example's loss depends on another example (batch "
-        "normalisation, in-batch negatives, a loss averaged over the batch), or they lie in no regular order. "
+        "normalization, in-batch negatives, a loss averaged over the batch), or they lie in no regular order. "
         "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
     )
 
 
 def foreign(call: Call, names_of: NamesOf, n: int) -> str:
     """What to say where a call reads another example's data than that whose loss it serves."""
-    names = sorted({name for use in call.uses for name in names_of(use.weight)})
     return (
-        f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the losses "
+        f"tape: {_place(call, names_of)} the losses "
         f"of the {n} examples depend on each other's part of the model's input: one example's loss reads what belongs "
         "to another (negatives from the batch, a rolled or reordered input?). Make each loss depend on its own example "
         "only, e.g. take negatives from within the example."
@@ -402,9 +406,8 @@ def foreign(call: Call, names_of: NamesOf, n: int) -> str:
 
 def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
     """What to say where the examples lie in an order of their own, and nothing shows whose data they are."""
-    names = sorted({name for use in call.uses for name in names_of(use.weight)})
     return (
-        f"tape: at op {call.op!r} with parameter {', '.join(map(repr, names))} (output {tuple(call.shape)}) the {n} "
+        f"tape: {_place(call, names_of)} the {n} "
         "examples of the batch cannot be told apart by their data: they lie in no regular order, and no path leads "
         "from there to an input of the model. Pass the batch's tensors to model(...) as arguments, with the examples "
         "in one dimension of size n, and reorder them inside; or leave them in their order."
@@ -414,6 +417,6 @@ def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
 def _coupled_input(leaf: Tensor, n: int) -> str:
     return (
         f"tape: the losses of the {n} examples depend on each other's part of the model's input of shape "
-        f"{tuple(leaf.shape)} (batch normalisation, in-batch negatives, a loss averaged over the batch?). "
+        f"{tuple(leaf.shape)} (batch normalization, in-batch negatives, a loss averaged over the batch?). "
         "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
     )

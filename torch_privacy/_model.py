@@ -91,7 +91,7 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse LBFGS, and batch normalisation in training mode, which mixes a batch's examples."""
+    """Refuse LBFGS, and batch normalization in training mode, which mixes a batch's examples."""
     check_not_compiled(model)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
@@ -101,6 +101,6 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
             f"{name!r} (use nn.GroupNorm({math.gcd(32, m.num_features)}, {m.num_features}))" for name, m in offenders
         )
         raise Refused(
-            f"PrivateTraining: batch normalisation in training mode mixes examples, in module {listed}. Replace it, or "
+            f"PrivateTraining: batch normalization in training mode mixes examples, in module {listed}. Replace it, or "
             "put it in eval mode and freeze it."
         )

@@ -248,7 +248,7 @@ class Tape(TorchFunctionMode):
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
 
         An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
-        normalisation in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
+        normalization in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
         that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
         """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales and shifts of normalisations: layer, group, instance and RMS norm, and batch norm with fixed statistics.
+"""Scales and shifts of normalizations: layer, group, instance and RMS norm, and batch norm with fixed statistics.
 
 The normalised input is computed again, not kept.
 """
