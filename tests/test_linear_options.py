@@ -2,14 +2,17 @@
 """Products with a parameter, drawn at random, and routed products: against one backward per example."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import Calls, losses_of
 from cases_linear import CASES
 from hypothesis import given, settings
 from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
+from parts import tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
@@ -180,6 +183,37 @@ def test_uses_of_one_weight_are_merged(name, kind):
     model, x = CASES[name]()
     (block,) = recorded_jacobian(model, x, losses_of)._blocks
     assert [type(op) for op in block.ops] == [kind]
+
+
+ORDERS = ["".join(uses) for count in (2, 3, 4) for uses in product("lp", repeat=count) if len(set(uses)) == 2]
+
+
+def in_order(uses: str, padding_idx: int | None) -> nn.Module:
+    """A table looked up (l) and multiplied by (p) in this order."""
+
+    def forward(m: Calls, ids: Tensor) -> Tensor:
+        h = torch.ones(*ids.shape, 4)
+        for k, use in enumerate(uses):
+            h = h * m.e((ids + k) % 7) if use == "l" else torch.tanh(F.linear(h, m.e.weight)[..., :4])
+        return h
+
+    return Calls(forward, e=nn.Embedding(7, 4, padding_idx=padding_idx))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("uses", ORDERS)
+def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx, dtype):
+    torch.set_default_dtype(dtype)
+    model, ids = in_order(uses, padding_idx), tokens(5, 6)
+    jacobian = recorded_jacobian(model, ids, losses_of)
+    (block,) = jacobian._blocks
+    assert [type(op) for op in block.ops] == [TiedEmbedding]
+    assert_methods_agree(jacobian)
+    rows, rtol = one_backward_per_example(model, ids, losses_of, list(ids.split(1))), 1e-9
+    if dtype == torch.bfloat16:  # in which the ordinary backward adds up
+        rows, rtol = rows.float(), 0.03
+    assert_jacobian_equals_rows(jacobian, rows, rtol)
 
 
 def test_weight_with_entries_per_example_is_refused_when_too_large(monkeypatch):

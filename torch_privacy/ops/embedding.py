@@ -125,6 +125,9 @@ class TiedEmbedding(Op):
         return torch.promote_types(self.looked_up.dtype, self.product.dtype)
 
     def merge(self, other: Op) -> Op | None:
+        if isinstance(other, TiedEmbedding):
+            both = self.merge(other.looked_up)
+            return None if both is None else both.merge(other.product)
         product, looked_up = self.product.merge(other), self.looked_up.merge(other)
         if isinstance(product, Linear):
             return TiedEmbedding(self.looked_up, product)
