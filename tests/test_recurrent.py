@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import torch_privacy as tp
 from torch_privacy._functions import tensors_in
 from torch_privacy.ops import Layout
-from torch_privacy.ops.recurrent import COMPOSED
+from torch_privacy.ops.recurrent import COMPOSED, PACKED, PADDED
 
 n, t, d, e = 5, 6, 3, 4
 FUNCTIONS = {"LSTM": torch.lstm, "GRU": torch.gru, "tanh": torch.rnn_tanh, "relu": torch.rnn_relu}
@@ -120,6 +120,20 @@ def test_composition_is_the_same_in_chunks(monkeypatch):
         assert_composition_equals_torch(layer(kind, bidirectional=True), packed)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_composition_takes_any_argument_by_keyword(kind, packed):
+    _, _, args = arguments(layer(kind, num_layers=2, bidirectional=True), packed)
+    named = dict(zip(PACKED if packed else PADDED, args, strict=True))
+    function = FUNCTIONS[kind]
+    expected = function(*args)
+    for number in range(len(args) + 1):
+        keywords = dict([*named.items()][number:])
+        torch.testing.assert_close(function(*args[:number], **keywords), expected)
+        ours = COMPOSED[function](lambda y, uses: None, *args[:number], **keywords)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_composition_frees_its_memory_after_the_backward(kind):
     _, _, args = arguments(layer(kind), packed=False)
@@ -177,6 +191,21 @@ def sequences(lengths: Tensor) -> Tensor:
 def learned_state(m: Calls, x: Tensor) -> Tensor:
     h, c = (state.expand(-1, len(x), -1) for state in (m.h, m.c))
     return m.rnn(x, (h, c.contiguous()))[0]
+
+
+def by_keyword(m: Calls, x: Tensor) -> Tensor:
+    """The module, and then torch's function itself."""
+    state = torch.ones(1, len(x), e)
+    hx = (state, state) if m.rnn.mode == "LSTM" else state
+    y = m.rnn(input=x, hx=hx)[0] + m.rnn(x, hx=hx)[0].tanh()
+    options = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": True, "bidirectional": False}
+    return y + function_of(m.rnn)(x, hx=hx, params=m.rnn._flat_weights, **options, batch_first=True)[0].sin()
+
+
+def cell_by_keyword(m: Calls, x: Tensor) -> Tensor:
+    state = torch.ones(len(x), e)
+    weights = {"w_ih": m.cell.weight_ih, "w_hh": m.cell.weight_hh, "b_ih": m.cell.bias_ih, "b_hh": m.cell.bias_hh}
+    return torch.gru_cell(input=x[:, 1], hx=m.cell(input=x[:, 0], hx=state), **weights)
 
 
 def translator(m: Calls, x: Tensor) -> Tensor:
@@ -249,6 +278,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         Calls(lambda m, x: m.rnn(torch.tanh(m.rnn(x)[0]))[0], rnn=nn.LSTM(d, d, batch_first=True)),
         x(),
     ),
+    **{
+        f"{kind}, by keyword": lambda kind=kind: (Calls(by_keyword, rnn=layer(kind, batch_first=True)), x())
+        for kind in FUNCTIONS
+    },
+    "GRUCell, by keyword": lambda: (Calls(cell_by_keyword, cell=nn.GRUCell(d, e)), x()),
     "LSTM, frozen hidden weight": lambda: (through(frozen_hidden(layer("LSTM"))), x()),
     "LSTM, as many steps as examples": lambda: (through(layer("LSTM")), torch.randn(t, t, d)),
     "LSTM, one example": lambda: (through(layer("LSTM")), torch.randn(1, t, d)),

@@ -472,25 +472,35 @@ def _as_data(state: Tensor) -> Tensor:
     return state + zeros if state.requires_grad else state
 
 
-def _layers(kind: type[Cell], note: Note, *args: Any) -> tuple[Tensor, ...]:
+OPTIONS = ("hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
+PADDED, PACKED = ("input", *OPTIONS, "batch_first"), ("data", "batch_sizes", *OPTIONS)
+
+
+def _layers(kind: type[Cell], note: Note, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The output and the last states of all layers, from the arguments of torch.lstm and the like."""
-    packed = not isinstance(args[3], bool)
-    x, batch_sizes = args[0], args[1] if packed else None
-    hx, flat, has_biases, num_layers, dropout, training, bidirectional, *batch_first = args[2 if packed else 1 :]
-    transposed = bool(batch_first and batch_first[0])
+    packed = "batch_sizes" in kwargs or (len(args) > 1 and _are_sizes(args[1]))
+    given = dict(zip(PACKED if packed else PADDED, args, strict=False)) | kwargs
+    x, transposed = given["data" if packed else "input"], given.get("batch_first", False)
     x = x.transpose(0, 1) if transposed else x
-    sizes = (x.shape[1],) * x.shape[0] if batch_sizes is None else tuple(batch_sizes.tolist())
+    sizes = tuple(given["batch_sizes"].tolist()) if packed else (x.shape[1],) * x.shape[0]
     if not sizes:
         raise Refused("ops.recurrent: a sequence without steps: must have one or more. Leave such batches out.")
+    hx = given["hx"]
     hx = [_as_data(state) for state in ((hx,) if isinstance(hx, Tensor) else hx)]
-    k = 2 if bidirectional else 1
-    weights, lasts = _weights(flat, has_biases, num_layers * k), []
-    for i in range(0, num_layers * k, k):
-        if i and dropout and training:
-            x = F.dropout(x, dropout)
+    k = 2 if given["bidirectional"] else 1
+    count = given["num_layers"] * k
+    weights, lasts = _weights(given["params"], given["has_biases"], count), []
+    for i in range(0, count, k):
+        if i and given["dropout"] and given["train"]:
+            x = F.dropout(x, given["dropout"])
         x, last = _layer(note, kind, x, sizes, [state[i : i + k] for state in hx], weights[i : i + k])
         lasts.append(last)
     return x.transpose(0, 1) if transposed else x, *(torch.cat(states) for states in zip(*lasts, strict=True))
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether the second argument is not a state but says how many sequences each step has."""
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 # Cells take one step a call, so they are written out: every op in them is one that the tape knows.
