@@ -360,6 +360,12 @@ def test_other_bad_settings_are_refused(make, text):
 def test_statement_is_plain_data():
     assert Flat(0.5).statement() == {"rule": "Flat", "clip_norm": 0.5}
     assert Groups({"a": 1.0}).statement() == {"rule": "Groups", "clip_norms": {"a": 1.0}}
+    layers = PerLayer(1.0).bind(["a.weight", "a.bias", "b", "c.d", "e.f"])
+    assert layers.statement() == {
+        "rule": "PerLayer",
+        "clip_norm": 1.0,
+        "clip_norms": {"a": 0.5, "": 0.5, "c": 0.5, "e": 0.5},
+    }
     assert Automatic().statement() == {"rule": "Automatic", "clip_norm": 1.0, "gamma": 0.01}
     assert Adaptive(1.0).statement()["target_quantile"] == 0.5
 
@@ -385,6 +391,7 @@ def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
     exec(block, shown)
     torch.testing.assert_close(shown["weights"], 1 / (200 * shown["probabilities"][shown["drawn"]]))
     probabilities, parameters = shown["probabilities"], list(shown["model"].parameters())
+    assert all(p.grad is not None for p in parameters)
     losses = torch.nn.functional.cross_entropy(shown["model"](shown["x"]), shown["y"], reduction="none")
     rows = [
         torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, retain_graph=True)]) for loss in losses

@@ -294,7 +294,7 @@ class Poisoned(TensorDataset):
 
 
 @by_each_rule
-def test_an_example_that_is_not_finite_is_left_out_and_counted_once_under_any_rule(rule):
+def test_an_example_that_is_not_finite_is_left_out_and_counted_under_any_rule(rule):
     clipping, explicit, _ = RULES[rule]
     training = training_of(dataset=Poisoned(*data().tensors), expected_batch_size=N, num_steps=1, clipping=clipping)
     for x, y in training:
@@ -303,7 +303,7 @@ def test_an_example_that_is_not_finite_is_left_out_and_counted_once_under_any_ru
         groups = torch.from_numpy(training._sampler.groups(0, N, 10))
         kept = groups != groups[7] if rule == "micro-batches" else torch.arange(N) != 7
         training.step(cross_entropy(training.model, x, y))
-    assert training.num_non_finite == 1  # one row: of an example, or of a micro-batch
+    assert training.num_non_finite == (~kept).sum()  # examples, not micro-batches
     sum_and_noise = explicit(rows[kept], groups[kept]) + noise_stddev(rule) * noise_of(training, 0)[:26]
     expected = network_parameters() - sum_and_noise / (10 if rule == "micro-batches" else N)
     torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
@@ -332,8 +332,8 @@ def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
 
 STATEMENTS = {  # what the privacy statement says of each rule
     "flat": {"rule": "Flat", "clip_norm": 0.5},
-    "per layer": {"rule": "Groups", "clip_norms": {"0": 0.5 / 2**0.5, "2": 0.5 / 2**0.5}},
-    "each layer": {"rule": "Groups", "clip_norms": {"0": 0.3, "2": 0.3}},
+    "per layer": {"rule": "PerLayer", "clip_norm": 0.5, "clip_norms": {"0": 0.5 / 2**0.5, "2": 0.5 / 2**0.5}},
+    "each layer": {"rule": "EachLayer", "clip_norm": 0.3, "clip_norms": {"0": 0.3, "2": 0.3}},
     "groups": {"rule": "Groups", "clip_norms": {"": 0.3, "2": 0.2, "2.weight": 0.6}},
     "automatic": {"rule": "Automatic", "clip_norm": 0.5, "gamma": 0.1},
     "adaptive": {"rule": "Adaptive", "target_quantile": 0.5, "learning_rate": 0.2, "count_noise_stddev": 4.0},
@@ -425,6 +425,19 @@ def test_adaptive_clip_norm_finds_the_median_of_the_norms():
     train(training)
     low, high = rows.quantile(torch.tensor([0.4, 0.6]))
     assert low < training.clipping.clip_norm < high
+
+
+def test_forward_reaches_numpy_by_detached_inputs_only():
+    """As docs/pitfalls.md says."""
+
+    def model_with(numbers_of):
+        return Calls(lambda m, x: m.f(torch.from_numpy(numbers_of(x)) + x), f=nn.Linear(3, 2))
+
+    with pytest.raises(RuntimeError, match=r"Can't call numpy\(\) on Tensor that requires grad"):
+        train(training_of(model_with(lambda x: x.numpy())))
+    training = training_of(model_with(lambda x: x.detach().numpy()))
+    train(training)
+    assert training.step_count == 6
 
 
 # Layouts and memory
@@ -673,6 +686,14 @@ def test_state_of_other_settings_is_refused():
     state = training_of().state_dict()
     with pytest.raises(tp.Refused, match=r"noise_multiplier=0\.9 \(the state has 1\.0\)"):
         training_of(noise_multiplier=0.9).load_state_dict(state)
+    with pytest.raises(tp.Refused, match=r"memory_budget=2\.0 \(the state has 1\.2\)"):
+        training_of(memory_budget=2.0).load_state_dict(state)
+
+
+def test_state_that_is_too_old_to_say_its_memory_budget_is_taken_up():
+    state = training_of().state_dict()
+    del state["settings"]["memory_budget"]
+    training_of(memory_budget=2.0).load_state_dict(state)
 
 
 def test_run_folder_of_another_run_is_refused(tmp_path):

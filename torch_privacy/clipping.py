@@ -61,7 +61,7 @@ class ClippingRule(ABC):
         return expected_batch_size
 
     def statement(self) -> dict[str, Any]:
-        """The rule's name and settings as plain data, for the privacy statement."""
+        """Its name, its settings and, once they are known, the bounds of its groups: plain data that can be printed."""
         return {"rule": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
 
 
@@ -117,6 +117,7 @@ class Groups(ClippingRule):
     Args:
         clip_norms: prefix -> bound. A prefix is the dotted name of a module, of a parameter, or ``""`` for the whole
             model; a parameter belongs to the longest prefix of its name.
+        made_by: the rule that chose these bounds, if one did; the privacy statement names it.
 
     Guarantees:
         - Every trained parameter is in exactly one group, and its part of the gradient has at most the group's bound.
@@ -138,6 +139,7 @@ class Groups(ClippingRule):
     """
 
     clip_norms: Mapping[str, float] = field(hash=False)
+    made_by: ClippingRule | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.clip_norms, Mapping) or not self.clip_norms:
@@ -176,6 +178,10 @@ class Groups(ClippingRule):
     def sensitivity(self, relation: NeighboringRelation) -> float:
         return math.hypot(*self.clip_norms.values()) * vectors_changed(relation)
 
+    def statement(self) -> dict[str, Any]:
+        maker = {"rule": type(self).__name__} if self.made_by is None else self.made_by.statement()
+        return {**maker, "clip_norms": dict(self.clip_norms)}
+
 
 @dataclass(frozen=True)
 class PerLayer(ClippingRule):
@@ -205,7 +211,7 @@ class PerLayer(ClippingRule):
 
     def bind(self, names: Sequence[str]) -> Groups:
         layers = layers_of(names)
-        return Groups(dict.fromkeys(layers, self.clip_norm / math.sqrt(len(layers))))
+        return Groups(dict.fromkeys(layers, self.clip_norm / math.sqrt(len(layers))), made_by=self)
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return self.bind(names).groups(names)
@@ -241,7 +247,7 @@ class EachLayer(ClippingRule):
         positive("EachLayer", clip_norm=self.clip_norm)
 
     def bind(self, names: Sequence[str]) -> Groups:
-        return Groups(dict.fromkeys(layers_of(names), self.clip_norm))
+        return Groups(dict.fromkeys(layers_of(names), self.clip_norm), made_by=self)
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return self.bind(names).groups(names)

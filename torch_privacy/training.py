@@ -103,6 +103,14 @@ class PrivateTraining:
           native gradient, two random rows equal backwards of their own, no example's loss depends on another's.
         - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
 
+    Edge cases:
+        An example whose gradient is not finite is left out of the sum, and so is every example of a micro-batch whose
+        mean is not finite; with groups of parameters, out of the groups concerned. ``num_non_finite`` is the number of
+        examples left out so far, of any group. It is an exact count of private data: secret, as is the batch size.
+
+        The model is handed floating-point inputs that require a gradient, so that couplings show. What torch refuses
+        for such tensors, as ``x.numpy()``, a forward asks of ``x.detach()``.
+
     Raises:
         Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader in place
             of a dataset, ...; the message names the culprit and the cure.
@@ -177,7 +185,7 @@ class PrivateTraining:
         self.microbatch_size = microbatch_size
         self.scheduler = scheduler
         self.step_count = 0
-        self.num_non_finite = 0  # secret: examples left out so far because their gradient was not finite
+        self.num_non_finite = 0  # secret: examples left out so far
         self.test_seed = test_seed
         keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
         self.sampling_probability = expected_batch_size / self.num_examples
@@ -257,18 +265,18 @@ class PrivateTraining:
         pending.seal.check(take_census(self.model, self.optimizer))
         graph = Graph(losses)
         self._divisors.check(pending.size, pending.tape.nodes_before_calls(graph))
-        clipped = _Clipped(self.clipping)
+        clipped, merging = _Clipped(self.clipping), self._merging(pending.size)
         part = pending.tape.clipped_sum(
             losses,
             self.clipping.groups(list(pending.tape.parameters)),
             clipped,
-            merging=self._merging(pending.size),
+            merging=merging,
             may_miss=self._seen,
             memory_budget=self.memory_budget,
             graph=graph,
         )
         self._seen |= set(pending.tape.parameters)
-        self.num_non_finite += clipped.num_non_finite
+        self.num_non_finite += clipped.num_left_out(merging)
         part |= clipped.count
         for name, tensor in part.items():
             self._clipped_sum[name] = self._clipped_sum[name].add_(tensor) if name in self._clipped_sum else tensor
@@ -368,11 +376,8 @@ class PrivateTraining:
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.
         """
-        differing = {
-            key: (value, state["settings"].get(key))
-            for key, value in self._settings().items()
-            if state["settings"].get(key) != value
-        }
+        saved = {"memory_budget": self.memory_budget} | state["settings"]  # early states do not have it
+        differing = {key: (value, saved.get(key)) for key, value in self._settings().items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
@@ -467,6 +472,7 @@ class PrivateTraining:
             "num_steps": self.num_steps,
             "noise_multiplier": self.noise_multiplier,
             "clipping": repr(self._planned_clipping),
+            "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
 
@@ -498,10 +504,11 @@ class _Clipped:
         self._non_finite: set[int] = set()
         self.count: dict[str, Tensor] = {}
 
-    @property
-    def num_non_finite(self) -> int:
-        """Rows left out, of any group of parameters, because their norm was not finite."""
-        return len(self._non_finite)
+    def num_left_out(self, merging: Merging | None) -> int:
+        """Examples whose row, or that of their micro-batch, was left out of any group of parameters: not finite."""
+        if merging is None:
+            return len(self._non_finite)
+        return int(torch.isin(merging.assignment, torch.tensor(sorted(self._non_finite))).sum())
 
     @torch.no_grad()
     def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
