@@ -2,25 +2,19 @@
 """δ as a function of ε in one direction, with a bound on each side: what every engine hands to `compose`."""
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
+from .bracket import Array
+from .bracket import Bracket as Bracket
 from .law import SubsampledNormal
-from .tradeoff import Array
 
 Value = TypeVar("Value", float, Array, float | Array)
 
 
 class Unresolved(Exception):
     """An engine cannot represent these laws; whoever asks falls back on a bound that needs no engine."""
-
-
-class Bracket(NamedTuple, Generic[Value]):
-    """Two bounds on one true value: ``low <= truth <= high``; numbers, or arrays of one shape."""
-
-    low: Value
-    high: Value
 
 
 class Curve(Protocol):
