@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one example adds to the sum before the noise is never longer than the clip norm: every network, every type."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from real_models import MODELS, Batch, RealModel, part
+from torch import Tensor, nn
+
+import torch_privacy as tp
+from torch_privacy._layout import Layouts
+from torch_privacy._tape import Tape
+
+# What torch says of its own layers, and transformers of what peft calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+TYPES = ["float32", "float32 under autocast", "bfloat16", "float16", "float64"]
+BUDGETS = [1e-9, 100]  # keep what takes the least memory, or whatever is fastest
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+benchmarks = module_at(Path(__file__).parents[1] / "benchmarks/models.py")
+
+
+def of_classes(module: nn.Module, batch: Batch) -> Tensor:
+    return benchmarks.per_example(module(batch["x"]), batch["y"])
+
+
+def benchmark(make: Callable, **sizes: int) -> RealModel:
+    module, x, y = make(batch=2, **sizes)
+    return RealModel(module, {"x": x, "y": y}, of_classes)
+
+
+SMALLER = {"mlp": {"width": 100}, "gpt": {"positions": 16, "width": 32}, "bilstm_imdb": {"positions": 20}}
+NETWORKS: dict[str, Callable[[], RealModel]] = {
+    **MODELS,
+    **{
+        f"benchmark {make.__name__}": partial(benchmark, make, **SMALLER.get(make.__name__, {}))
+        for make in benchmarks.ON_CPU
+        if make.__name__ != "gpt2_small"
+    },
+}
+# The grouped product of torch has no float64, and in half precision wants widths in multiples of 16 bytes.
+CASES = [(name, kind) for name in NETWORKS for kind in TYPES if "float32" in kind or "grouped_mm" not in name]
+
+
+def made(name: str, kind: str) -> RealModel:
+    """The network in a type, or with losses under autocast to bfloat16."""
+    torch.set_default_dtype(torch.float32)
+    real, (kind, *under_autocast) = NETWORKS[name](), kind.split(" ", 1)
+    dtype = getattr(torch, kind)
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in real.batch.items()}
+
+    def losses(module: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(under_autocast)):
+            return real.losses(module, batch)
+
+    return RealModel(real.module.to(dtype), batch, losses)
+
+
+def length(parts: dict[str, Tensor]) -> float:
+    return torch.cat([p.double().flatten() for p in parts.values()]).norm().item()
+
+
+def own_gradient(real: RealModel, batch: Batch) -> dict[str, Tensor]:
+    """By an ordinary backward."""
+    trained = {name: p for name, p in real.module.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(
+        real.losses(real.module, batch).sum(), list(trained.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(trained, gradients, strict=True))
+
+
+def released(real: RealModel, batch: Batch, clip_norm: float, memory_budget: float) -> dict[str, Tensor]:
+    """The clipped sum, as training makes it."""
+    named = dict(real.module.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    constants = [*real.module.buffers(), *(p for p in named.values() if not p.requires_grad)]
+
+    def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
+        return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
+
+    with Tape(trained, constants, Layouts(), 1) as tape:
+        losses = real.losses(real.module, tape.probe(batch))
+    return tape.clipped_sum(losses, {"all": tuple(trained)}, clip, memory_budget=memory_budget)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_one_example_adds_no_more_than_the_clip_norm(name, kind):
+    """Half of some gradient's norm, which it should reach and not exceed: alone, and in the sum of a batch."""
+    real = made(name, kind)
+    one = part(real.batch, 0)
+    clip_norm = length(own_gradient(real, one)) / 2
+    for memory_budget in BUDGETS if kind == "float32" else BUDGETS[:1]:
+        assert_reached([length(released(real, one, clip_norm, memory_budget))], clip_norm)
+    with tp.record(real.module) as tape:
+        losses = real.losses(real.module, real.batch)
+    jacobian = tape.jacobian(losses)
+    norms = jacobian.squared_norms().sqrt()
+    clip_norm = norms.median().item() / 2
+    factors = tp.Flat(clip_norm).factors(norms)
+    assert_reached([length(jacobian.weighted_sum(c)) for c in factors.diag()], clip_norm)
+
+
+def assert_reached(lengths: list[float], clip_norm: float) -> None:
+    assert 0 < clip_norm * (1 - 1e-5) < max(lengths) <= clip_norm * (1 + 1e-5) < float("inf")
