@@ -41,7 +41,7 @@ def test_sampling_probability_is_refused_outside_its_range(value):
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"type": "Laplace"}, "type='Laplace' must be one of 'SubsampledGaussian', 'Gaussian'"),
+        ({"type": "Cauchy"}, "type='Cauchy' must be one of 'Gaussian', 'SubsampledGaussian'"),
         ({}, "type=None"),
         ({"type": "Gaussian"}, "has fields"),
         ({"type": "Gaussian", "noise_multiplier": 1.0, "mean": 0}, "'mean'"),

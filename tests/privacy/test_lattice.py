@@ -5,7 +5,7 @@ import pytest
 
 from torch_privacy.privacy.curve import ClosedForm
 from torch_privacy.privacy.lattice import Lattice, optimistic, pessimistic
-from torch_privacy.privacy.law import REACH, SubsampledNormal
+from torch_privacy.privacy.law import SubsampledNormal
 
 # noise multiplier, sampling probability, spacing / deviation of one step
 CASES = {
@@ -31,7 +31,7 @@ def law_and_spacing(request):
 def test_one_step_optimistic_below_truth_below_pessimistic_in_both_directions(law_and_spacing):
     law, spacing = law_and_spacing
     lower, upper = optimistic(law, spacing), pessimistic(law, spacing)
-    height = float(law.height(np.array(law.shift + REACH)))
+    height = law.ends[1]
     epsilons = law.floor + height * np.concatenate([np.geomspace(1e-6, 1, 25), np.linspace(0.01, 1, 15)])
     for direction in (False, True):
         truth = ClosedForm(law, swapped=direction)
@@ -108,4 +108,4 @@ def test_pessimistic_lattice_with_much_noise_starts_near_its_losses_and_keeps_al
 
 @pytest.mark.parametrize("q", [1e-20, 1e-12, 1e-3])
 def test_mean_height_keeps_its_digits_however_small_q(q):
-    assert SubsampledNormal(1.0, q).mean_height(0.5, 0.25) == pytest.approx(q / 2, rel=1e-3, abs=0)
+    assert SubsampledNormal(1.0, q).mean_height_of(0.5, 0.25) == pytest.approx(q / 2, rel=1e-3, abs=0)

@@ -10,9 +10,15 @@ from .compose import Profile as Profile
 from .compose import compose as compose
 from .curve import Bracket as Bracket
 from .event import Event as Event
-from .event import Gaussian as Gaussian
 from .event import NeighboringRelation as NeighboringRelation
-from .event import SubsampledGaussian as SubsampledGaussian
 from .event import event_from_dict as event_from_dict
 from .event import event_to_dict as event_to_dict
+from .event import priced as priced
+from .gaussian import FixedSizeGaussian as FixedSizeGaussian
+from .gaussian import Gaussian as Gaussian
+from .gaussian import NoisyCovariance as NoisyCovariance
+from .gaussian import SubsampledAdaptiveClip as SubsampledAdaptiveClip
+from .gaussian import SubsampledBlocks as SubsampledBlocks
+from .gaussian import SubsampledGaussian as SubsampledGaussian
+from .gaussian import SubsampledGEP as SubsampledGEP
 from .ledger import Ledger as Ledger

@@ -8,7 +8,7 @@ from math import exp, log, log1p
 from .._check import in_range, positive, strictly_between, whole
 from .compose import compose
 from .curve import bisect
-from .event import SubsampledGaussian
+from .gaussian import SubsampledGaussian
 from .tradeoff import Gaussian
 
 Point = tuple[float, float]  # noise multiplier, log of ε over the target: nearly a straight line in log-log

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """From events to a privacy profile: brackets on ε, δ and the trade-off function of everything that was released."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from .._check import strictly_between, whole
-from . import fourier
-from .curve import Bracket, Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf, Value
-from .event import Event, Gaussian, NeighboringRelation, SubsampledGaussian
-from .law import LARGEST_SHIFT, SubsampledNormal
-from .tradeoff import Array
-
-# What one release of each type costs. A new event type is one more line here.
-LAWS: dict[type[Event], Callable[..., SubsampledNormal]] = {
-    SubsampledGaussian: lambda event: SubsampledNormal(1 / event.noise_multiplier, event.sampling_probability),
-    Gaussian: lambda event: SubsampledNormal(1 / event.noise_multiplier, 1.0),
-}
+from .._check import one_of, strictly_between, whole
+from .bracket import Array, Bracket
+from .curve import Curve, Value
+from .engine import METHODS, Between, curves
+from .event import LAWS, Event, NeighboringRelation
+from .law import Law
 
 RELATION_NAMES = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one example",
@@ -45,8 +39,8 @@ class Profile:
     Edge cases: nothing released: ε = 0 and δ = 0. If no finite ε has the given δ, ``high`` is infinite.
     """
 
-    def __init__(self, events: Sequence[tuple[Event, int]]):
-        self._events = tuple(events)
+    def __init__(self, events: Sequence[tuple[Event, int]], method: str = "auto"):
+        self._events, self._method = tuple(events), method
 
     @property
     def events(self) -> list[tuple[Event, int]]:
@@ -65,7 +59,7 @@ class Profile:
 
     @cached_property
     def _curves(self) -> tuple[Curve, ...]:
-        return _curves(_merged(self._events))
+        return curves(_merged(self._events), self._method)
 
     def epsilon(self, delta: float) -> Bracket[float]:
         """Smallest ε >= 0 at which the releases are (ε, δ)-private.
@@ -152,8 +146,13 @@ class Profile:
         return x, high, np.concatenate([x, x[:-1] + meet, x[-1:]]), np.concatenate([low, between, [0.0]])
 
 
-def compose(events: Iterable[tuple[Event, int]]) -> Profile:
+def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profile:
     """The joint privacy profile of all releases, each pair (event, how often), in any order.
+
+    Args:
+        events: pairs (event, how often).
+        method: "auto" takes the first engine that can (see `engine`); "contour" and "lattice" ask for one of two
+            independent ones, to check the other. A single release is then composed, too, not read off its closed form.
 
     Example:
         >>> profile = compose([(SubsampledGaussian(noise_multiplier=0.55, sampling_probability=256 / 29305), 2061)])
@@ -168,59 +167,26 @@ def compose(events: Iterable[tuple[Event, int]]) -> Profile:
         if type(event) not in LAWS:
             raise ValueError(f"compose: cannot price {event!r}. Known: {', '.join(kind.__name__ for kind in LAWS)}.")
         whole(f"compose, {event!r}", count=count)
+    one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}
     if len(relations) > 1:
         names = sorted(relation.name for relation in relations)
         raise ValueError(f"compose: events assume different neighboring relations {names}; price them separately.")
-    return _profile(tuple(events))
+    return _profile(tuple(events), method)
 
 
 @lru_cache(maxsize=4)  # a profile keeps its composed curves, up to some 100 MB each
-def _profile(events: tuple[tuple[Event, int], ...]) -> Profile:
-    return Profile(events)
+def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
+    return Profile(events, method)
 
 
-def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[SubsampledNormal, int]]:
+def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[Law | Between, int]]:
     """One-step laws, each once, with how often it happened in all."""
-    counts: dict[SubsampledNormal, int] = {}
+    counts: dict[Law | Between, int] = {}
     for event, count in events:
         law = LAWS[type(event)](event)
         counts[law] = counts.get(law, 0) + count
     return [(law, count) for law, count in counts.items() if count]
-
-
-def _curves(steps: list[tuple[SubsampledNormal, int]]) -> tuple[Curve, ...]:
-    """The remove and the add curve: in closed form where there is one, else from the lattice engine."""
-    if not steps:
-        return (Nothing(),)
-    law = _dominating(steps)
-    cap = ClosedForm(law, swapped=False), ClosedForm(law, swapped=True)
-    if all(law.probability == 1 for law, _ in steps):
-        return cap[:1]  # symmetric
-    if sum(count for _, count in steps) == 1:
-        return cap
-    try:
-        if any(law.shift > LARGEST_SHIFT for law, _ in steps):
-            raise Unresolved
-        engines = fourier.curves(steps)
-    except Unresolved:
-        return tuple(map(UpperHalf, cap))
-    return tuple(map(Capped, engines, cap))
-
-
-def _dominating(steps: Sequence[tuple[SubsampledNormal, int]]) -> SubsampledNormal:
-    """One law at least as easy to tell apart, in both directions, as all steps together; equal to it where q = 1.
-
-    With probability ``Π (1 - q_i)`` no step sees the example and P is Q. Otherwise P is a mixture over the steps that
-    do; full-batch Gaussians add up, so each part has a shift of at most ``sqrt(Σ z_i²)``, and the hockey stick is
-    convex in P. So one step with that shift, and the probability that any step sees the example, dominates.
-    """
-    if len(steps) == 1 and steps[0][1] == 1:
-        return steps[0][0]
-    shift = sum(count * law.shift**2 for law, count in steps) ** 0.5
-    with np.errstate(divide="ignore"):  # log 0 = -∞ is right for q = 1
-        log_unseen = sum(count * np.log1p(-law.probability) for law, count in steps)
-    return SubsampledNormal(shift, float(-np.expm1(log_unseen)))
 
 
 def _larger(brackets: Sequence[Bracket[float]]) -> Bracket[float]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .bracket import Array
 from .bracket import Bracket as Bracket
-from .law import SubsampledNormal
+from .law import Law
 
 Value = TypeVar("Value", float, Array, float | Array)
 
@@ -146,16 +146,16 @@ class Capped:
 
 
 class ClosedForm:
-    """A single law whose hockey stick is a difference of two normal tails; the bounds differ by its rounding error.
+    """A single law whose hockey stick is a difference of two tails; the bounds differ by its rounding error.
 
     The rounding of each tail is taken as 32 units in the last place times its exponent: an estimate, not a proof.
     """
 
-    def __init__(self, law: SubsampledNormal, *, swapped: bool):
-        self._tails = law.add_tails if swapped else law.remove_tails
+    def __init__(self, law: Law, *, swapped: bool):
+        self._law, self._swapped = law, swapped
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        gain, loss, exponent = (float(value) for value in self._tails(np.array(epsilon)))
+        gain, loss, exponent = (float(value) for value in self._law.tails(np.array(epsilon), swapped=self._swapped))
         error = 32 * 2.0**-53 * (1 + abs(exponent)) * (gain + loss)
         return Bracket(max(gain - loss - error, 0.0), min(max(gain - loss, 0.0) + error, 1.0))
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen descriptions of releases: what was done to the data, not yet what it costs."""
 
-from abc import ABC
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._check import in_range, one_of, positive
+from .._check import one_of, positive
+
+if TYPE_CHECKING:
+    from .engine import Between
+    from .law import Law
 
 # Beyond these there is no privacy or no signal left, and floating point gives out.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
@@ -14,6 +18,9 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
 class NeighboringRelation(Enum):
     """Which two data sets count as neighbors; an epsilon means nothing without it."""
+
+    def __repr__(self) -> str:
+        return f"NeighboringRelation.{self.name}"
 
     ADD_OR_REMOVE_ONE = "add_or_remove_one"
     """One data set is the other plus one example."""
@@ -35,72 +42,109 @@ def check_noise(where: str, noise_multiplier: float) -> None:
         )
 
 
-class Event(ABC):
-    """One release. The fields are public information and all that its price may depend on."""
+def check_relation(where: str, neighboring_relation: NeighboringRelation) -> None:
+    """Raise unless it is a `NeighboringRelation`."""
+    if not isinstance(neighboring_relation, NeighboringRelation):
+        allowed = ", ".join(f"NeighboringRelation.{relation.name}" for relation in NeighboringRelation)
+        raise ValueError(f"{where}: neighboring_relation={neighboring_relation!r} must be one of {allowed}.")
 
-    neighboring_relation: ClassVar[NeighboringRelation]
-    sampler: ClassVar[str]
+
+class Event:
+    """One release. The fields are public information and all that its price may depend on.
+
+    Each type has a ``neighboring_relation``, as a field or for all of its kind, under which its sensitivity is taken; a
+    ``sampler``, the word for how examples were drawn; and is registered by `priced`.
+    """
+
+    neighboring_relation: NeighboringRelation
+    sampler: str
+
+    def __repr__(self) -> str:
+        """As Python writes it, but for fields left at their default."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _chosen(self).items())})"
+
+    @property
+    def assumption(self) -> str:
+        """What the price takes for granted beyond the relation and the sampler, for the statement; "" if nothing."""
+        return ""
 
 
-@dataclass(frozen=True)
-class SubsampledGaussian(Event):
-    """One noisy sum over a Poisson sample: every example joins independently with the same probability.
+EVENTS: dict[str, type[Event]] = {}
+"""Every event type by its name, for `event_from_dict`."""
 
-    Released is ``sum of clipped values + N(0, (noise_multiplier * sensitivity)² I)``.
+LAWS: dict[type[Event], Callable[[Any], "Law | Between"]] = {}
+"""What one release of each type costs: its one-step law, or laws on both sides of it."""
 
-    Args:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
-        sampling_probability: chance that an example joins the sample, in (0, 1].
+Kind = TypeVar("Kind", bound=type[Event])
+
+
+def priced(law: "Callable[[Any], Law | Between]") -> Callable[[Kind], Kind]:
+    """Class decorator that makes an event type known: how one release is priced, and its name for ledgers.
+
+    The one thing to do for a new event type, beside the class itself; it may be in anyone's file.
 
     Example:
-        >>> SubsampledGaussian(noise_multiplier=1.1, sampling_probability=256 / 60000).sampler
-        'Poisson'
+        >>> from dataclasses import dataclass
+        >>> from torch_privacy.privacy.law import SubsampledNormal
+        >>> @priced(lambda event: SubsampledNormal(event.distance, 1.0))
+        ... @dataclass(frozen=True, repr=False)
+        ... class Shifted(Event):
+        ...     distance: float
+        ...     neighboring_relation = NeighboringRelation.REPLACE_ONE
+        ...     sampler = "full batch"
+        >>> event_from_dict({"type": "Shifted", "distance": 0.5})
+        Shifted(distance=0.5)
+        >>> _ = EVENTS.pop("Shifted"), LAWS.pop(Shifted)  # of no further use here
+
+    Raises:
+        ValueError: another event type has that name.
     """
 
-    noise_multiplier: float
-    sampling_probability: float
-    neighboring_relation: ClassVar[NeighboringRelation] = NeighboringRelation.ADD_OR_REMOVE_ONE
-    sampler: ClassVar[str] = "Poisson"
+    def register(kind: Kind) -> Kind:
+        if kind.__name__ in EVENTS:
+            raise ValueError(f"priced: an event type named {kind.__name__!r} exists: {EVENTS[kind.__name__]!r}.")
+        EVENTS[kind.__name__] = kind
+        LAWS[kind] = law
+        return kind
 
-    def __post_init__(self) -> None:
-        check_noise("SubsampledGaussian", self.noise_multiplier)
-        in_range(
-            "SubsampledGaussian",
-            0,
-            1,
-            sampling_probability=self.sampling_probability,
-            hint="For a mean batch of 256 out of 60000 pass 256 / 60000.",
-        )
-
-
-@dataclass(frozen=True)
-class Gaussian(Event):
-    """One noisy sum over all the data: the case ``sampling_probability = 1``.
-
-    Args:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
-    """
-
-    noise_multiplier: float
-    neighboring_relation: ClassVar[NeighboringRelation] = NeighboringRelation.ADD_OR_REMOVE_ONE
-    sampler: ClassVar[str] = "full batch"
-
-    def __post_init__(self) -> None:
-        check_noise("privacy.Gaussian", self.noise_multiplier)
-
-
-EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in (SubsampledGaussian, Gaussian)}
+    return register
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """The event as plain JSON: its type's name under ``"type"``, then its fields.
+    """The event as plain JSON: its type's name under ``"type"``, then its fields, but for those left at their default.
 
     Example:
+        >>> from torch_privacy.privacy import Gaussian
         >>> event_to_dict(Gaussian(2.0))
         {'type': 'Gaussian', 'noise_multiplier': 2.0}
     """
     one_of("event_to_dict", EVENTS, type=type(event).__name__)
-    return {"type": type(event).__name__, **asdict(event)}  # pyright: ignore[reportArgumentType]
+    return {"type": type(event).__name__, **{name: _plain(value) for name, value in _chosen(event).items()}}
+
+
+def _chosen(event: Event) -> dict[str, Any]:
+    """The fields that differ from their default, or have none."""
+    values = {field: getattr(event, field.name) for field in fields(event)}  # pyright: ignore[reportArgumentType]
+    return {field.name: value for field, value in values.items() if value != field.default}
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as JSON has it."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Event):
+        return event_to_dict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _rich(name: str, value: Any) -> Any:
+    """The inverse of `_plain` for the field ``name``."""
+    if name == "neighboring_relation":
+        one_of("event_from_dict", [relation.value for relation in NeighboringRelation], neighboring_relation=value)
+        return NeighboringRelation(value)
+    if isinstance(value, dict) and "type" in value:
+        return event_from_dict(value)
+    return tuple(_rich("", item) for item in value) if isinstance(value, list) else value
 
 
 def event_from_dict(description: dict[str, Any]) -> Event:
@@ -113,7 +157,8 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     name = values.pop("type", None)
     one_of("event_from_dict", EVENTS, type=name)
     kind = EVENTS[name]
-    expected = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
-    if set(values) != expected:
-        raise ValueError(f"event_from_dict: {name} has fields {sorted(expected)}, but got {sorted(values)}.")
-    return kind(**values)
+    allowed = {field.name: field.default is MISSING for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    needed = {field for field, without_default in allowed.items() if without_default}
+    if not needed <= set(values) <= set(allowed):
+        raise ValueError(f"event_from_dict: {name} has fields {sorted(allowed)}, but got {sorted(values)}.")
+    return kind(**{field: _rich(field, value) for field, value in values.items()})

@@ -19,10 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
+from .bracket import Array
 from .curve import Bracket, Unresolved, bisect, crossing
 from .lattice import Lattice, optimistic, pessimistic
-from .law import SubsampledNormal
-from .tradeoff import Array
+from .law import Law
 
 TAIL = 1e-17  # tilted mass outside the window, per side
 LONGEST = 2**22  # FFT length, beyond which the spacing is doubled
@@ -34,7 +34,7 @@ NEGLIGIBLE = -45.0  # log magnitude below which a Fourier coefficient counts as 
 LARGEST_LOG = 600.0  # untilted masses above e^600 never matter: their epsilon lies far below any that is asked for
 
 Terms = Sequence[tuple[Lattice, int]]
-Discretise = Callable[[SubsampledNormal, float], Lattice]
+Discretise = Callable[[Law, float], Lattice]
 
 
 class WindowTooLong(Exception):
@@ -289,7 +289,7 @@ class LatticeCurve:
     Should a composition not fit into LONGEST lattice points, the spacing is doubled and the bracket wider.
     """
 
-    def __init__(self, steps: Sequence[tuple[SubsampledNormal, int]], spacing: float, *, swapped: bool):
+    def __init__(self, steps: Sequence[tuple[Law, int]], spacing: float, *, swapped: bool):
         self._steps, self._swapped = steps, swapped
         self._spacing: dict[Discretise, float] = {optimistic: spacing, pessimistic: spacing}
         self._families: dict[Discretise, Family] = {}
@@ -336,14 +336,23 @@ class LatticeCurve:
             return self._composed(discretise, choose)
 
 
-def curves(steps: Sequence[tuple[SubsampledNormal, int]]) -> tuple[LatticeCurve, LatticeCurve]:
-    """The lattice engine: the *remove* and the *add* curve of the composition of ``count`` steps of each law.
+class Shared:
+    """The lattice engine: both directions' curves of the composition of ``count`` steps of each law."""
 
-    Raises:
-        Unresolved: now or when asked, a lattice fine enough for these laws would not fit into memory.
-    """
-    spacing = _spacing(steps)
-    return LatticeCurve(steps, spacing, swapped=False), LatticeCurve(steps, spacing, swapped=True)
+    def __init__(self, steps: Sequence[tuple[Law, int]]):
+        self._steps = steps
+
+    @cached_property
+    def _spacing(self) -> float:
+        return _spacing(self._steps)
+
+    def curve(self, *, swapped: bool) -> LatticeCurve:
+        """The *remove* curve, or the *add* curve if swapped.
+
+        Raises:
+            Unresolved: now or when asked, a lattice fine enough for these laws would not fit into memory.
+        """
+        return LatticeCurve(self._steps, self._spacing, swapped=swapped)
 
 
 def _last_above(at_least: Callable[[float], float], delta: float, high: float) -> float:
@@ -354,12 +363,12 @@ def _last_above(at_least: Callable[[float], float], delta: float, high: float) -
     return 0.0
 
 
-def _deviation(steps: Sequence[tuple[SubsampledNormal, int]]) -> float:
+def _deviation(steps: Sequence[tuple[Law, int]]) -> float:
     """Root mean square loss of one step."""
     return (sum(count * law.second_moment() for law, count in steps) / sum(count for _, count in steps)) ** 0.5
 
 
-def _spacing(steps: Sequence[tuple[SubsampledNormal, int]]) -> float:
+def _spacing(steps: Sequence[tuple[Law, int]]) -> float:
     """1/80 of a step's deviation unless that takes too many points; a power of 2, so that questions share lattices.
 
     Relative to ε the bracket is about (spacing / deviation)² / 4 wide.
@@ -371,6 +380,6 @@ def _spacing(steps: Sequence[tuple[SubsampledNormal, int]]) -> float:
     return spacing
 
 
-def _check_spacing(steps: Sequence[tuple[SubsampledNormal, int]], spacing: float) -> None:
+def _check_spacing(steps: Sequence[tuple[Law, int]], spacing: float) -> None:
     if spacing > 4 * _deviation(steps):
         raise Unresolved

@@ -12,13 +12,13 @@ pair is dominated the same way. The two curves differ by O(h²) in the spacing h
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, singledispatch
 
 import numpy as np
 
+from .bracket import Array
 from .curve import Unresolved
-from .law import REACH, SubsampledNormal
-from .tradeoff import Array
+from .law import Continuous, Law, Symmetrised
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,43 +56,64 @@ class Lattice:
 
 
 @lru_cache(maxsize=16)
-def pessimistic(law: SubsampledNormal, spacing: float) -> Lattice:
-    """A lattice pair that is at least as easy to tell apart as ``law``: connect the dots.
-
-    Each cell between neighboring lattice points ``l`` and ``l + h`` moves its mass to its two ends, keeping the P- and
-    the Q-mass: ``up = (P - e^l Q) / (1 - e^-h)``, ``down = P - up``. Here ``P - e^l Q = q (N_z - e^u N_0)``, with N_z
-    and N_0 the base masses of the cell and u the base loss at ``l``: free of the cancellation that small q would
-    bring. The two outer cells reach to -∞ and +∞ (their h is infinite); what lies there becomes perfectly telling.
-
-    Source: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi (2022), arXiv:2207.04380.
-    """
-    top = float(law.height(np.array(law.shift + REACH)))
-    lowest = _lowest_index(law, spacing)
-    heights = spacing * np.arange(lowest, int(np.ceil(top / spacing)) + 1)
-    ends = np.concatenate([[-np.inf], law.base_loss(heights), [np.inf]])
-    base, shifted = law.cell_masses(ends)
-    gap = np.full(len(base), -np.expm1(-spacing))
-    gap[[0, -1]] = 1.0
-    mass = law.mixed(base, shifted)
-    up = np.clip(law.probability * (shifted - np.exp(ends[:-1]) * base) / gap, 0, mass)
-    if lowest:
-        up[0] = mass[0]  # from a loss of -∞, where `down` has no P-mass
-    down = mass - up
-    # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
-    start = law.floor + lowest * spacing
-    only_q = max(float(base[0] - np.exp(-start) * up[0]), 0.0)
-    return Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
-
-
-def _lowest_index(law: SubsampledNormal, spacing: float) -> int:
-    """How many lattice points above the floor to begin: 0, unless the losses keep far away from it (much noise)."""
-    lowest = int(law.height(np.array(-REACH)) / spacing)
-    return lowest if law.probability < 1 and lowest * spacing > law.span else 0
+def pessimistic(law: Law, spacing: float) -> Lattice:
+    """A lattice pair that is at least as easy to tell apart as ``law``."""
+    return above(law, spacing)
 
 
 @lru_cache(maxsize=16)
-def optimistic(law: SubsampledNormal, spacing: float) -> Lattice:
-    """A lattice pair that is at most as easy to tell apart as ``law``: tangents, lowered to meet on the lattice.
+def optimistic(law: Law, spacing: float) -> Lattice:
+    """A lattice pair that is at most as easy to tell apart as ``law``."""
+    return below(law, spacing)
+
+
+@singledispatch
+def above(law: Law, spacing: float) -> Lattice:
+    """What `pessimistic` does for one type of law; register a new type here."""
+    raise Unresolved
+
+
+@singledispatch
+def below(law: Law, spacing: float) -> Lattice:
+    """What `optimistic` does for one type of law."""
+    raise Unresolved
+
+
+@above.register
+def _(law: Continuous, spacing: float) -> Lattice:
+    """Connect the dots.
+
+    Each cell between neighboring lattice points ``l`` and ``l + h`` moves its mass to its two ends, keeping the P- and
+    the Q-mass: ``up = (P - e^l Q) / (1 - e^-h)``, ``down = P - up``. The law gives ``P - e^l Q`` free of the
+    cancellation that small sampling probabilities would bring. The two outer cells reach to -∞ and +∞ (their h is
+    infinite); what lies there becomes perfectly telling.
+
+    Source: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi (2022), arXiv:2207.04380.
+    """
+    lowest = _lowest_index(law, spacing)
+    heights = spacing * np.arange(lowest, int(np.ceil(law.ends[1] / spacing)) + 1)
+    cuts = np.concatenate([[-np.inf], heights, [np.inf]])
+    mass, excess = law.cells(cuts, cuts[:-1])
+    gap = np.full(len(mass), -np.expm1(-spacing))
+    gap[[0, -1]] = 1.0
+    up = np.clip(excess / gap, 0, mass)  # all of the first cell: from a loss of -∞, where `down` has no P-mass
+    down = mass - up
+    # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
+    start = law.floor + float(heights[0])
+    missing = law.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
+    only_q = max(-float(np.exp(-start) * missing[0]), 0.0)
+    return Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
+
+
+def _lowest_index(law: Continuous, spacing: float) -> int:
+    """How many lattice points above the floor to begin: 0, unless the losses keep far away from it (much noise)."""
+    lowest = int(np.floor(law.ends[0] / spacing))
+    return lowest if lowest < 0 or (law.edge and lowest * spacing > law.span) else 0
+
+
+@below.register
+def _(law: Continuous, spacing: float) -> Lattice:
+    """Tangents, lowered to meet on the lattice.
 
     Cells are cut midway between lattice points; at a cut the tangent of H is known exactly. At the lattice point
     ``x_i = e^{l_i}`` the tangents of the two nearest cuts differ by ``κ_i = P_i - x_i Q_i = O(h³)``, and the lower one
@@ -102,15 +123,33 @@ def optimistic(law: SubsampledNormal, spacing: float) -> Lattice:
     The first lattice point is the mean ratio of all that lies below the first cut (κ = 0), the last cell is longer
     above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond are dropped, which only lowers H.
     """
-    heights = _first_height(law, spacing) + spacing * np.arange(_cell_count(law, spacing))
-    cuts = np.concatenate([[0.0], heights + spacing / 2])
+    bottom = 0.0 if law.edge else law.ends[0]
+    heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing), 3))
+    cuts = np.concatenate([[bottom], heights + spacing / 2])
     cuts[-1] += spacing / 4
-    first, last = _gentle_range(law.mixed(*law.cell_masses(law.base_loss(cuts))))
+    first, last = _gentle_range(law.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
-    base, shifted = law.cell_masses(law.base_loss(cuts))
-    kappa = law.probability * (shifted - np.exp(law.base_loss(heights)) * base)
-    mass = _without_concave_kinks(_lowered(law.mixed(base, shifted), kappa, spacing), spacing)
+    mass = _without_concave_kinks(_lowered(*law.cells(cuts, heights), spacing), spacing)
     return Lattice(law.floor + float(heights[0]), spacing, mass)
+
+
+@above.register
+def _(law: Symmetrised, spacing: float) -> Lattice:
+    """Connect the dots above 0, mirror them, and leave the rest of the mass at 0."""
+    half, top = law.law, law.law.floor + law.law.ends[1]
+    losses = spacing * np.arange(int(np.ceil(top / spacing)) + 1)
+    mass, excess = half.cells(np.append(losses - half.floor, np.inf), losses - half.floor)
+    gap = np.append(np.full(len(mass) - 1, -np.expm1(-spacing)), 1.0)
+    up = np.clip(excess / gap, 0, mass)
+    positive, only = up[:-1] + (mass - up)[1:], float(up[-1])
+    negative = np.exp(-losses[1:]) * positive
+    rest = max(1.0 - float(positive.sum() + negative.sum()) - only, 0.0)
+    return Lattice(-float(losses[-1]), spacing, np.concatenate([negative[::-1], [rest], positive]), only, only)
+
+
+@below.register
+def _(law: Symmetrised, spacing: float) -> Lattice:
+    return below(law.law, spacing)  # the curve itself lies below its symmetrisation
 
 
 def _gentle_range(mass: Array) -> tuple[int, int]:
@@ -123,20 +162,14 @@ def _gentle_range(mass: Array) -> tuple[int, int]:
     return int(first[0]), int(last[-1])
 
 
-def _cell_count(law: SubsampledNormal, spacing: float) -> int:
-    return max(int(law.span / spacing), 3)
-
-
-def _first_height(law: SubsampledNormal, spacing: float) -> float:
+def _first_height(law: Continuous, bottom: float, spacing: float) -> float:
     """Height of the first lattice point: the mean likelihood ratio of what lies below its upper cut.
 
     A fixed point; any value at or above it is valid, so the iteration need not have converged to the last digit.
     """
-    start = float(law.height(np.array(-REACH)))
-    height = start
+    start = height = law.ends[0]
     for _ in range(100):
-        base, shifted = law.cell_masses(law.base_loss(np.array([0.0, height + spacing / 2])))
-        height = max(law.mean_height(base[0], shifted[0]), start)
+        height = max(law.mean_height(bottom, height + spacing / 2), start)
     return height
 
 
