@@ -19,3 +19,15 @@ from .dual import minimum as minimum
 from .dual import symmetrized as symmetrized
 from .pieces import PiecewiseLinear as PiecewiseLinear
 from .pieces import double_conjugate as double_conjugate
+from .projected import JL as JL
+from .questions import advantage as advantage
+from .questions import bayes_accuracy as bayes_accuracy
+from .questions import mu as mu
+from .questions import posterior as posterior
+from .questions import true_positive_rate as true_positive_rate
+from .sampled import Subsampled as Subsampled
+from .sampled import SubsampledInverse as SubsampledInverse
+from .sampled import subsampled as subsampled
+from .tensor import enclosed as enclosed
+from .tensor import from_bounds as from_bounds
+from .tensor import tensor as tensor

@@ -30,7 +30,7 @@ class TradeOff(ABC):
 
     @abstractmethod
     def delta(self, epsilon: float | Array) -> float | Array:
-        """Smallest δ at which the mechanism is (ε, δ)-private in this direction: ``sup P(A) - e^ε Q(A)``, any real ε."""
+        """Smallest δ at which it is (ε, δ)-private in this direction: ``sup P(A) - e^ε Q(A)``. Any real ε."""
 
     @abstractmethod
     def inverse(self) -> "TradeOff":
