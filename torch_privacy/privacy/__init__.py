@@ -5,6 +5,10 @@ from . import tradeoff as tradeoff
 from .approximate import CLT as CLT
 from .approximate import clt as clt
 from .approximate import moments as moments
+from .approximate import rdp as rdp
+from .approximate import sampled_epsilon as sampled_epsilon
+from .approximate import scaled_epsilon as scaled_epsilon
+from .approximate import strong_composition as strong_composition
 from .calibrate import calibrate as calibrate
 from .compose import Profile as Profile
 from .compose import compose as compose
