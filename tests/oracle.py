@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle: one ordinary backward per example, and comparisons against it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
+from parts import losses_of
 from torch import Tensor, nn
 
 import torch_privacy as tp
 
-LossesOf = Callable[[nn.Module, Tensor], Tensor]
+LossesOf = Callable[[nn.Module, Any], Tensor]
 
 
-def one_backward_per_example(model: nn.Module, x: Tensor, losses_of: LossesOf, parts: list[Tensor]) -> Tensor:
+def one_backward_per_example(
+    model: nn.Module, x: Tensor, losses_of: LossesOf, parts: Sequence[Any] | None = None
+) -> Tensor:
     """(n, p): row i is the gradient of example i's own loss, ``parts[i]`` being the batch of that example alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []
-    for part in parts:
+    for part in x.split(1) if parts is None else parts:
         (loss,) = losses_of(model, part)
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
         rows.append(
@@ -24,6 +29,29 @@ def one_backward_per_example(model: nn.Module, x: Tensor, losses_of: LossesOf, p
             )
         )
     return torch.stack(rows) if rows else x.new_zeros(0, sum(p.numel() for p in parameters))
+
+
+def rows_of_one_graph(losses: Tensor, model: nn.Module) -> Tensor:
+    """(n, p): the gradient of each loss alone, all from one forward, in float64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = [
+        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+        for loss in losses
+    ]
+    return torch.stack([torch.cat([g.double().flatten() for g in grad]) for grad in grads])
+
+
+def rows_or_skip(model: nn.Module, x: Tensor) -> Tensor:
+    """The same from the model's own forward; the test is skipped where torch has no op for the model's type."""
+    try:
+        return rows_of_one_graph(losses_of(model, x), model)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"torch itself: {str(error).splitlines()[0]}")
+
+
+def length(parts: dict[str, Tensor]) -> float:
+    """Norm of all parts together, in float64."""
+    return torch.cat([part.double().flatten() for part in parts.values()]).norm().item()
 
 
 def flat(parts: dict[str, Tensor], start: int) -> Tensor:
@@ -35,6 +63,14 @@ def recorded_jacobian(model: nn.Module, x: Tensor, losses_of: LossesOf) -> tp.Ja
     with tp.record(model) as tape:
         losses = losses_of(model, x)
     return tape.jacobian(losses, verify=True)
+
+
+def assert_exact(model: nn.Module, x: Tensor, rtol: float = 1e-9) -> tp.Jacobian:
+    """The taped Jacobian against one backward per example."""
+    rows = one_backward_per_example(model, x, losses_of)
+    jacobian = recorded_jacobian(model, x, losses_of)
+    assert_jacobian_equals_rows(jacobian, rows, rtol)
+    return jacobian
 
 
 def assert_jacobian_equals_rows(jacobian: tp.Jacobian, rows: Tensor, rtol: float = 1e-9) -> None:

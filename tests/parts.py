@@ -2,6 +2,7 @@
 """What the cases are made of: a module whose forward is a function, inputs of tokens, and the losses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,30 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(self, x)
+
+
+class Hidden(torch.autograd.Function):
+    """``x w²`` by a custom function, whose parameter no torch function shows to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w * w
+
+    @staticmethod
+    def backward(ctx: Any, b: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return b * w * w, (2 * b * x * w).sum(0)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def in_type(dtype: torch.dtype, model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Model and input in this type, which is also that of tensors made in the forward."""
+    torch.set_default_dtype(dtype)
+    return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
 
 
 def tokens(*shape: int) -> Tensor:

@@ -11,11 +11,17 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
+
+QUIET = [  # what torch says of its own layers, and transformers of what peft calls
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 VOCABULARY = 23
 NO_LABEL = -100

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import Calls, losses_of
-from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
+from oracle import assert_exact, recorded_jacobian
+from parts import Calls, Hidden, losses_of
 from torch import Tensor
 
 import torch_privacy as tp
@@ -47,9 +47,7 @@ def test_op_of_the_documentation_is_exact(form, monkeypatch):
     if known:
         fallback = Mock(side_effect=AssertionError("the op's own rule was passed over"))
         monkeypatch.setattr("torch_privacy._tape.replay", fallback)
-    model, x = Calls(forward, p=torch.randn(4)), torch.randn(5, 6, 4)
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
-    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows)
+    assert_exact(Calls(forward, p=torch.randn(4)), torch.randn(5, 6, 4))
 
 
 def test_op_of_the_documentation_notices_a_change_in_place(monkeypatch):
@@ -65,38 +63,34 @@ def test_op_of_the_documentation_notices_a_change_in_place(monkeypatch):
         recorded_jacobian(Calls(forward, p=torch.randn(4)), torch.randn(5, 6, 4), losses_of)
 
 
-class Tilt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, p):
-        ctx.save_for_backward(x)
-        return x * p
-
-    @staticmethod
-    def backward(ctx, b):
-        (x,) = ctx.saved_tensors
-        return None, (b * x).sum((0, 1))
-
-
 def test_function_of_ones_own_is_taken_as_the_documentation_says(monkeypatch):
-    @torch.library.custom_op("torch_privacy_tests::tilt", mutates_args=())
-    def tilt(x: Tensor, p: Tensor) -> Tensor:
-        return x * p
+    @torch.library.custom_op("torch_privacy_tests::hidden", mutates_args=())
+    def hidden(x: Tensor, w: Tensor) -> Tensor:
+        return x * w * w
 
-    tilt.register_autograd(Tilt.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
-    x = torch.randn(5, 6, 4)
-    with pytest.raises(tp.Refused, match="parameter 'p' reaches the losses by a path"):
-        recorded_jacobian(Calls(lambda m, x: Tilt.apply(x, m.p), p=torch.randn(4)), x, losses_of)
-    model = Calls(lambda m, x: tilt(x, m.p), p=torch.randn(4))
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
-    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows)
-    recorder = Mock(wraps=OPS[torch.mul])
-    monkeypatch.setitem(OPS, torch.ops.torch_privacy_tests.tilt.default, recorder)
-    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows)
+    hidden.register_autograd(Hidden.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    x = torch.randn(5, 3)
+    with pytest.raises(tp.Refused, match="parameter 'w' reaches the losses by a path"):
+        recorded_jacobian(Calls(lambda m, x: Hidden.apply(x, m.w), w=torch.randn(3)), x, losses_of)
+    model = Calls(lambda m, x: hidden(x, m.w), w=torch.randn(3))
+    assert_exact(model, x)
+    recorder = Mock(return_value=iter(()))  # knows nothing after all
+    monkeypatch.setitem(OPS, torch.ops.torch_privacy_tests.hidden.default, recorder)
+    assert_exact(model, x)
     recorder.assert_called_once()
 
 
-def test_example_of_the_readme_prints_its_epsilon(capsys):
+EPSILON = r"epsilon in \[1\.99\d, (1\.99\d|2\.000)\] at delta = 1e-05 \(.*\)\n"
+PAGES = {"README.md": EPSILON, "docs/accounting.md": "", "docs/index.md": EPSILON, "docs/jacobian.md": ""}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_first_example_on_the_page_runs(page, capsys):
+    """Where it is a part of a script, the rest is here."""
     torch.set_default_dtype(torch.float32)
-    (block,) = python_blocks("README.md")
-    exec(block, {})
-    assert re.fullmatch(r"epsilon in \[1\.99\d, (1\.99\d|2\.000)\] at delta = 1e-05 \(.*\)\n", capsys.readouterr().out)
+    x, y, model = torch.randn(1000, 5), torch.randint(2, (1000,)), torch.nn.Linear(5, 2)
+    rest = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "x": x, "y": y}
+    rest |= {"dataset": torch.utils.data.TensorDataset(x, y), "F": torch.nn.functional, "tp": tp}
+    block, *_ = python_blocks(page)
+    exec(block.replace("num_steps=2000", "num_steps=20"), rest)
+    assert re.fullmatch(PAGES[page], capsys.readouterr().out)

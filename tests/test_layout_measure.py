@@ -5,10 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES
-from oracle import flat
-from parts import Calls, losses_of, tokens
+from oracle import flat, rows_of_one_graph, rows_or_skip
+from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._layout import Codes, Layouts
@@ -18,28 +17,14 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 IRREGULAR = [case for case in CASES if case.startswith("irregular: ")]
 
 
-def trained(model):
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def rows_of_one_graph(losses, model):
-    grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    return torch.stack([torch.cat([g.double().flatten() for g in grad]) for grad in grads])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", IRREGULAR)
 def test_irregular_order_is_found_in_any_type(case, dtype):
     for seed in range(4):
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float64)
-        model, x = CASES[case]()
-        torch.set_default_dtype(dtype)
-        model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
-        try:
-            rows = rows_of_one_graph(losses_of(model, x), model)
-        except (RuntimeError, NotImplementedError) as error:
-            pytest.skip(f"torch itself: {str(error).splitlines()[0]}")
+        model, x = in_type(dtype, *CASES[case]())
+        rows = rows_or_skip(model, x)
         with tp.record(model) as tape:
             losses = losses_of(model, x)
         off = (flat(tape.jacobian(losses).rows(), 1).double() - rows).norm(dim=1)
@@ -211,27 +196,6 @@ def test_clipped_sum_wants_to_know_whose_data_lie_in_an_irregular_order():
         else:
             with pytest.raises(tp.Refused, match=r"cannot be told apart by their data: .* Pass the batch's tensors"):
                 total()
-
-
-def test_neighbors_tokens_are_refused_also_when_they_come_later():
-    def forward(m, x):
-        return m.e(x) - m.e(x.roll(1, 0) if training.step_count >= 3 else x.roll(1, 1))
-
-    model = Calls(forward, e=nn.Embedding(7, 4))
-    training = tp.PrivateTraining(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        TensorDataset(tokens(100, 6)),
-        expected_batch_size=20,
-        num_steps=5,
-        clipping=tp.Flat(1.0),
-        noise_multiplier=1.0,
-        delta=1e-5,
-    )
-    steps = (training.step(losses_of(model, x)) for (x,) in training)
-    with pytest.raises(tp.Refused, match="depend on each other's part"):
-        list(steps)
-    assert training.step_count == 3
 
 
 def test_number_of_backwards():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import Calls, losses_of
 from cases_linear import CASES
 from hypothesis import given, settings
-from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
+from oracle import assert_exact, assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
 from parts import tokens
 from torch import Tensor, nn
 
@@ -23,13 +23,6 @@ from torch_privacy.ops.routed import RoutedLinear, RoutedUse
 
 SIZES = dict(zip("bghtsdcef", (5, 2, 3, 2, 3, 3, 2, 2, 3), strict=True))
 few = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def assert_exact(model: nn.Module, x: Tensor) -> tp.Jacobian:
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
-    jacobian = recorded_jacobian(model, x, losses_of)
-    assert_jacobian_equals_rows(jacobian, rows)
-    return jacobian
 
 
 def assert_methods_agree(jacobian: tp.Jacobian) -> None:
@@ -143,9 +136,7 @@ def test_grouped_mm_matches_one_backward_per_example():
         y = torch._grouped_mm(x.transpose(0, 1).flatten(0, 1), m.w, offs=offsets)
         return y.unflatten(0, (x.shape[1], len(x))).transpose(0, 1)
 
-    model, x = Calls(forward, w=torch.randn(3, 8, 4)), torch.randn(5, 3, 8)
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
-    assert_jacobian_equals_rows(recorded_jacobian(model, x, losses_of), rows, rtol=1e-5)
+    assert_exact(Calls(forward, w=torch.randn(3, 8, 4)), torch.randn(5, 3, 8), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["matmul, a matrix per head", "bilinear, many positions", "embedding, small table"])
@@ -210,7 +201,7 @@ def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx
     (block,) = jacobian._blocks
     assert [type(op) for op in block.ops] == [TiedEmbedding]
     assert_methods_agree(jacobian)
-    rows, rtol = one_backward_per_example(model, ids, losses_of, list(ids.split(1))), 1e-9
+    rows, rtol = one_backward_per_example(model, ids, losses_of), 1e-9
     if dtype == torch.bfloat16:  # in which the ordinary backward adds up
         rows, rtol = rows.float(), 0.03
     assert_jacobian_equals_rows(jacobian, rows, rtol)

@@ -9,18 +9,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from real_models import MODELS, Batch, RealModel, part
+from oracle import length
+from parts import trained
+from real_models import MODELS, QUIET, Batch, RealModel, part
 from torch import Tensor, nn
 
 import torch_privacy as tp
 from torch_privacy._layout import Layouts
 from torch_privacy._tape import Tape
 
-# What torch says of its own layers, and transformers of what peft calls.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = QUIET
 
 TYPES = ["float32", "float32 under autocast", "bfloat16", "float16", "float64"]
 BUDGETS = [1e-9, 100]  # keep what takes the least memory, or whatever is fastest
@@ -74,31 +72,25 @@ def made(name: str, kind: str) -> RealModel:
     return RealModel(real.module.to(dtype), batch, losses)
 
 
-def length(parts: dict[str, Tensor]) -> float:
-    return torch.cat([p.double().flatten() for p in parts.values()]).norm().item()
-
-
 def own_gradient(real: RealModel, batch: Batch) -> dict[str, Tensor]:
     """By an ordinary backward."""
-    trained = {name: p for name, p in real.module.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(
-        real.losses(real.module, batch).sum(), list(trained.values()), allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(trained, gradients, strict=True))
+    parameters = trained(real.module)
+    total = real.losses(real.module, batch).sum()
+    gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def released(real: RealModel, batch: Batch, clip_norm: float, memory_budget: float) -> dict[str, Tensor]:
     """The clipped sum, as training makes it."""
-    named = dict(real.module.named_parameters())
-    trained = {name: p for name, p in named.items() if p.requires_grad}
-    constants = [*real.module.buffers(), *(p for p in named.values() if not p.requires_grad)]
+    parameters = trained(real.module)
+    constants = [*real.module.buffers(), *(p for p in real.module.parameters() if not p.requires_grad)]
 
     def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
         return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
 
-    with Tape(trained, constants, Layouts(), 1) as tape:
+    with Tape(parameters, constants, Layouts(), 1) as tape:
         losses = real.losses(real.module, tape.probe(batch))
-    return tape.clipped_sum(losses, {"all": tuple(trained)}, clip, memory_budget=memory_budget)
+    return tape.clipped_sum(losses, {"all": tuple(parameters)}, clip, memory_budget=memory_budget)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

@@ -6,15 +6,11 @@ from typing import Any, cast
 import pytest
 import torch
 from oracle import assert_jacobian_equals_rows, one_backward_per_example
-from real_models import MODELS, RealModel, cifar_cnn, mnist_cnn, part
+from real_models import MODELS, QUIET, RealModel, cifar_cnn, mnist_cnn, part
 
 import torch_privacy as tp
 
-# What torch says of its own layers, and transformers of what peft calls.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = QUIET
 
 # The grouped product does not exist in float64; Mamba's scan computes in float32 whatever the model's type is.
 NEVER_IN_FLOAT64 = [name for name in MODELS if "grouped_mm" in name or name == "Mamba"]

@@ -6,26 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
-from parts import Calls, losses_of, tokens
+from parts import Calls, Hidden, losses_of, tokens
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._tape import verify_against_native
-
-
-class Squares(torch.autograd.Function):
-    """A custom function whose parameter no torch function shows to the tape."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w * w
-
-    @staticmethod
-    def backward(ctx, b):
-        x, w = ctx.saved_tensors
-        return b * w * w, (2 * b * x * w).sum(0)
 
 
 def data_mixed_into_weight(m, x):
@@ -111,7 +97,7 @@ REFUSED = {  # name -> (model, input, what the message must name)
         r"'w' was used by 'mul', which has no exact rule",
     ),
     "custom function": lambda: (
-        Calls(lambda m, x: Squares.apply(x, m.w), w=torch.randn(3)),
+        Calls(lambda m, x: Hidden.apply(x, m.w), w=torch.randn(3)),
         torch.randn(5, 3),
         r"'w' was used by 'apply'|'w' reaches the losses by a path",
     ),
@@ -212,17 +198,21 @@ def test_neighbors_data_are_refused(case):
         tape.jacobian(losses)
 
 
-def test_neighbors_data_are_refused_also_when_they_come_later():
+NEIGHBORS_LATER = {  # a layer, its inputs, and another tensor made of these
+    "tokens": lambda: (nn.Embedding(7, 4), tokens(100, 6), lambda x: x.roll(1, 1)),
+    "numbers": lambda: (nn.Linear(3, 4), torch.randn(100, 3), lambda x: 2 * x),
+}
+
+
+@pytest.mark.parametrize("kind", NEIGHBORS_LATER)
+def test_neighbors_data_are_refused_also_when_they_come_later(kind):
     """From the fourth batch on, when the layouts of the first ones are known and the model's input is trusted."""
-
-    def forward(m, x):
-        return m.f(x) - m.f(x.roll(1, 0) if training.step_count >= 3 else 2 * x)
-
-    model = Calls(forward, f=nn.Linear(3, 4))
+    layer, inputs, other = NEIGHBORS_LATER[kind]()
+    model = Calls(lambda m, x: m.f(x) - m.f(x.roll(1, 0) if training.step_count >= 3 else other(x)), f=layer)
     training = tp.PrivateTraining(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        TensorDataset(torch.randn(100, 3)),
+        TensorDataset(inputs),
         expected_batch_size=20,
         num_steps=5,
         clipping=tp.Flat(1.0),
@@ -232,6 +222,7 @@ def test_neighbors_data_are_refused_also_when_they_come_later():
     steps = (training.step(losses_of(model, x)) for (x,) in training)
     with pytest.raises(tp.Refused, match=r"depend on each other's part|cannot be told apart"):
         list(steps)
+    assert training.step_count == 3
 
 
 @pytest.mark.slow
@@ -243,7 +234,7 @@ def test_compiled_model_is_exact_over_several_batches():
         x = torch.randn(n, 3)
         with tp.record(model) as tape:
             losses = losses_of(compiled, x)
-        rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+        rows = one_backward_per_example(model, x, losses_of)
         assert_jacobian_equals_rows(tape.jacobian(losses, verify=True), rows)
 
 

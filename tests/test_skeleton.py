@@ -74,16 +74,6 @@ def test_make_says_what_is_missing(tmp_path, version_check, message):
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "shown"), [("README.md", r"epsilon in \[1\.99\d, 2\.000\] at delta = 1e-05"), ("docs/accounting.md", "")]
-)
-def test_example_on_the_page_runs(page, shown, capsys):
-    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    exec(code[1], {})
-    assert re.match(shown, capsys.readouterr().out)
-
-
 def test_first_section_of_the_changelog_is_about_epsilon():
     sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Changes to a reported epsilon"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Calls, losses_of
-from oracle import one_backward_per_example, recorded_jacobian
+from oracle import one_backward_per_example, recorded_jacobian, rows_of_one_graph
 from scipy import stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -322,7 +322,7 @@ def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
     )
     start = parameters_of(training).clone()
     for x, _ in training:
-        rows = one_backward_per_example(copy.deepcopy(model), x, lambda model, x: model(x).sum(1), list(x.split(1)))
+        rows = one_backward_per_example(copy.deepcopy(model), x, lambda model, x: model(x).sum(1))
         training.step(model(x).sum(1))
     assert training.num_non_finite == 1
     second = rows[torch.arange(N) != 7][:, 8:]
@@ -455,7 +455,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
     layers = training.clipping.groups(names)
     for (x,) in training:
         step, before = training.step_count, parameters_of(training).clone()
-        rows = one_backward_per_example(copy.deepcopy(model), x, losses_of, list(x.split(1)))
+        rows = one_backward_per_example(copy.deepcopy(model), x, losses_of)
         training.step(losses_of(model, x))
         if isinstance(rule, tp.MicroBatches):
             groups = torch.from_numpy(training._sampler.groups(step, len(x), 2))
@@ -1049,10 +1049,8 @@ def test_layout_that_the_data_decide_is_measured_on_every_batch():
     training = training_of(model, dataset)
     for x, _ in training:
         losses = losses_of(model, x)
-        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-        expected = torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads]).square().sum(1)
         jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
-        torch.testing.assert_close(jacobian.squared_norms(), expected)
+        torch.testing.assert_close(jacobian.squared_norms(), rows_of_one_graph(losses, model).square().sum(1))
         training.step(losses)
     assert training.step_count == 6
 
@@ -1080,10 +1078,8 @@ def test_a_new_path_is_measured_anew(branch):
     training = training_of(model, dataset)
     for x, _ in training:
         losses = losses_of(model, x)
-        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-        expected = torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads]).square().sum(1)
         jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
-        torch.testing.assert_close(jacobian.squared_norms(), expected)
+        torch.testing.assert_close(jacobian.squared_norms(), rows_of_one_graph(losses, model).square().sum(1))
         training.step(losses)
 
 
@@ -1142,8 +1138,7 @@ def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
     for (x,) in training:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses = losses_of(model, x).float()
-        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-        expected = torch.stack([torch.cat([g.flatten() for g in grad]).norm() for grad in grads])
+        expected = rows_of_one_graph(losses, model).norm(dim=1).float()
         try:
             norms = training._pending.tape.jacobian(losses, retain_graph=True).squared_norms().sqrt()
             torch.testing.assert_close(norms, expected, rtol=0.02, atol=0)

@@ -36,7 +36,7 @@ def test_vmapped_jacobian_matches_one_backward_per_example(case):
         with pytest.raises(tp.Refused, match=r"row of parameter 'w' is not what a backward of its own gives"):
             vmapped_jacobian(model, losses_of, x).squared_norms()
         return
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     assert_jacobian_equals_rows(vmapped_jacobian(model, losses_of, x, chunk_size=2), rows)
 
 
@@ -47,7 +47,7 @@ def small() -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 100, None])
 def test_vmapped_jacobian_is_the_same_in_any_chunks(chunk_size):
     model, x = small()
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     assert_jacobian_equals_rows(vmapped_jacobian(model, losses_of, x, chunk_size=chunk_size), rows)
 
 
@@ -292,7 +292,7 @@ def test_vmapped_jacobian_refuses_batch_norm_that_mixes_examples(norm):
 
 def test_vmapped_jacobian_takes_batch_norm_in_eval_mode():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.randn(5, 3)
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     assert_jacobian_equals_rows(vmapped_jacobian(model, losses_of, x), rows)
 
 
