@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import CASES, losses_of
 from oracle import flat, one_backward_per_example
+from parts import trained
 
 import torch_privacy as tp
 from torch_privacy._layout import PROOFS, Layouts, Merging
@@ -13,10 +14,6 @@ from torch_privacy._tape import Tape
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 LEAST, MOST = 1e-9, 100  # budgets: keep what takes the least memory, or whatever is fastest
-
-
-def trained(model):
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def clipped_sum(model, x, layouts, groups, clip, **settings):
@@ -50,7 +47,7 @@ def one_group(model):
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_sum_is_that_of_the_rows(case, budget):
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     expected = tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows
     scale = rows.norm(dim=1).clamp(max=1).sum().item()
     torch.testing.assert_close(flat(last, 0), expected, rtol=1e-9, atol=1e-9 * scale)
@@ -63,7 +60,7 @@ def test_groups_are_clipped_each_by_itself(case):
         return {name: (name,) for name in trained(model)}
 
     model, x, _, last = sums_after_measuring(case, each, clip_to(0.5))
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     parts = rows.split([p.numel() for p in trained(model).values()], dim=1)
     expected = torch.cat([tp.Flat(0.5).factors(part.norm(dim=1)) @ part for part in parts])
     last = {name: last[name] for name in trained(model)}
@@ -75,7 +72,7 @@ def test_merged_examples_are_clipped_by_their_mean(case):
     n = len(CASES[case]()[1])
     merging = Merging(torch.arange(n) % 3 * 2, 5)  # groups 1 and 3 stay empty
     model, x, _, last = sums_after_measuring(case, one_group, clip_to(1.0), merging=merging)
-    rows = one_backward_per_example(model, x, losses_of, list(x.split(1)))
+    rows = one_backward_per_example(model, x, losses_of)
     means = torch.stack([rows[k::3].mean(0) for k in range(min(n, 3))]) if n else rows
     expected = tp.Flat(1.0).factors(means.norm(dim=1)) @ means
     torch.testing.assert_close(flat(last, 0), expected, rtol=1e-9, atol=1e-9 * max(n, 1))
