@@ -25,4 +25,8 @@ from .gaussian import SubsampledAdaptiveClip as SubsampledAdaptiveClip
 from .gaussian import SubsampledBlocks as SubsampledBlocks
 from .gaussian import SubsampledGaussian as SubsampledGaussian
 from .gaussian import SubsampledGEP as SubsampledGEP
+from .interop import from_dp_event as from_dp_event
+from .interop import ledger_from_dp_event as ledger_from_dp_event
+from .interop import statement_schema as statement_schema
+from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A JSON schema validator for the keywords that our schema uses; any other keyword is an error."""
+
+from typing import Any
+
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+}
+ANNOTATIONS = {"$schema", "$id", "title", "description", "then"}
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind in ("number", "integer"):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and (kind == "number" or value == int(value))
+    return isinstance(value, TYPES[kind])
+
+
+def _number(value: Any) -> bool:
+    return _is("number", value)
+
+
+RULES = {  # keyword -> whether a value keeps to it
+    "type": lambda rule, value: any(_is(kind, value) for kind in ([rule] if isinstance(rule, str) else rule)),
+    "const": lambda rule, value: value == rule and type(value) is type(rule),
+    "enum": lambda rule, value: value in rule,
+    "minimum": lambda rule, value: not _number(value) or value >= rule,
+    "maximum": lambda rule, value: not _number(value) or value <= rule,
+    "exclusiveMinimum": lambda rule, value: not _number(value) or value > rule,
+    "exclusiveMaximum": lambda rule, value: not _number(value) or value < rule,
+    "required": lambda rule, value: not isinstance(value, dict) or set(rule) <= set(value),
+}
+
+
+def violations(schema: dict[str, Any], value: Any, path: str = "$") -> list[str]:
+    """Every place where a value breaks a rule, as ``path: keyword``."""
+    found = []
+    for keyword, rule in schema.items():
+        if keyword in RULES:
+            found += [] if RULES[keyword](rule, value) else [f"{path}: {keyword}"]
+        elif keyword == "properties":
+            parts = value if isinstance(value, dict) else {}
+            found += [
+                bad
+                for name in parts.keys() & rule.keys()
+                for bad in violations(rule[name], parts[name], f"{path}.{name}")
+            ]
+        elif keyword == "additionalProperties":
+            others = value.keys() - schema.get("properties", {}).keys()
+            found += [bad for name in others for bad in violations(rule, value[name], f"{path}.{name}")]
+        elif keyword == "items":
+            parts = value if isinstance(value, list) else []
+            found += [bad for index, part in enumerate(parts) for bad in violations(rule, part, f"{path}[{index}]")]
+        elif keyword == "if":
+            found += violations(schema["then"], value, path) if not violations(rule, value, path) else []
+        else:
+            assert keyword in ANNOTATIONS, f"the validator does not know {keyword!r}"
+    return found
