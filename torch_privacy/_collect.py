@@ -48,9 +48,8 @@ class Collector:
         self.names = [sources[key].names for key in self._awaited]  # behind each block that will come
         self._sharing = Counter(name for names in self.names for name in names)
 
-    @torch.no_grad()
     def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        """The gradient at a call's edge has come."""
+        """The gradient at a call's edge has come; gradients are off, as they are in a backward."""
         call = self._calls[number]
         b = call.output.gradient(g, like)
         if self._budget is not None:
@@ -67,18 +66,25 @@ class Collector:
             op = use.op(b, layout)
         except Refused as error:
             raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
-        if key not in self._open:
+        block = self._open.pop(key, None)
+        if block is None:
             rounds = source.half and not source.direct
-            self._open[key] = Block(use.weight, source.names, source.direct, source.rearranged, rounds)
-        self._open[key].ops.append(op)
+            block = Block(use.weight, source.names, source.direct, source.rearranged, rounds)
+        block.ops.append(op)
         self._awaited[key] -= 1
-        if not self._awaited[key]:
-            self._finish(self._open.pop(key))
+        if self._awaited[key]:
+            self._open[key] = block
+        else:
+            self._finish(block)
 
     def _finish(self, block: Block) -> None:
-        block.merge()
-        if self._budget is not None and block.stands_alone and self._sharing[block.names[0]] == 1:
-            block.reduce(self._budget)
+        if len(block.ops) > 1:
+            block.merge()
+        if self._budget is not None:
+            if block.stands_alone and self._sharing[block.names[0]] == 1:
+                block.reduce(self._budget)
+            else:
+                self._budget.hold(block.least_bytes)
         if self.on_block is None:
             self.blocks.append(block)
         else:
@@ -129,7 +135,7 @@ class GroupSums:
 
     def _finish(self, label: str) -> None:
         blocks = self._blocks.pop(label)
-        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks)
+        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True)
         self.sums |= self._clip(jacobian.restricted(self._groups[label]), label)
 
 
@@ -151,8 +157,9 @@ def backward_into(
     finally:
         for handle in handles:
             handle.remove()
-    for number, g in zip(ends, gradients, strict=True):
-        collector.take(number, g, losses)
+    with torch.no_grad():
+        for number, g in zip(ends, gradients, strict=True):
+            collector.take(number, g, losses)
 
 
 def _hand_over(collector: Collector, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:

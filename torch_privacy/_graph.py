@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 
@@ -57,6 +59,39 @@ class Graph:
                 found.add(node)
                 stack += self._parents.get(node, ())
         return found
+
+
+def saved_bytes(graph: Graph, n: int, but: Iterable[Tensor]) -> int:
+    """Bytes of what autograd keeps for the backward and that can hold n examples; shared memory counts once.
+
+    Not counted is the memory of some tensors, which is there in any case.
+    """
+    own = {t.untyped_storage().data_ptr() for t in but}
+    sizes: dict[int, int] = {}
+    for node in graph.nodes():
+        for tensor in _saved_by(node):
+            if any([size and size % n == 0 for size in tensor.shape]):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum([size for start, size in sizes.items() if start not in own])
+
+
+def _saved_by(node: Node) -> Iterator[Tensor]:
+    """The tensors that a node keeps; none where it will not say."""
+    if isinstance(node, BackwardCFunction):
+        yield from (t for t in node.saved_tensors if isinstance(t, Tensor))
+        return
+    for name in _saved_names(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place since: the backward itself will say so
+            continue
+        yield from (t for t in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(t, Tensor))
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
 
 
 def _children(node: Node) -> list[Node]:

@@ -36,6 +36,16 @@ OWN = 64
 OTHERS = 16
 
 Kind = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a batch takes on a path; only what grows with it, so that one batch tells the same as another."""
+
+    activations: float  # kept by autograd for the backward
+    least: float  # held until the clipped sum, however that is done
+
+
 NamesOf = Callable[[Tensor], tuple[str, ...]]
 
 
@@ -47,6 +57,17 @@ class Layouts:
         self._generator = fresh_generator()
         self._batches = 0
         self._verified: Counter[tuple] = Counter()
+        self._footprints: dict[int, Footprint] = {}
+
+    def footprint(self, path: int, n: int) -> Footprint | None:
+        """What n examples on a path take, where an earlier batch has told."""
+        known = self._footprints.get(path)
+        return None if known is None else Footprint(n * known.activations, n * known.least)
+
+    def note_footprint(self, path: int, n: int, footprint: Footprint) -> None:
+        """What a batch of n took."""
+        if n > 1:
+            self._footprints[path] = Footprint(footprint.activations / n, footprint.least / n)
 
     @property
     def settled(self) -> bool:

@@ -18,9 +18,9 @@ from .ops import Method, Op
 from .ops._base import CHUNK_FLOATS
 from .ops.dense import Rows
 
-# A row entry that is kept is written once and read twice: as many operations as that takes. It takes more where the
-# rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB).
-KEPT_ENTRY, FRESH_ENTRY, FRESH_BYTES = 80, 400, 2**25
+# Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
+# costs this many times as much.
+FRESH, FRESH_BYTES = 5, 2**25
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,14 @@ def choices(op: Op) -> list[Choice]:
         maker = min(makers, key=lambda method: method.flops)
         entries = op.num_examples * op.shape.numel()
         size = entries * op.dtype.itemsize
-        price = KEPT_ENTRY if size <= FRESH_BYTES else FRESH_ENTRY
+        price = op.kept_entry * (1 if size <= FRESH_BYTES else FRESH)
         found.append(Choice(maker, "rows", maker.flops + price * entries, size))
     return sorted(found, key=lambda choice: choice.cost)
+
+
+def least_bytes(op: Op) -> int:
+    """Bytes that must be held of an op until the clipped sum."""
+    return min(choice.held for choice in choices(op))
 
 
 def held_bytes(held: Any) -> int:
@@ -109,32 +114,38 @@ class Budget:
     """Decides, op by op during the backward, what may be kept for the clipped sum.
 
     Args:
-        limit: peak memory allowed: up to 100 in units of what non-private training needs (its activations and
-            gradients), else in bytes.
-        activations: bytes of the recorded ops' inputs: less than what autograd saves, never more; they are freed as
-            the backward goes on.
+        limit: peak memory allowed: up to 100 in units of what non-private training needs (its activations, which are
+            freed while its gradients come), else in bytes.
+        activations: bytes that autograd keeps for the backward; they are freed as it goes on.
+        least: bytes that have to be held for the clipped sum, however it is done.
         on_the_way: bytes of all recorded ops' inputs and outputs, by which the progress of the backward is told.
         parameters: bytes of the parameters, and so of their gradients.
     """
 
-    def __init__(self, limit: float, activations: int, on_the_way: int, parameters: int):
-        self._limit = limit * (activations + parameters) if limit <= 100 else limit
+    def __init__(self, limit: float, activations: float, least: float, on_the_way: int, parameters: int):
+        self._limit = limit * max(activations, parameters) if limit <= 100 else limit
         self._activations, self._on_the_way = activations, max(on_the_way, 1)
-        self._passed = 0
-        self._held = 0
+        self._passed, self._held, self._least_to_come = 0, 0, least
 
     def passed(self, size: int) -> None:
         """The backward has gone past an op with so many bytes of inputs and outputs."""
         self._passed += size
 
     def choose(self, op: Op) -> Choice:
-        """The fastest choice that fits, or the one that holds the least."""
-        left = self._activations * max(0.0, 1 - self._passed / self._on_the_way)
+        """The fastest choice that fits, now and with what must be held to the end, or the one that holds the least."""
         found = choices(op)
-        fitting = [choice for choice in found if self._held + left + choice.held <= self._limit]
-        choice = fitting[0] if fitting else min(found, key=lambda choice: choice.held)
+        least = min(found, key=lambda choice: choice.held)
+        left = self._activations * max(0.0, 1 - self._passed / self._on_the_way)
+        self._least_to_come -= least.held
+        room = self._limit - self._held - max(left, self._least_to_come)
+        choice = next((choice for choice in found if choice.held <= room), least)
         self._held += choice.held
         return choice
+
+    def hold(self, size: int) -> None:
+        """So many bytes are held that nothing can be chosen about."""
+        self._held += size
+        self._least_to_come -= size
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:

@@ -38,8 +38,8 @@ from ._functions import (
     rearranges,
     tensors_in,
 )
-from ._graph import Graph
-from ._layout import Layouts, Merging, foreign, fresh_generator, ungrounded
+from ._graph import Graph, saved_bytes
+from ._layout import Footprint, Layouts, Merging, foreign, fresh_generator, ungrounded
 from ._model import check_not_compiled
 from ._plan import Budget, distinct_bytes
 from ._shadow import Shadows
@@ -72,7 +72,7 @@ class Output:
         if g is None:
             return like.new_zeros(self.shape, dtype=self.dtype)
         if self.part is None:
-            return g.reshape(self.shape)
+            return g if g.shape == self.shape else g.reshape(self.shape)
         base, stride, offset = self.part
         laid_out = torch.empty_strided(base.shape, base.stride(), dtype=g.dtype, device=g.device).copy_(g)
         return laid_out.as_strided(self.shape, stride, offset)
@@ -191,6 +191,7 @@ class Tape(TorchFunctionMode):
         self._inputs: list[Tensor] = []
         self._probed: set[Node] = set()  # where the graph reaches the probed inputs
         self._shadows = Shadows(num_examples)
+        self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._reorders = False  # the data of the batch may have decided where its examples lie
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
@@ -304,12 +305,18 @@ class Tape(TorchFunctionMode):
             return Jacobian(0, losses.dtype, self.parameters, []), []
         verify = verify and not self.layouts.verified(calls)
         keep = retain_graph or verify
+        activations = self._activations(reached) if layouts is None else 0
         bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=keep or layouts is None)
+        measured = layouts is None
         if layouts is None:
             layouts = self._measure(reached, bs, strict=strict)
         collector = Collector(calls, layouts, self._sources)
-        for number, g in enumerate(bs):
-            collector.take(number, g, losses)
+        with torch.no_grad():
+            for number, g in enumerate(bs):
+                collector.take(number, g, losses)
+        if measured:
+            least = sum([block.least_bytes for block in collector.blocks])
+            self.layouts.note_footprint(reached.path, len(losses), Footprint(activations, least))
         jacobian = Jacobian(len(losses), losses.dtype, self.parameters, collector.blocks)
         if verify:
             verify_against_native(jacobian, losses, self.parameters, reached.precision())
@@ -364,9 +371,17 @@ class Tape(TorchFunctionMode):
         return sums.sums
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
-        saved = distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
+        known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)
         parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
-        return Budget(limit, saved, sum([call.size for call in reached.calls]), parameters)
+        on_the_way = sum([call.size for call in reached.calls])
+        return Budget(limit, known.activations, known.least, on_the_way, parameters)
+
+    def _activations(self, reached: Reached) -> int:
+        """Bytes that autograd keeps for the backward."""
+        if self._saved_elsewhere:  # by checkpointing or offloading, which give it back but once
+            return distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
+        lasting = [*self.parameters.values(), *(tensor for tensor, _ in self._constants.values())]
+        return saved_bytes(reached.graph, len(reached.losses), lasting)
 
     def _reach(
         self, losses: Tensor, may_miss: Iterable[str], graph: Graph | None = None
@@ -486,6 +501,8 @@ class Tape(TorchFunctionMode):
         return out
 
     def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self._saved_elsewhere = True
         versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
         self._calls.append(Call(op, _output(y), inputs, uses, versions))
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from ._plan import Budget, choices, chunk_size, rows_and_norms, squared_norms
+from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, rows_and_norms, squared_norms
 from .ops import Op
 from .ops._base import in_sum_dtype
-from .ops.dense import Rows, sum_rows
+from .ops.dense import Rows, squared_lengths, sum_rows
+
+
+# Rows with at most this many numbers are put side by side, and answer together: each call has its price.
+SMALL = 2**16
 
 
 @dataclass(eq=False)
@@ -45,6 +49,22 @@ class Block:
         """
         return self.rearranged and not self.rounds and len(self.ops) == 1
 
+    @property
+    def small_rows(self) -> Rows | None:
+        """Its rows, if they are the parameter's own and few enough to be joined with others."""
+        if len(self.ops) == 1 and self.direct and not self.rounds:
+            (op,) = self.ops
+            if isinstance(op, Rows) and op.values.numel() <= SMALL:
+                return op
+        return None
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that must be held of it until the clipped sum."""
+        if self.stands_alone and self.small_rows is None:
+            return least_bytes(self.ops[0])
+        return sum(map(held_bytes, self.ops))
+
     def merge(self) -> None:
         """Bring uses that have a common form into it, with their cross terms: halves first, so that copies stay few."""
         ops = self.ops
@@ -67,6 +87,9 @@ class Block:
 
     def reduce(self, budget: Budget) -> None:
         """Take the norms of a block that stands for itself, and keep no more than the budget allows."""
+        if self.small_rows is not None:
+            budget.hold(self.least_bytes)
+            return  # norms are taken of many together
         (op,) = self.ops
         choice = budget.choose(op)
         self.method = choice.method.name
@@ -192,12 +215,22 @@ class Jacobian:
         - ``project(v)[i, j]`` is the inner product of row i with direction j.
     """
 
-    def __init__(self, num_examples: int, dtype: torch.dtype, parameters: Mapping[str, Tensor], blocks: list[Block]):
+    def __init__(
+        self,
+        num_examples: int,
+        dtype: torch.dtype,
+        parameters: Mapping[str, Tensor],
+        blocks: list[Block],
+        *,
+        used_up: bool = False,
+    ):
         self.num_examples = num_examples
+        self._used_up = used_up  # by its first weighted sum, block by block, so that memory is freed on the way
         self._dtype = dtype
         self._all = parameters
         self._parameters = parameters
         self._blocks = blocks
+        self._side_by_side: tuple[list[Block], Tensor] | None = None
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -210,6 +243,10 @@ class Jacobian:
         wanted = set(self._parameters if names is None else names)
         total = torch.zeros(self.num_examples, device=self._device, dtype=torch.promote_types(self._dtype, torch.float))
         apart, joint = self._split(wanted)
+        joined, values = self._joined()
+        if joined and len(joined) == sum([block.small_rows is not None for block in apart]):
+            total += squared_lengths(values)
+            apart = [block for block in apart if block.small_rows is None]
         for block in apart:
             total += squared_norms(block.ops[0]) if block.norms is None else block.norms
         if joint:
@@ -220,9 +257,14 @@ class Jacobian:
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         total = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self._unmet().items()}
-        for block in self._blocks:
-            for name, part in block.weighted_sum(c, self._all).items():
-                total[name] = total[name] + part if name in total else part
+        joined, values = self._joined()
+        sums = (c.to(values.dtype) @ values).split([block.weight.numel() for block in joined]) if joined else ()
+        parts = [{block.names[0]: part.view(block.weight.shape)} for block, part in zip(joined, sums, strict=True)]
+        done = {id(block) for block in joined}
+        others = (self._sum_of(block, c) for block in self._blocks if id(block) not in done)
+        for part in chain(parts, others):
+            for name, tensor in part.items():
+                total[name] = total[name] + tensor if name in total else tensor
         return {name: total[name] for name in self._parameters}
 
     @torch.no_grad()
@@ -256,12 +298,14 @@ class Jacobian:
     def restricted(self, names: Iterable[str]) -> Jacobian:
         """The columns of some of the parameters only."""
         names = set(names)
+        if len(names) == len(self._all) == len(self._parameters):
+            return self
         kept = {name: p for name, p in self._parameters.items() if name in names}
         blocks = [block for block in self._blocks if not names.isdisjoint(block.names)]
         return self._like(self.num_examples, kept, blocks)
 
     def _like(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
-        other = Jacobian(num_examples, self._dtype, self._all, blocks)
+        other = Jacobian(num_examples, self._dtype, self._all, blocks, used_up=self._used_up)
         other._parameters = parameters
         return other
 
@@ -288,6 +332,24 @@ class Jacobian:
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
             for line in table
         )
+
+    def _sum_of(self, block: Block, c: Tensor) -> dict[str, Tensor]:
+        total = block.weighted_sum(c, self._all)
+        if self._used_up and all([name in self._parameters for name in block.names]):  # no other group needs it
+            block.ops = []
+        return total
+
+    def _joined(self) -> tuple[list[Block], Tensor]:
+        """The blocks of small rows, and these side by side: (n, their entries)."""
+        if self._side_by_side is None:
+            small = [block for block in self._blocks if block.small_rows is not None]
+            rows = [block.ops[0].rows().unsqueeze(-1) for block in small]  # also of a scalar
+            same = {values.dtype for values in rows}
+            if len(small) > 1 and len(same) == 1:
+                self._side_by_side = small, torch.cat([values.flatten(1) for values in rows], 1)
+            else:
+                self._side_by_side = [], torch.empty(0)
+        return self._side_by_side
 
     @property
     def _device(self) -> torch.device:

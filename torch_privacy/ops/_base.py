@@ -64,6 +64,11 @@ class Op(ABC):
         """Price of ``weighted_sum``, in the units of the methods; by default that of making the rows."""
         return min((method.flops for method in self.methods() if method.rows), default=0.0)
 
+    @property
+    def kept_entry(self) -> float:
+        """Price of one row entry that is kept: it is written once and read twice, for its norm and for the sum."""
+        return 80
+
     @abstractmethod
     def rows(self) -> Tensor:
         """The rows themselves, (n, *shape)."""
@@ -100,6 +105,8 @@ class Layout:
 
     def examples_first(self, tensor: Tensor) -> Tensor:
         """(d0, .., before·n·after, ..) -> (n, d0, .., before·after, ..)."""
+        if self.dim == 0 and self.before == 1:
+            return tensor.unflatten(0, (self.num_examples, self.after)) if self.after != 1 else tensor.unsqueeze(1)
         if self.before == self.after == 1:
             return tensor.movedim(self.dim, 0).unsqueeze(self.dim + 1)
         split = tensor.unflatten(self.dim, (self.before, self.num_examples, self.after))
@@ -176,6 +183,8 @@ def in_sum_dtype(tensor: Tensor) -> Tensor:
 
 def in_one_dtype(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the wider of their types for sums."""
+    if x.dtype == b.dtype and not is_half(x):
+        return x, b
     x, b = in_sum_dtype(x), in_sum_dtype(b)
     dtype = torch.promote_types(x.dtype, b.dtype)
     return x.to(dtype), b.to(dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 import torch
@@ -21,6 +22,8 @@ NATIVE = 0.8  # one operation of the native convolution
 COPY = 60  # one number copied to or added up in another order
 SQUARE = 30  # one entry of a row squared and summed
 REORDER = 120  # one entry of a row brought from the blocked format of the native convolution
+KEPT = 30  # one entry of a row kept for the sum
+SUM = 40_000_000  # the native weight gradient once more, however small
 CALL = 120_000  # one matrix product among many
 NATIVE_BLOCK = 16  # the native convolution is at its best where channels come in multiples of this
 NARROW = 16  # a line of fewer places is copied faster with the channels innermost
@@ -77,7 +80,8 @@ class Conv(Op):
 
         ``flops`` are not bare multiplications: what a method copies, reorders and calls counts at its measured time.
         """
-        return [*self._row_methods(), *self._norm_methods()]
+        n, one = self.num_examples, _methods_of_one(self.x.shape[1:], self.b.shape[1:], self.geometry)
+        return [replace(method, flops=n * method.flops, floats=n * method.floats) for method in one]
 
     def _row_methods(self) -> list[Method]:
         n, size, matrices = self.num_examples, self.shape.numel(), self.num_examples * self.geometry.groups
@@ -94,7 +98,12 @@ class Conv(Op):
 
     @property
     def sum_flops(self) -> float:
-        return 2 * self.num_examples * self._t * self.shape.numel()
+        products = 2 * self.num_examples * self._t * self.shape.numel()
+        return NATIVE * products + COPY * min(self.x.numel(), self.b.numel()) + SUM
+
+    @property
+    def kept_entry(self) -> float:
+        return KEPT  # its norm is in the methods' price
 
     def _norm_methods(self) -> list[Method]:
         matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self._unfolded, self.shape[:2]
@@ -124,9 +133,13 @@ class Conv(Op):
         return torch.stack([(b * self._forward(w).flatten(1)).sum(1) for w in v], 1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        """The native weight gradient of the convolution, with the b of example i weighted by cᵢ."""
-        weighted = self.b * c.view(-1, *(1,) * (self.b.ndim - 1))
-        return _weight_gradient(weighted.flatten(0, 1), self.x.flatten(0, 1), self.shape, self.geometry)
+        """The native weight gradient of the convolution, with the x or the b of example i weighted by cᵢ."""
+        x, b, c = self.x, self.b, c.view(-1, *(1,) * (self.b.ndim - 1))
+        if x.numel() < b.numel():  # the smaller of the two is copied
+            x = x * c
+        else:
+            b = b * c
+        return _weight_gradient(b.flatten(0, 1), x.flatten(0, 1), self.shape, self.geometry)
 
     def select(self, index: Tensor | slice) -> Conv:
         return replace(self, x=self.x[index], b=self.b[index])
@@ -277,6 +290,13 @@ class Conv(Op):
         for some in doubtful.split(max(1, CHUNK_FLOATS // self.shape.numel())):
             squares[some] = self.select(some).rows().flatten(1).square().sum(1)
         return squares
+
+
+@lru_cache(maxsize=4096)
+def _methods_of_one(x: torch.Size, b: torch.Size, geometry: Geometry) -> list[Method]:
+    """The methods for one example with these shapes, priced once."""
+    one = Conv(torch.empty(1, *x, device="meta"), torch.empty(1, *b, device="meta"), geometry)
+    return [*one._row_methods(), *one._norm_methods()]
 
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:

@@ -180,6 +180,8 @@ class BilinearUse(Use):
 
 def _positions(tensor: Tensor) -> Tensor:
     """(n, *positions, d) -> (n, t, d)."""
+    if tensor.ndim == 3:
+        return tensor
     n, *positions, d = tensor.shape
     return tensor.reshape(n, math.prod(positions), d)
 

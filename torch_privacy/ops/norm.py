@@ -9,14 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
-from ._base import AnyLayout, Op, Use, in_one_dtype, in_sum_dtype
+from ._base import AnyLayout, Op, Use, in_one_dtype, in_sum_dtype, is_half
 from .dense import Rows
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and inverse standard deviation, as the op itself kept them for its backward."""
+
+    mean: Tensor
+    inverse_std: Tensor
+
+    @staticmethod
+    def of(y: Tensor, node: str) -> Statistics | None:
+        """Those behind y, if it is the output of a node of this name; None where they are rounded or kept elsewhere."""
+        behind = y.grad_fn
+        # Checkpointing and offloading give what was saved back only once, to the backward.
+        if behind is None or behind.name() != node or torch._C._autograd._top_saved_tensors_default_hooks(True):
+            return None
+        mean, inverse_std = behind._saved_result1, behind._saved_result2  # type: ignore[attr-defined]
+        return None if is_half(mean) else Statistics(mean, inverse_std)
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,74 @@ class ShiftUse(ScaleUse):
         return Rows(self._per_example(in_sum_dtype(b), layout))
 
 
+@dataclass(frozen=True)
+class LayerScaleUse(ScaleUse):
+    """The scale of a layer norm over the last dimension: ``Σₜ (xₜ - meanₜ)·bₜ·inverse_stdₜ``, a product of matrices."""
+
+    statistics: Statistics
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        x, b = in_one_dtype(self.x, b)
+        terms = layout.examples_first((x - self.statistics.mean).mul_(b))
+        inverse_std = layout.examples_first(self.statistics.inverse_std)
+        n, d = len(terms), terms.shape[-1]
+        positions = terms.shape[1:-1].numel()
+        return Rows((inverse_std.reshape(n, 1, positions) @ terms.reshape(n, positions, d)).squeeze(1))
+
+
+class GroupRows:
+    """The rows of scale and shift of one group norm, by one native call: every image's channels for channels of one.
+
+    Args:
+        x: input (images, channels, *places).
+        num_groups: of channels.
+        statistics: of each image's groups.
+    """
+
+    def __init__(self, x: Tensor, num_groups: int, statistics: Statistics):
+        self._x, self._num_groups, self._statistics = x, num_groups, statistics
+        self._of: Callable[[], Tensor | None] = lambda: None
+        self._left: list[Tensor | None] = [None, None]
+
+    def take(self, b: Tensor, which: int) -> Tensor:
+        """(images, channels): of the scale (0) or the shift (1); each is asked for once at most."""
+        if self._of() is not b or self._left[which] is None:
+            self._of, self._left = ref(b), self._compute(*in_one_dtype(self._x, b))
+        rows, self._left[which] = self._left[which], None
+        assert rows is not None
+        return rows
+
+    def _compute(self, x: Tensor, b: Tensor) -> list[Tensor | None]:
+        images, channels = x.shape[:2]
+        everything, groups = images * channels, images * self._num_groups
+        as_one = (t.contiguous().view(1, everything, -1) for t in (b, x))
+        both = (self._statistics.mean, self._statistics.inverse_std)
+        mean, inverse_std = (t.to(x.dtype).view(1, groups) for t in both)
+        places, unused = x.shape[2:].numel(), x.new_empty(everything)
+        _, scale, shift = torch.ops.aten.native_group_norm_backward(
+            *as_one, mean, inverse_std, unused, 1, everything, places, groups, (False, True, True)
+        )
+        return [scale.view(images, channels), shift.view(images, channels)]
+
+
+@dataclass(frozen=True)
+class GroupUse(Use):
+    """Scale (``which`` 0) or shift (1) of a group norm whose statistics are known."""
+
+    x: Tensor
+    rows: GroupRows
+    which: int
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [0]
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        return Rows(layout.examples_first(self.rows.take(b, self.which)).sum(1))
+
+
 def layer_norm(
     y: Tensor,
     input: Tensor,
@@ -74,7 +161,12 @@ def layer_norm(
     def normalize(x: Tensor) -> Tensor:
         return F.layer_norm(x, normalized_shape, eps=eps)
 
-    yield from _scale_and_shift(weight, bias, input, normalize, slice(-len(normalized_shape), None))
+    channels = slice(-len(normalized_shape), None)
+    statistics = Statistics.of(y, "NativeLayerNormBackward0") if len(normalized_shape) == 1 else None
+    if weight is not None and statistics is not None:
+        yield LayerScaleUse(weight, input, normalize, channels, statistics)
+        weight = None
+    yield from _scale_and_shift(weight, bias, input, normalize, channels)
 
 
 def group_norm(
@@ -91,7 +183,14 @@ def group_norm(
     def normalize(x: Tensor) -> Tensor:
         return F.group_norm(x, num_groups, eps=eps)
 
-    yield from _scale_and_shift(weight, bias, input, normalize, slice(1, 2))
+    statistics = Statistics.of(y, "NativeGroupNormBackward0")
+    if statistics is None or not input.numel():
+        yield from _scale_and_shift(weight, bias, input, normalize, slice(1, 2))
+        return
+    rows = GroupRows(input, num_groups, statistics)
+    for which, parameter in enumerate((weight, bias)):
+        if parameter is not None:
+            yield GroupUse(parameter, input, rows, which)
 
 
 def rms_norm(
