@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+import builtins
 import io
 import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from torch_privacy import _display, privacy
+from torch_privacy import _display, comparison, privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import EXPERIMENTS, load_experiment
 from torch_privacy.experiments.log import Log, Metrics, Progress
+from torch_privacy.privacy import plots
 from torch_privacy.summary import round_down, round_up
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
@@ -22,6 +25,8 @@ WITHOUT_TORCH = {
     "epsilon": ["epsilon", *EVENTS],
     "calibrate": ["calibrate", "--epsilon", "2", *EVENTS[2:]],
     "tradeoff": ["tradeoff", *EVENTS],
+    "delta": ["delta", "--epsilon", "2", *EVENTS],
+    "compare": ["compare", *EVENTS],
     "explain help": ["explain", "--help"],
     "mistake": ["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"],
 }
@@ -76,6 +81,12 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "no steps to calibrate": (["calibrate", "--epsilon", "2", *EVENTS[2:5], "0"], "calibrate: --steps 0 must be"),
     "no steps to trade": (["tradeoff", *EVENTS[:5], "0"], "tradeoff: --steps 0 must be"),
     "negative rate": (["tradeoff", *EVENTS, "--alpha", "-0.5"], "--alpha -0.5 must lie in [0, 1]"),
+    "no picture": (["epsilon", *EVENTS, "--plot", "epsilon.jpg"], "'epsilon.jpg' must end in .svg, .png, .pdf"),
+    "picture nowhere": (["epsilon", *EVENTS, "--plot", "nowhere/epsilon.png"], "nowhere/epsilon.png: No such file"),
+    "no steps for delta": (["delta", "--epsilon", "2", *EVENTS[:5], "0"], "delta: --steps 0 must be an integer"),
+    "epsilon not a number": (["delta", "--epsilon", "nan", *EVENTS], "epsilon=nan must be a finite number"),
+    "no steps to compare": (["compare", *EVENTS[:5], "0"], "compare: --steps 0 must be an integer of at least 1"),
+    "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
     "not a rate": (["tradeoff", *EVENTS, "--alpha", "nan"], "--alpha nan must lie in [0, 1]"),
 }
 
@@ -159,12 +170,140 @@ def test_tradeoff_agrees_with_the_profile(capsys):
     assert [point["beta_high"] for point in points] == pytest.approx(list(curve.high), rel=1e-12)
 
 
-def test_tradeoff_prints_a_line_per_rate(capsys):
+def test_tradeoff_prints_a_line_per_rate_and_what_follows_from_the_curve(capsys):
     assert run(["tradeoff", *EVENTS]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1 + 6 + 1 + 2
+    assert f"at most {round_up(100 * PROFILE.advantage().high, 1)} %" in shown[-2]
 
 
-@pytest.mark.parametrize("command", ["train", "epsilon", "calibrate", "tradeoff"])
+def test_tradeoff_names_the_smallest_gaussian_below_the_curve(capsys):
+    assert run(["tradeoff", *EVENTS, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["advantage"] == PROFILE.advantage()._asdict()
+    low, high = shown["mu"]["low"], shown["mu"]["high"]
+    assert 0 < low <= high < 1.01 * low
+    alpha = np.geomspace(1e-6, 0.99, 200)
+    curve = PROFILE.tradeoff(alpha)
+    inside = curve.low > 1e-6
+    assert (privacy.tradeoff.Gaussian(high)(alpha) <= curve.high + 1e-9)[inside].all()
+    assert not (privacy.tradeoff.Gaussian(0.97 * low)(alpha) <= curve.high)[inside].all()
+
+
+def test_delta_prints_the_bracket_rounded_outward(capsys):
+    assert run(["delta", "--epsilon", "0.5", *EVENTS]) == 0
+    low, high = PROFILE.delta(0.5)
+    text = capsys.readouterr().out
+    shown = [float(value) for value in re.search(r"\[(.*), (.*)\]; report", text).groups()]
+    assert shown[0] <= low <= high <= shown[1]
+    assert shown == pytest.approx([low, high], rel=0.01)
+    assert "an approximation, not a bound" in text
+
+
+def test_delta_json_has_the_bracket_and_the_clt(capsys):
+    assert run(["delta", "--epsilon", "-0.5", *EVENTS, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["delta"] == PROFILE.delta(-0.5)._asdict()
+    assert shown["epsilon"] == -0.5
+    assert shown["clt"]["delta"] == privacy.clt(1.1, 0.01, 100).delta(-0.5)
+
+
+PICTURES = {
+    "epsilon": ["epsilon", *EVENTS],
+    "delta": ["delta", "--epsilon", "0.5", *EVENTS],
+    "calibrate": ["calibrate", "--epsilon", "2", *EVENTS[2:]],
+    "tradeoff": ["tradeoff", *EVENTS],
+    "compare": ["compare", *EVENTS],
+}
+HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("command", PICTURES)
+@pytest.mark.slow
+def test_plot_draws_the_same_picture_each_time_and_changes_no_answer(command, tmp_path, capsys):
+    assert run([*PICTURES[command], "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    for name in ("a.svg", "b.svg"):
+        assert run([*PICTURES[command], "--json", "--plot", str(tmp_path / name)]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == f"picture: {tmp_path / name}\n"
+        if command != "compare":  # which shows times
+            assert json.loads(shown.out) == plain
+    first, second = (tmp_path / "a.svg").read_bytes(), (tmp_path / "b.svg").read_bytes()
+    assert first == second
+    assert b"100 steps" in first
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_plot_writes_the_format_of_the_name(kind, tmp_path):
+    figure = plots.tradeoff_plot({"one": privacy.tradeoff.Gaussian(1.0)})
+    plots.save(figure, tmp_path / f"curve.{kind}")
+    assert (tmp_path / f"curve.{kind}").read_bytes().startswith(HEADS[kind])
+    with pytest.raises(ValueError, match=r"must end in \.svg, \.png, \.pdf"):
+        plots.save(figure, tmp_path / "curve")
+
+
+@pytest.mark.slow
+def test_compare_holds_every_claim_against_the_certified_bracket(capsys):
+    assert run(["compare", *EVENTS, "--json"]) == 0
+    claims = {claim["accountant"]: claim for claim in json.loads(capsys.readouterr().out)["claims"]}
+    low, high = PROFILE.epsilon(1e-5)
+    assert (claims["torch_privacy"]["low"], claims["torch_privacy"]["epsilon"]) == (low, high)
+    for name, claim in claims.items():
+        assert claim["note"] == ""
+        if claim["kind"] == "upper bound" or name == "prv-accountant":
+            assert claim["epsilon"] >= low
+            assert claim["true_delta"]["low"] <= 1e-5
+        if claim["verdict"] == "below the truth":
+            assert claim["epsilon"] < low
+            assert claim["true_delta"]["high"] > 1e-5
+    assert claims["CLT"]["epsilon"] == privacy.clt(1.1, 0.01, 100).epsilon(1e-5)
+    assert claims["moments accountant"]["epsilon"] == privacy.moments(1.1, 0.01, 100, 1e-5)
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_compare_table_says_what_is_below_the_truth_at_any_width(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for slow in ("prv-accountant", "dp-accounting PLD", "dp-accounting RDP"):
+        monkeypatch.delitem(comparison.ACCOUNTANTS, slow)
+    assert run(["compare", "--noise-multiplier", "0.7", *EVENTS[2:5], "10000"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line.rstrip()) <= width and "…" not in line for line in shown.splitlines())
+    for words in ("torch_privacy", "certified", "upper bound", "not valid", "approximation,", "below", "the truth"):
+        assert words in shown
+
+
+def test_compare_names_a_peer_that_is_not_installed(monkeypatch):
+    def without(name, *rest, **options):
+        if name.startswith(("dp_accounting", "prv_accountant")):
+            raise ImportError(name)
+        return original(name, *rest, **options)
+
+    original = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", without)
+    claims = {claim.accountant: claim for claim in comparison.compare(1.1, 0.01, 100, 1e-5)}
+    assert claims["prv-accountant"].note == "not installed: pip install prv-accountant"
+    assert claims["dp-accounting PLD"].note == "not installed: pip install dp-accounting"
+    assert claims["dp-accounting RDP"].epsilon is None
+    assert claims["RDP"].epsilon == privacy.rdp(1.1, 0.01, 100, 1e-5)
+
+
+def test_compare_shows_a_peer_that_fails_and_goes_on(monkeypatch):
+    def fails(setting):
+        raise MemoryError("too many\npoints")
+
+    monkeypatch.setitem(comparison.ACCOUNTANTS, "prv-accountant", ("bracket", fails))
+    claims = {claim.accountant: claim for claim in comparison.compare(1.1, 0.01, 100, 1e-5)}
+    assert claims["prv-accountant"].note == "failed: too many points"
+    assert claims["CLT"].epsilon is not None
+
+
+def test_compare_asks_no_one_for_minutes(capsys):
+    claims = {claim.accountant: claim for claim in comparison.compare(20.0, 1e-4, 100_001, 1e-5)}
+    assert claims["prv-accountant"].note.startswith("not asked above 100,000 steps")
+
+
+@pytest.mark.parametrize("command", ["train", "epsilon", "delta", "calibrate", "tradeoff", "compare"])
 def test_help_explains_every_option(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run([command, "--help"]) == 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_privacy.experiments.log import Progress as Step
-from torch_privacy.summary import round_up
+from torch_privacy.summary import round_down, round_up
 
 if TYPE_CHECKING:
     from torch_privacy.checkup import Checkup, Verdict
+    from torch_privacy.comparison import Claim
 
 ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers alone
 MARGIN = 4  # columns kept free, so that the terminal's ^C does not wrap the line, of which then a copy would stay
@@ -154,6 +155,39 @@ def tradeoff_table(points: Iterable[dict[str, float]]) -> Table:
         caught = round_up(100 * (1 - point["beta_low"]), 2)
         table.add_row(f"{100 * point['alpha']:g} %", f"{100 - float(caught):.2f} %", f"{caught} %")
     return table
+
+
+def tradeoff_view(points: Iterable[dict[str, float]], lines: Iterable[tuple[str, str]]) -> Group:
+    """The table of rates, then what follows from the whole curve."""
+    return Group(tradeoff_table(points), Text(), lines_table(lines))
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """An accountant a line: its epsilon, what that is, the true delta there, and how long it took."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("accountant")
+    table.add_column("epsilon", justify="right", no_wrap=True)
+    table.add_column("what it is", min_width=15)
+    table.add_column("true delta", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    for claim in claims:
+        if claim.epsilon is None:
+            table.add_row(claim.accountant, "-", claim.note, style="dim")
+            continue
+        verdict = claim.against(claims[0])
+        what = f"{claim.kind}, {verdict}" if verdict == "below the truth" else claim.kind
+        delta = "" if claim.true_delta is None else f"{max(claim.true_delta.high, 0.0):.2e}"
+        row = (claim.accountant, _epsilon_cell(claim), what, delta, f"{1e3 * claim.seconds:.1f}")
+        table.add_row(*row, style={"the bracket": "bold", "below the truth": "red"}.get(verdict, ""))
+    return table
+
+
+def _epsilon_cell(claim: Claim) -> str:
+    assert claim.epsilon is not None
+    if claim.epsilon >= 1e4:
+        return f"{claim.epsilon:.2e}"
+    shown = round_up(claim.epsilon) if claim.kind != "approximation" else f"{claim.epsilon:.3f}"
+    return shown if claim.low is None else f"[{round_down(claim.low)}, {shown}]"
 
 
 def checkup_view(checkup: Checkup, *, prices: bool = False) -> Group:

@@ -97,13 +97,75 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
     power = round_up(100 * summary.true_positive_rate_high, 1)
     return [
         (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
-        ("neighboring relation", RELATION),
-        ("sampler", f"{EVENT.sampler}, probability {summary.sampling_probability:.6g} a step"),
-        ("releases", f"{summary.num_steps} steps at noise multiplier {summary.noise_multiplier:.6g}"),
+        *_what(summary.noise_multiplier, summary.sampling_probability, summary.num_steps),
         ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
         ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
         ("mu of the central limit theorem", f"{summary.mu:.4g}"),
         (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks"),
+    ]
+
+
+def delta_lines(
+    noise_multiplier: float, sampling_probability: float, num_steps: int, epsilon: float
+) -> list[tuple[str, str]]:
+    """δ at an ε as lines of a table: what, and how much."""
+    low, high = compose_steps(noise_multiplier, sampling_probability, num_steps).delta(epsilon)
+    limit = privacy.clt(noise_multiplier, sampling_probability, num_steps).delta(epsilon)
+    bracket = f"[{scientific(low, ROUND_FLOOR)}, {scientific(high)}]; report {scientific(high)}"
+    return [
+        (f"delta at epsilon = {epsilon:g}, certified", bracket),
+        *_what(noise_multiplier, sampling_probability, num_steps),
+        ("delta by the central limit theorem", f"{limit:.2e}, an approximation, not a bound"),
+    ]
+
+
+def _what(noise_multiplier: float, sampling_probability: float, num_steps: int) -> list[tuple[str, str]]:
+    """What was released, and for which neighbors."""
+    return [
+        ("neighboring relation", RELATION),
+        ("sampler", f"{EVENT.sampler}, probability {sampling_probability:.6g} a step"),
+        ("releases", f"{num_steps} steps at noise multiplier {noise_multiplier:.6g}"),
+    ]
+
+
+def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
+    """Three significant digits on the safe side.
+
+    Example:
+        >>> scientific(1.0001e-5), scientific(9.999e-6), scientific(9.999e-6, ROUND_FLOOR), scientific(0.25)
+        ('1.01e-5', '1.00e-5', '9.99e-6', '2.50e-1')
+    """
+    if not 0 < value < 1e300:
+        return f"{value:g}"
+    exact = Decimal(value)
+    rounded = exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), rounding)
+    exponent = rounded.adjusted()  # one more if 9.999 became 10.00
+    digits = rounded.scaleb(-exponent).quantize(Decimal("0.01"))
+    return f"{digits}e{exponent}" if exponent else str(digits)
+
+
+def tradeoff_of(profile: privacy.Profile) -> privacy.Bracket[privacy.tradeoff.PiecewiseLinear]:
+    """The trade-off function of a profile, whichever direction is dearer, between certified bounds."""
+    furthest = min(max(profile.epsilon(1e-12).low, 1e-6), 600.0)
+    return privacy.tradeoff.from_bounds(profile.delta, thresholds=np.linspace(0, furthest, 257))
+
+
+def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
+    """The largest advantage, and the smallest Gaussian trade-off function below, as certified brackets."""
+    curve = tradeoff_of(profile)
+    mu = privacy.Bracket(privacy.tradeoff.mu(curve.high).low, privacy.tradeoff.mu(curve.low).high)
+    return {
+        "advantage": profile.advantage()._asdict(),
+        "mu": {"low": _or_none(mu.low), "high": _or_none(mu.high), "errors_at_least": 1e-6},
+    }
+
+
+def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same as lines of a table."""
+    mu, advantage = attacker["mu"]["high"], attacker["advantage"]["high"]
+    return [
+        ("true less false positives, whatever the rate", f"at most {round_up(100 * advantage, 1)} %"),
+        ("Gaussian mechanism that is no more private", "none" if mu is None else f"mu = {round_up(mu)}"),
     ]
 
 
