@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the accounting commands draw with ``--plot``."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -44,7 +46,7 @@ def tradeoff_picture(noise_multiplier: float, sampling_probability: float, num_s
     profile = compose_steps(noise_multiplier, sampling_probability, num_steps)
     curve = tradeoff_of(profile)
     gaussian, epsilon = privacy.tradeoff.mu(curve.low).high, profile.epsilon(TANGENT_DELTA).high
-    curves = {"these releases": curve}
+    curves: dict[str, Any] = {"these releases": curve}
     if np.isfinite(gaussian):
         curves[f"Gaussian, mu = {round_up(gaussian)}"] = privacy.tradeoff.Gaussian(gaussian)
     if np.isfinite(epsilon):

@@ -63,12 +63,14 @@ def tradeoff_plot(
     axes.plot([0, 100], [100, 0], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
     for (name, curve), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
         alpha, low, high = _sampled(curve)
-        axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
+        if not isinstance(curve, TradeOff):
+            axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
         axes.plot(100 * alpha, 100 * low, color=color, linestyle=dash, label=name)
     for mark in marks:
-        _note(axes, Mark(100 * mark.x, 100 * mark.y, mark.text), (24, 14))
+        _note(axes, Mark(100 * mark.x, 100 * mark.y, mark.text), (80, 40))
     axes.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
-    axes.legend(frameon=False, loc="upper right")
+    if len(curves) > 1:
+        axes.legend(frameon=False, loc="upper right")
     return figure
 
 
@@ -162,18 +164,18 @@ def _cycled(values: Sequence[Any]) -> Sequence[Any]:
 def _sampled(curve: TradeOff | Bracket[Any]) -> tuple[Array, Array, Array]:
     """α, and both sides of f there: dense near 0, where f is steep, and by symmetry near its end."""
     low, high = (curve, curve) if isinstance(curve, TradeOff) else curve
-    small = np.geomspace(1e-4, 0.05, 60)
+    small = np.geomspace(1e-4, 0.05, 40)
     steep = [np.asarray(side.inverse()(small)) for side in (low, high)]
     corners = [side.corners[0] for side in (low, high) if side.corners is not None and len(side.corners[0]) < 100]
-    alpha = np.unique(np.concatenate([[0.0], small, np.linspace(0.05, 1, 200), *steep, *corners]))
+    alpha = np.unique(np.concatenate([[0.0], small, np.linspace(0.05, 1, 96), *steep, *corners]))
     return alpha, np.asarray(low(alpha)), np.asarray(high(alpha))
 
 
 def _lines(axes: Axes, curves: Mapping[str, tuple[Array, Array | Bracket[Array]]]) -> None:
     for (name, (x, y)), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
-        low, high = y if isinstance(y, Bracket) else (y, y)
-        axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
-        axes.plot(x, high, color=color, linestyle=dash, label=name)
+        if isinstance(y, Bracket):
+            axes.fill_between(x, y.low, y.high, color=color, alpha=0.25, linewidth=0)
+        axes.plot(x, y.high if isinstance(y, Bracket) else y, color=color, linestyle=dash, label=name)
 
 
 def _note(axes: Axes, mark: Mark, place: tuple[float, float]) -> None:

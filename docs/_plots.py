@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the pictures of f-dp.md and accounting.md into docs/img: ``python docs/_plots.py``, half a minute."""
+
+from pathlib import Path
+
+import numpy as np
+
+from torch_privacy import privacy
+from torch_privacy.privacy import plots
+from torch_privacy.privacy.tradeoff import (
+    JL,
+    EpsilonDelta,
+    Gaussian,
+    from_bounds,
+    subsampled,
+    symmetrized,
+    tensor,
+    true_positive_rate,
+)
+
+IMAGES = Path(__file__).parent / "img"
+MNIST = 256 / 60000
+TRAINING = privacy.compose([(privacy.SubsampledGaussian(0.7, MNIST), 10547)])  # the third row of Bu et al., Table 1
+
+
+def attacker() -> plots.Figure:
+    """The curve of one training, and what two attackers get."""
+    curve = from_bounds(TRAINING.delta)
+    marks = [
+        plots.Mark(alpha, float(curve.low(alpha)), f"at {100 * alpha:g} % false alarms\n{caught:.0f} % are recognized")
+        for alpha in (0.05, 0.2, 0.4)
+        for caught in [100 * true_positive_rate(curve.low, alpha)]
+    ]
+    return plots.tradeoff_plot(
+        {"the best attack on this training": curve}, title="What an attacker can do", marks=marks
+    )
+
+
+def tangents() -> plots.Figure:
+    """Each (ε, δ) that holds touches the curve; none of them says it all."""
+    curve = Gaussian(1.0)
+    pairs = {
+        f"({epsilon:g}, {float(curve.delta(epsilon)):.2g})": EpsilonDelta(epsilon, float(curve.delta(epsilon)))
+        for epsilon in (0.0, 1.0, 2.0, 4.0)
+    }
+    return plots.tradeoff_plot({"one release, mu = 1": curve, **pairs}, title="Each (epsilon, delta) is one tangent")
+
+
+def sampling() -> plots.Figure:
+    """Sampling is mixing with blind guessing; both directions; the convex hull of both."""
+    one = subsampled(Gaussian(3.0), 0.4)
+    curves = {
+        "without sampling": Gaussian(3.0),
+        "remove, q = 0.4": one,
+        "add": one.inverse(),
+        "whichever is dearer": symmetrized(one),
+    }
+    return plots.tradeoff_plot(curves, title="Sampling")
+
+
+def composition() -> plots.Figure:
+    """Two releases, together, exactly; and what remains if each is first reduced to one (ε, δ)."""
+    one, delta = Gaussian(0.5), 1e-6
+    epsilon = privacy.compose([(privacy.Gaussian(2.0), 1)]).epsilon(delta).high
+    curves = {
+        "1 release": one,
+        "4 releases": tensor(*[one] * 4).low,
+        f"4 of ({epsilon:.2f}, {delta:g})": tensor(*[EpsilonDelta(epsilon, delta)] * 4).low,
+    }
+    return plots.tradeoff_plot(curves, title="Together")
+
+
+def projections() -> plots.Figure:
+    """δ of one step whose norms were estimated from r projections, at the setting of the JL paper's MNIST row."""
+    epsilon = np.linspace(0.05, 12, 120)
+    curves: dict[str, tuple[plots.Array, plots.Array | privacy.Bracket[plots.Array]]] = {
+        f"{r} projection{'s' * (r > 1)}": (epsilon, np.asarray(subsampled(JL(1.3, r), MNIST).delta(epsilon)))
+        for r in (1, 4, 16)
+    }
+    curves["exact norms"] = epsilon, np.asarray(subsampled(Gaussian(1 / 1.3), MNIST).delta(epsilon))
+    figure = plots.profile_plot(curves, title="Delta of a single step", marks=[])
+    axes = figure.axes[0]
+    axes.set(xscale="linear", yscale="log", xlabel="epsilon", ylabel="delta", ylim=(1e-12, 1e-2))
+    axes.legend(frameon=False, loc="center right")
+    axes.plot([2.4], [1e-5], "o", color=plots.INK)
+    claim = "claimed for all\n3516 steps, r = 1"
+    axes.annotate(claim, (2.4, 1e-5), (3.4, 6e-9), fontsize=9, arrowprops={"arrowstyle": "-", "color": plots.FAINT})
+    return figure
+
+
+def underestimates() -> plots.Figure:
+    """The true δ at the ε that the CLT claims for δ = 1e-5, over the number of steps."""
+    steps = np.unique(np.geomspace(30, 3e5, 40).astype(int))
+    curves: dict[str, tuple[plots.Array, plots.Array | privacy.Bracket[plots.Array]]] = {}
+    for noise in (0.55, 0.7, 1.1, 2.0):
+        limits = [privacy.clt(noise, MNIST, int(count)) for count in steps]
+        true = np.array([limit.true_delta(limit.epsilon(1e-5)).low for limit in limits])
+        curves[f"noise multiplier {noise:g}"] = steps, true
+    figure = plots.profile_plot(curves, title="True delta where the CLT claims 1e-5")
+    axes = figure.axes[0]
+    axes.axhline(1e-5, color=plots.FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set(xlabel="steps, q = 256/60000", ylabel="true delta", yscale="log")
+    axes.autoscale(axis="y")
+    return figure
+
+
+PICTURES = (attacker, tangents, sampling, composition, projections, underestimates)
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    for draw in PICTURES:
+        plots.save(draw(), IMAGES / f"{draw.__name__}.svg")
