@@ -30,3 +30,6 @@ from .interop import ledger_from_dp_event as ledger_from_dp_event
 from .interop import statement_schema as statement_schema
 from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger
+from .sketch import SubsampledJL as SubsampledJL
+from .sketch import SubsampledSketch as SubsampledSketch
+from .sketch import SubsampledSketchConjectured as SubsampledSketchConjectured

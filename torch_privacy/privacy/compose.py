@@ -57,6 +57,20 @@ class Profile:
         """How the examples of each release were drawn; several ways are joined by " + "."""
         return " + ".join(dict.fromkeys(event.sampler for event, _ in self._events)) or "no"
 
+    @property
+    def assumptions(self) -> list[str]:
+        """What the prices take for granted beyond relation and samplers."""
+        return list(dict.fromkeys(event.assumption for event, _ in self._events if event.assumption))
+
+    @property
+    def directions(self) -> dict[str, Curve]:
+        """The curve of each direction, with ``delta(epsilon)``, ``epsilon(delta)`` and ``epsilon_high(delta)``.
+
+        "remove" has the example in the first data set, "add" in the second; "both" where they are one and the same.
+        """
+        names = ("remove", "add") if len(self._curves) == 2 else ("both",)
+        return dict(zip(names, self._curves, strict=True))
+
     @cached_property
     def _curves(self) -> tuple[Curve, ...]:
         return curves(_merged(self._events), self._method)
@@ -120,9 +134,11 @@ class Profile:
     def statement(self, delta: float) -> str:
         """One line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
         low, high = self.epsilon(delta)
-        context = f"({RELATION_NAMES[self.neighboring_relation]}, {self.sampler} sampling)"
+        context = "; ".join(
+            [f"{RELATION_NAMES[self.neighboring_relation]}, {self.sampler} sampling", *self.assumptions]
+        )
         interval = f"[{_rounded(low, ROUND_FLOOR)}, {_rounded(high, ROUND_CEILING)}]"
-        return f"epsilon in {interval} at delta = {delta:g} {context}"
+        return f"epsilon in {interval} at delta = {delta:g} ({context})"
 
     def __str__(self) -> str:
         return self.statement(1e-5)
@@ -155,6 +171,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
             independent ones, to check the other. A single release is then composed, too, not read off its closed form.
 
     Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
         >>> profile = compose([(SubsampledGaussian(noise_multiplier=0.55, sampling_probability=256 / 29305), 2061)])
         >>> print(profile.statement(delta=1e-5))
         epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)

@@ -13,14 +13,14 @@ inside K (its spacing makes it converge to 1e-15), and the variation of the dens
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from .bracket import Array, Bracket
-from .curve import Unresolved
+from .curve import Unresolved, bisect
 from .law import Continuous, Law
 
 ALIAS = 1e-13  # aliases, relative to δ
@@ -28,6 +28,8 @@ REST = -42.0  # log of the integrand, relative to its peak, beyond the last poin
 ROUNDING = 2.0**-53
 LONGEST = 1200  # points of the outer rule; beyond, the lattice is quicker
 CERTIFICATE = 600  # points of the certificate's grid
+ALIAS_OF_ONE = 1e-17  # aliases on a Hellinger line, absolute
+REACHES = (2.0, 8.0, 32.0, 128.0)  # ε up to which Hellinger lines are made
 AMPLIFICATION = 5.0  # log of the integrand's peak over δ that is tolerated for a shorter sum
 TILTS = 2.0 ** np.arange(-3, 8.5, 0.4)  # candidates for c, in units of one over the composed deviation
 
@@ -41,10 +43,11 @@ class _Term(NamedTuple):
     log_mass: Array
     gaps: Array
     step: float
+    drift: float  # E_P [e^-l - 1], 0 but for rounding
 
 
 def _term(law: Law, count: int, *, swapped: bool, step: float | None = None) -> _Term:
-    if not isinstance(law, Continuous) or (law.heavy and not swapped):
+    if not isinstance(law, Continuous):
         raise Unresolved
     nodes = law.nodes(law.coarsest_step if step is None else step)
     if nodes is None:
@@ -52,7 +55,10 @@ def _term(law: Law, count: int, *, swapped: bool, step: float | None = None) -> 
     losses, log_mass, gaps, step = nodes
     if swapped:
         losses, log_mass = -losses, log_mass - losses
-    return _Term(law, count, losses, log_mass, gaps, step)
+    small = np.abs(losses) < 1
+    near = np.expm1(-np.where(small, losses, 0.0)) * np.exp(log_mass)
+    far = np.exp(log_mass - losses) - np.exp(log_mass)
+    return _Term(law, count, losses, log_mass, gaps, step, float(np.where(small, near, far).sum()))
 
 
 def _entropy(s: Array) -> Array:
@@ -93,7 +99,7 @@ def _log_moments(term: _Term, weight: Array, tilts: Array) -> tuple[Array, Array
     exponents = tilts[:, None] * term.losses
     with np.errstate(over="ignore", invalid="ignore"):
         grown = np.expm1(exponents)
-        excess = grown @ weight + tilts * float(np.expm1(-term.losses) @ weight)
+        excess = grown @ weight + tilts * term.drift
         tilted = (grown + 1) * weight
         total = tilted.sum(1)
         mean = tilted @ term.losses / total
@@ -111,6 +117,7 @@ class _Tilted(NamedTuple):
     offsets: Array  # losses less their mean
     mass: Array
     gaps: Array
+    step: float
     mean: float
     log_moment: float
 
@@ -125,36 +132,36 @@ class _Tilted(NamedTuple):
 
 def _tilted(term: _Term, c: float) -> _Tilted:
     weight = np.exp(term.log_mass)
-    excess = float(np.expm1(c * term.losses) @ weight + c * (np.expm1(-term.losses) @ weight))
+    excess = float(np.expm1(c * term.losses) @ weight) + c * term.drift
     exponents = term.log_mass + c * term.losses
     kept = exponents > exponents.max() - 44
     mass = np.exp(exponents[kept] - exponents.max())
     mass /= mass.sum()
     losses = term.losses[kept]
     mean = float(mass @ losses)
-    return _Tilted(term.times, losses - mean, mass, term.gaps[kept], mean, math.log1p(excess))
+    return _Tilted(term.times, losses - mean, mass, term.gaps[kept], term.step, mean, math.log1p(excess))
 
 
 class _Line:
     """The integrand on one vertical line: δ at any ε near the one that the line was chosen for."""
 
-    def __init__(self, terms: Sequence[_Term], c: float, period: float, moments: _Moments, *, swapped: bool):
-        self.c, self.period, self._moments = c, period, moments
+    def __init__(self, terms: Sequence[_Term], c: float, period: float, *, swapped: bool):
+        self.c, self.period = c, period
         parts = [_tilted(term, c) for term in terms]
         spread = math.sqrt(sum(part.times * float(part.mass @ part.offsets**2) for part in parts))
-        spacing = 2 * math.pi / period
-        t_end = math.sqrt(-2 * REST) / spread
-        parts = [_refined(term, part, c, 3 * t_end, swapped) for term, part in zip(terms, parts, strict=True)]
-        t = np.empty(0)
-        log_size, phase = np.empty(0), np.empty(0)
-        while not t.size or log_size[-1] > REST:
-            more = spacing * (len(t) + np.arange(max(8, math.ceil((t_end if not t.size else t[-1] / 3) / spacing))))
-            if len(t) + len(more) > LONGEST:
+        spacing, end = 2 * math.pi / period, math.sqrt(-2 * REST) / spread
+        while True:  # until the integrand is negligible
+            if end > LONGEST * spacing:
                 raise Unresolved
-            logs = [(part.times, *part.log_phi(more)) for part in parts]
-            t = np.append(t, more)
-            log_size = np.append(log_size, sum(count * real for count, real, _ in logs))
-            phase = np.append(phase, sum(count * imaginary for count, _, imaginary in logs))
+            parts = [_refined(term, part, c, end, swapped)[0] for term, part in zip(terms, parts, strict=True)]
+            if sum(part.times * float(part.log_phi(np.array([end]))[0][0]) for part in parts) <= REST:
+                break
+            end *= 1.25
+        t = spacing * np.arange(max(math.ceil(end / spacing) + 1, 8))
+        parts = [_refined(term, part, c, float(t[-1]), swapped)[0] for term, part in zip(terms, parts, strict=True)]
+        logs = [(part.times, *part.log_phi(t)) for part in parts]
+        log_size = sum((times * real for times, real, _ in logs), np.zeros(len(t)))
+        phase = sum((times * imaginary for times, _, imaginary in logs), np.zeros(len(t)))
         self._log_moment = sum(part.times * part.log_moment for part in parts)
         self._mean = sum(part.times * part.mean for part in parts)
         s = c + 1j * t
@@ -163,7 +170,7 @@ class _Line:
         self._t, self._weights, self._total = t, weights, float(np.abs(weights).sum())
         self._rest = math.exp(self._certify(terms, parts, swapped)) / (math.pi * float(t[-1]))
         steps = sum(part.times for part in parts)
-        self._rounding = ROUNDING * (64 + 8 * abs(self._log_moment) + 8 * math.sqrt(steps) + 2 * c * abs(self._mean))
+        self._rounding = ROUNDING * (64 + 8 * abs(self._log_moment) + 8 * math.sqrt(steps) + 2 * abs(c * self._mean))
 
     def _certify(self, terms: Sequence[_Term], parts: Sequence[_Tilted], swapped: bool) -> float:
         """Bound on ``log |product of characteristic functions|`` from the last point on."""
@@ -177,32 +184,29 @@ class _Line:
             raise Unresolved
         peak = math.exp(log_peak)
         turned = self._weights * np.exp(1j * self._t * (self._mean - epsilon))
-        total = peak * float(turned.real.sum())
+        total = peak * float(turned.real.sum()) + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
         slope = -peak * float((turned * (self.c + 1j * self._t)).real.sum())
-        error = peak * (self._rest + (self._rounding + 4 * ROUNDING * self.c * abs(epsilon)) * self._total)
+        rounding = self._rounding + 4 * ROUNDING * abs(self.c * epsilon)
+        error = peak * (self._rest + rounding * self._total) + 4 * ROUNDING * (self.c < 0)
         return total, slope, error
 
-    def alias(self, epsilon: float) -> float:
-        """Upper bound on what the aliases add at ε."""
-        below = math.exp(-self.c * self.period)
-        usable = self._moments.tilts > self.c
-        exponents = (self._moments.bound - self._moments.tilts * epsilon)[usable]
-        decay = np.exp(-(self._moments.tilts[usable] - self.c) * self.period)
-        with np.errstate(over="ignore", invalid="ignore"):
-            above = np.exp(exponents) * decay / (1 - decay)
-        above = float(np.min(above, initial=math.inf, where=np.isfinite(above)))
-        return below / (1 - below) + above
 
+def _refined(
+    term: _Term, part: _Tilted, c: float, frequency: float, swapped: bool, negligible: float = 1e-16
+) -> tuple[_Tilted, float]:
+    """The same part from a rule that is fine enough for oscillations up to a frequency, and its steepest slope.
 
-def _refined(term: _Term, part: _Tilted, c: float, frequency: float, swapped: bool) -> _Tilted:
-    """The same part from a rule that is fine enough for oscillations up to a frequency."""
-    gaps = float(part.gaps[part.mass > 1e-17].max())
-    if frequency * gaps + 26.6 * term.step <= 2 * math.pi:
-        return part
-    step = 2 * math.pi / (frequency * gaps / term.step + 26.6)
-    if term.step / step > 40:
+    The nodes of the widest gaps are let be that have no more mass than ``negligible`` together.
+    """
+    widest = np.argsort(part.gaps)[::-1]
+    first = int(np.searchsorted(np.cumsum(part.mass[widest]), negligible))
+    slope = float(part.gaps[widest[first]]) / part.step
+    if (frequency * slope + 26.6) * part.step <= 2 * math.pi:
+        return part, slope
+    step = 2 * math.pi / (frequency * slope + 26.6)
+    if term.step / step > 100:
         raise Unresolved
-    return _tilted(_term(term.law, term.times, swapped=swapped, step=step), c)
+    return _tilted(_term(term.law, term.times, swapped=swapped, step=step), c), slope
 
 
 def _log_bound_beyond(term: _Term, part: _Tilted, c: float, start: float, swapped: bool) -> float:
@@ -214,21 +218,26 @@ def _log_bound_beyond(term: _Term, part: _Tilted, c: float, start: float, swappe
     deviation = float(part.mass @ np.abs(part.offsets))
     variance = float(part.mass @ part.offsets**2)
     turn = min(max(2.5 / deviation, start), end)
-    points = math.ceil(math.log(turn / start) / math.log(1.1)) + math.ceil((end - turn) * deviation / 0.25)
-    if points > CERTIFICATE:
+    steady = math.ceil(math.log(turn / start) / math.log(1.1)), math.ceil((end - turn) * deviation / 0.25)
+    if sum(steady) > CERTIFICATE:
         raise Unresolved
     t = np.append(
-        start * (turn / start) ** np.linspace(0, 1, math.ceil(math.log(turn / start) / math.log(1.1)) + 1),
-        turn + (end - turn) * np.linspace(0, 1, math.ceil((end - turn) * deviation / 0.25) + 1)[1:],
+        start * (turn / start) ** np.linspace(0, 1, steady[0] + 1), turn + (end - turn) * _fractions(steady[1])
     )
-    part = _refined(term, part, c, end, swapped)
-    size = np.exp(part.log_phi(t)[0])
-    slope = np.minimum(deviation, variance * t[1:])
-    bound = (size[:-1] + size[1:]) / 2 + slope * np.diff(t) / 2
+    part, slope = _refined(term, part, c, end, swapped, 0.02 * (1 - level))
+    kept = part.gaps <= slope * part.step * (1 + 1e-9)
+    angle, mass = t[:, None] * part.offsets[kept], part.mass[kept]
+    size = np.hypot(np.cos(angle) @ mass, np.sin(angle) @ mass) + 1 - float(mass.sum())
+    bound = (size[:-1] + size[1:]) / 2 + np.minimum(deviation, variance * t[1:]) * np.diff(t) / 2
     largest = max(float(bound.max(initial=0.0)), level)
     if largest >= 1 or part.times * math.log(largest) > REST / 2:
         raise Unresolved
     return part.times * math.log(largest)
+
+
+def _fractions(count: int) -> Array:
+    """1/count, 2/count, ..., 1."""
+    return np.arange(1, count + 1) / max(count, 1)
 
 
 def _where_variation_suffices(part: _Tilted, level: float) -> float:
@@ -243,12 +252,8 @@ def _where_variation_suffices(part: _Tilted, level: float) -> float:
     return float(ends.min())
 
 
-class ContourCurve:
-    """One direction's curve by the contour engine.
-
-    Raises:
-        Unresolved: now or when asked, the integral converges too slowly (few steps), or a law is not smooth.
-    """
+class SaddleCurve:
+    """One direction's curve, from lines near the saddle point: for laws with positive moments."""
 
     def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
         self._terms = [_term(law, count, swapped=swapped) for law, count in steps]
@@ -272,7 +277,19 @@ class ContourCurve:
         period = np.maximum(-log_alias / tilts, above)
         cost = np.where(allowed, np.sqrt(-2 * REST / moments.variance) * period, np.inf)
         best = int(cost.argmin())
-        return _Line(self._terms, float(tilts[best]), float(period[best]), moments, swapped=self._swapped)
+        return _Line(self._terms, float(tilts[best]), float(period[best]), swapped=self._swapped)
+
+    def _alias(self, line: _Line, epsilon: float) -> float:
+        """Upper bound on what the aliases add at ε."""
+        moments = self._moments
+        below = math.exp(-line.c * line.period)
+        usable = moments.tilts > line.c
+        exponents = (moments.bound - moments.tilts * epsilon)[usable]
+        decay = np.exp(-(moments.tilts[usable] - line.c) * line.period)
+        with np.errstate(over="ignore", invalid="ignore"):
+            above = np.exp(exponents) * decay / (1 - decay)
+        above = float(np.min(above, initial=math.inf, where=np.isfinite(above)))
+        return below / (1 - below) + above
 
     def delta(self, epsilon: float) -> Bracket[float]:
         exponent = float((self._moments.bound - self._moments.tilts * epsilon).min())
@@ -280,7 +297,7 @@ class ContourCurve:
         total, _, error = line.value(epsilon)
         floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
         high = min(total + error, 1.0)
-        return Bracket(min(max(total - error - line.alias(epsilon), floor, 0.0), high), high)
+        return Bracket(min(max(total - error - self._alias(line, epsilon), floor, 0.0), high), high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
         line, root = self._solve(delta)
@@ -331,16 +348,92 @@ class ContourCurve:
             margin *= 2
         raise Unresolved
 
-    @staticmethod
-    def _below(line: _Line, root: float, delta: float) -> float:
+    def _below(self, line: _Line, root: float, delta: float) -> float:
         total, slope, error = line.value(root)
-        margin = 1.5 * (error + line.alias(root) + abs(total - delta)) / -slope + 1e-15 * root
+        margin = 1.5 * (error + self._alias(line, root) + abs(total - delta)) / -slope + 1e-15 * root
         for _ in range(60):
             epsilon = root - margin
             if epsilon <= 0:
                 return 0.0
             total, _, error = line.value(epsilon)
-            if total - error - line.alias(epsilon) > delta:
+            if total - error - self._alias(line, epsilon) > delta:
                 return epsilon
             margin *= 2
         return 0.0
+
+
+class HellingerCurve:
+    """One direction's curve, from lines with -1 < c < 0: for laws without any positive moment.
+
+    There the integral is δ(ε) - 1, and the trapezoid rule gives ``δ - Σ_{k != 0} e^(c k P) (1 - δ(ε + k P))``; the
+    aliases, by ``1 - δ(ε) <= min(1, e^ε)``, are at most ``e^(c P) / (1 - e^(c P))`` from above ε and
+    ``e^(ε - (1 + c) P)``, over one minus its ratio, from below. They count for the upper bound; the lower one needs
+    none. δ comes as a small difference from 1, so that rounding costs about 1e-14 / δ of it.
+    """
+
+    def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
+        self._terms = [_term(law, count, swapped=swapped) for law, count in steps]
+        self._swapped = swapped
+        self._lines: dict[float, _Line] = {}
+
+    def _line(self, reach: float) -> _Line:
+        """A line that serves all ε up to ``reach``."""
+        if reach not in self._lines:
+            size = -math.log(ALIAS_OF_ONE)
+            period = reach + 2 * size
+            self._lines[reach] = _Line(self._terms, -size / period, period, swapped=self._swapped)
+        return self._lines[reach]
+
+    @staticmethod
+    def _alias(line: _Line, epsilon: float) -> float:
+        above, ratio = math.exp(line.c * line.period), math.exp(-(1 + line.c) * line.period)
+        return above / (1 - above) + math.exp(epsilon) * ratio / (1 - ratio)
+
+    def _bounds(self, line: _Line, epsilon: float) -> Bracket[float]:
+        total, _, error = line.value(epsilon)
+        floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
+        high = min(total + error + self._alias(line, epsilon), 1.0)
+        return Bracket(min(max(total - error, floor), high), high)
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        reach = REACHES[int(np.searchsorted(REACHES, epsilon))] if epsilon <= REACHES[-1] else None
+        if reach is None:
+            raise Unresolved
+        return self._bounds(self._line(reach), epsilon)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        line, reach = self._enough(delta)
+        high = self._crossing(lambda epsilon: self._bounds(line, epsilon).high <= delta, reach)[1]
+        low = self._crossing(lambda epsilon: self._bounds(line, epsilon).low <= delta, reach)[0]
+        return Bracket(min(low, high), high)
+
+    def epsilon_high(self, delta: float) -> float:
+        line, reach = self._enough(delta)
+        return self._crossing(lambda epsilon: self._bounds(line, epsilon).high <= delta, reach)[1]
+
+    def epsilon_bound(self, delta: float) -> float:
+        return math.inf
+
+    def _enough(self, delta: float) -> tuple[_Line, float]:
+        """A line that reaches ε(δ)."""
+        for reach in REACHES:
+            line = self._line(reach)
+            if self._bounds(line, reach).high <= delta:
+                return line, reach
+        raise Unresolved
+
+    @staticmethod
+    def _crossing(holds: Callable[[float], bool], reach: float) -> tuple[float, float]:
+        if holds(0.0):
+            return 0.0, 0.0
+        return bisect(holds, 0.0, reach, 1e-12)
+
+
+def curve(steps: Sequence[tuple[Law, int]], *, swapped: bool) -> SaddleCurve | HellingerCurve:
+    """One direction's curve by the contour engine.
+
+    Raises:
+        Unresolved: now or when asked, the integral converges too slowly (few steps), or a law is not smooth.
+    """
+    heavy = any(law.heavy for law, _ in steps if isinstance(law, Continuous)) and not swapped
+    return (HellingerCurve if heavy else SaddleCurve)(steps, swapped=swapped)

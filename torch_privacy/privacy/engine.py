@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import fourier
+from . import contour, fourier
 from .bracket import Bracket
-from .contour import ContourCurve
 from .curve import Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf
-from .law import LARGEST_SHIFT, Law, SubsampledNormal
+from .jumps import JumpCurve
+from .law import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
 
 Steps = Sequence[tuple[Law, int]]
 METHODS = ("auto", "contour", "lattice")
@@ -62,6 +62,46 @@ class FirstThatCan:
 
     def epsilon_bound(self, delta: float) -> float:
         return self._ask(lambda curve: curve.epsilon_bound(delta))  # pyright: ignore[reportReturnType]
+
+
+class Tightest:
+    """What several curves of the same truth say together; one that gives up says nothing."""
+
+    def __init__(self, make: Sequence[Callable[[], Curve]]):
+        self._parts = [FirstThatCan([one, Anything]) for one in make]
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return _inner([part.delta(epsilon) for part in self._parts])
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return _inner([part.epsilon(delta) for part in self._parts])
+
+    def epsilon_high(self, delta: float) -> float:
+        return min(part.epsilon_high(delta) for part in self._parts)
+
+    def epsilon_bound(self, delta: float) -> float:
+        return min(part.epsilon_bound(delta) for part in self._parts)
+
+
+class Anything:
+    """No knowledge at all."""
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return Bracket(max(-float(np.expm1(min(epsilon, 0.0))), 0.0), 1.0)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return Bracket(0.0, np.inf)
+
+    def epsilon_high(self, delta: float) -> float:
+        return np.inf
+
+    def epsilon_bound(self, delta: float) -> float:
+        return np.inf
+
+
+def _inner(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
+    high = min(bracket.high for bracket in brackets)
+    return Bracket(min(max(bracket.low for bracket in brackets), high), high)
 
 
 class Extremes:
@@ -134,10 +174,14 @@ def _curve(steps: Steps, lattices: fourier.Shared, swapped: bool, cap: Curve | N
                 raise
             return UpperHalf(cap)
 
-    def contour() -> Curve:
-        return ContourCurve(steps, swapped=swapped)
+    def on_a_line() -> Curve:
+        return contour.curve(steps, swapped=swapped)
 
-    return FirstThatCan({"auto": [contour, capped], "contour": [contour], "lattice": [capped]}[method])
+    def wide() -> Curve:
+        heavy = not swapped and any(law.heavy for law, _ in steps if isinstance(law, Continuous))
+        return Tightest([capped, lambda: JumpCurve(steps)]) if heavy else capped()
+
+    return FirstThatCan({"auto": [on_a_line, wide], "contour": [on_a_line], "lattice": [capped]}[method])
 
 
 def dominating(steps: Sequence[tuple[SubsampledNormal, int]]) -> SubsampledNormal:

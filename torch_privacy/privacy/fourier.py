@@ -375,6 +375,8 @@ def _spacing(steps: Sequence[tuple[Law, int]]) -> float:
     """
     deviation, num_steps = _deviation(steps), sum(count for _, count in steps)
     span = max(law.span for law, _ in steps) + 20 * deviation * num_steps**0.5
+    if max(law.span for law, _ in steps) > 1e3:  # heavy tails: no spacing is fine, so a quick one
+        span *= 4
     spacing = float(2.0 ** np.floor(np.log2(max(min(deviation / 80, FINEST), span / POINTS))))
     _check_spacing(steps, spacing)
     return spacing

@@ -157,6 +157,11 @@ class Subsampled(Continuous):
     def cell_masses(self, u: Array) -> tuple[Array, Array]:
         """Masses under B and A of the cells between consecutive base losses ``u``, which may be infinite."""
 
+    def weighted_masses(self, u: Array, at: Array) -> tuple[Array, Array, Array]:
+        """`cell_masses`, and ``e^at`` times the mass under B."""
+        base, shifted = self.cell_masses(u)
+        return base, shifted, np.exp(at) * base
+
     @property
     def edge(self) -> bool:
         return self.probability < 1
@@ -209,9 +214,9 @@ class Subsampled(Continuous):
         return (1 - self.probability) * base + self.probability * shifted
 
     def cells(self, cuts: Array, at: Array) -> tuple[Array, Array]:
-        base, shifted = self.cell_masses(self._base_loss(cuts))
-        mass, weight = self.mixed(base, shifted), np.exp(self._base_loss(at))
-        return mass, np.where(at == -np.inf, mass, self.probability * (shifted - weight * base))
+        base, shifted, weighted = self.weighted_masses(self._base_loss(cuts), self._base_loss(at))
+        mass = self.mixed(base, shifted)
+        return mass, np.where(at == -np.inf, mass, self.probability * (shifted - weighted))
 
     def _base_loss(self, heights: Array) -> Array:
         lowest = 0.0 if self.edge else -np.inf

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of Gaussian releases whose clip factor was estimated by random projections: scale mixtures of normals.
+
+With r projections the squared norm is estimated up to a factor ``s = χ²_r / r``, so one example enters with
+``Z = 1 / (σ sqrt(s))`` standard deviations of the noise, Z known to the attacker: the base pair is (Z, N(Z, 1)) against
+(Z, N(0, 1)). Its base loss ``u = Z x - Z²/2`` has densities ``e^(±u/2) E(u)`` under the two, with E even. Three laws of
+Z share this form (`Estimate`). Everything is integrated over ``u = a sinh(w)``, ``a = sqrt(r) / σ``, in which E is
+smooth to rounding accuracy on a grid of a few hundred points.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+
+import numpy as np
+from scipy.special import gammaincc, gammaln, kve
+
+from .bracket import Array
+from .law import Nodes, Subsampled
+
+NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
+LARGEST_LOSS = 3e4  # beyond, the lattice counts a loss as infinite
+LATTICE_TAIL = 1e-9  # mass that the lattice may count as infinite, per sampled step
+
+
+class Estimate(Enum):
+    """How the estimated norm enters the clip factor."""
+
+    PLAIN = "plain"
+    """``Z = 1 / (σ sqrt(s))``: heavy-tailed, P(Z > z) ~ z^-r."""
+
+    FLOORED = "floored"
+    """``Z = 1 / (σ sqrt(max(s, floor²)))``: the estimate is at least ``floor`` times a bound on the norm."""
+
+    ENVELOPE = "envelope"
+    """``Z = 1 / (σ sqrt(min(s, 1)))``: dominates every sketch whose estimates are less than 1 at most as often as s."""
+
+
+def log_bessel(order: float, x: Array) -> Array:
+    """``log(e^x K_order(x))`` for order > 0 and any x > 0, relative accuracy about 1e-13."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        value = np.log(kve(order, np.minimum(x, 1e5)))
+        mu = 4 * order**2
+        series = 1 + (mu - 1) / (8 * x) * (1 + (mu - 9) / (16 * x) * (1 + (mu - 25) / (24 * x)))
+        large = np.log(np.pi / (2 * x)) / 2 + np.log(np.maximum(series, 1e-300))
+        value = np.where(x > np.maximum(1e5, 1e5 * order**2 / 1e4), large, value)
+    if order > 60 or not np.isfinite(value).all():
+        value = np.where(np.isfinite(value) & (order <= 60), value, _debye(order, x))
+    return value
+
+
+def _debye(order: float, x: Array) -> Array:
+    """``log(e^x K_order(x))`` uniformly for large orders (DLMF 10.41.4), six terms."""
+    z = x / order
+    root = np.sqrt(1 + z**2)
+    p = 1 / root
+    terms = (
+        (3 * p - 5 * p**3) / 24,
+        (81 * p**2 - 462 * p**4 + 385 * p**6) / 1152,
+        (30375 * p**3 - 369603 * p**5 + 765765 * p**7 - 425425 * p**9) / 414720,
+        (4465125 * p**4 - 94121676 * p**6 + 349922430 * p**8 - 446185740 * p**10 + 185910725 * p**12) / 39813120,
+        (
+            1519035525 * p**5
+            - 49286948607 * p**7
+            + 284499769554 * p**9
+            - 614135872350 * p**11
+            + 566098157625 * p**13
+            - 188699385875 * p**15
+        )
+        / 6688604160,
+    )
+    series = 1 + sum((-1) ** k * term / order**k for k, term in enumerate(terms, start=1))
+    # η = root + log(z / (1 + root)); x - order η without cancellation: x - order root = -order / (z + root)
+    return (
+        np.log(np.pi / (2 * order)) / 2
+        - np.log(root) / 2
+        + np.log(series)
+        + order * (np.log1p(root) - np.log(z) - 1 / (z + root))
+    )
+
+
+class Base:
+    """Densities, masses and tails of one base pair."""
+
+    def __init__(self, estimate: Estimate, projections: int, noise: float, floor: float):
+        self.r, self.noise = projections, noise
+        self.scale = math.sqrt(projections) / noise
+        self.correction = 0.0  # log of what rounding took from the total mass, at most 1e-9
+        self._bounded = self._bounded_parts(estimate, floor)
+        self._estimate = estimate
+        self.panel = 0.25 / math.sqrt(projections + 4)
+        w = np.arange(0.0, 200.0, self.panel)[:2000]
+        u = self.scale * np.sinh(w)
+        root = np.hypot(self.scale, u)
+        log_mass = self.smooth(u) - self.scale**2 / (2 * (root + u)) + np.log(root)  # of the shifted law, per w
+        beyond = np.flatnonzero((log_mass < NEGLIGIBLE) & (log_mass < np.append(np.inf, log_mass[:-1])))
+        self.w_end = float(w[beyond[0]]) if beyond.size else float(w[-1])
+        self.correction = -math.log(float(self.masses(np.array([-np.inf, np.inf]), exact=True)[1][0]))
+
+    def _bounded_parts(self, estimate: Estimate, floor: float) -> tuple[Array, Array]:
+        """Points Z and weights of what is added to the closed form (all there is, if floored); negative: taken off."""
+        lowest = floor**2 if estimate is Estimate.FLOORED else 1.0
+        if estimate is Estimate.PLAIN:
+            return np.empty(0), np.empty(0)
+        s, weights = _upper_part(self.r, lowest)
+        below = 1 - float(gammaincc(self.r / 2, self.r * lowest / 2))
+        if estimate is Estimate.FLOORED:
+            return np.append(1 / np.sqrt(s), 1 / floor) / self.noise, np.append(weights, below)
+        return np.append(1 / np.sqrt(s), 1.0) / self.noise, np.append(-weights, 1 - below)
+
+    def smooth(self, u: Array) -> Array:
+        """``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
+        if self._estimate is Estimate.FLOORED:
+            return np.log(np.maximum(self._bounded_sum(u), 1e-320)) + self.correction
+        plain = self._closed_form(u) + self.correction
+        if self._estimate is Estimate.PLAIN:
+            return plain
+        return plain + np.log1p(np.maximum(self._bounded_sum(u) * np.exp(-np.maximum(plain, -700)), -1 + 1e-15))
+
+    def _bounded_sum(self, u: Array) -> Array:
+        """``Σ weights e^(-u²/(2 z²) - z²/8 + hypot(a, u)/2) / (z sqrt(2π))`` over the parts with bounded Z."""
+        z, weights = self._bounded
+        exponents = np.hypot(self.scale, u)[:, None] / 2 - u[:, None] ** 2 / (2 * z**2) - z**2 / 8
+        return np.exp(exponents) @ (weights / (z * math.sqrt(2 * math.pi)))
+
+    def _closed_form(self, u: Array) -> Array:
+        """``E(u) = b^a / Γ(a) * 2 / sqrt(2π) * (2 q)^-(a + 1/2) K_{a+1/2}(q / 2)``, a = r/2, b = r / (2 σ²)."""
+        a, b = self.r / 2, self.r / (2 * self.noise**2)
+        root = np.hypot(self.scale, u)
+        constant = a * math.log(b) - float(gammaln(a)) + math.log(2 / math.sqrt(2 * math.pi))
+        return constant - (a + 0.5) * np.log(2 * root) + log_bessel(a + 0.5, root / 2)
+
+    @cached_property
+    def _interpolated(self) -> Callable[[Array], Array]:
+        from scipy.interpolate import make_interp_spline  # slow to import, and only the lattice needs it
+
+        w = np.arange(-8, math.ceil(self.w_end / self.panel) + 9) * self.panel
+        return make_interp_spline(w, self.smooth(self.scale * np.sinh(w)), k=7)
+
+    def masses(self, u: Array, at: Array | None = None, *, exact: bool = False) -> tuple[Array, Array, Array]:
+        """Masses under both laws between consecutive u, and ``e^at`` times the first, an ``at`` for each cell.
+
+        By Gauss' rule on panels that the cuts refine. Without ``at`` the third is the first.
+        """
+        end = self.scale * math.sinh(self.w_end)
+        w = np.arcsinh(np.clip(u, -end, end) / self.scale)
+        panels = np.arange(-math.ceil(self.w_end / self.panel), math.ceil(self.w_end / self.panel) + 1) * self.panel
+        edges = np.unique(np.concatenate([w, panels[(panels > w[0]) & (panels < w[-1])]]))
+        if len(edges) < 2:
+            nothing = np.zeros(len(u) - 1)
+            return nothing, nothing, nothing
+        points, weights = np.polynomial.legendre.leggauss(8 if len(edges) < 5000 else 4)
+        half = np.diff(edges)[:, None] / 2
+        inside = edges[:-1, None] + half * (1 + points)
+        location = self.scale * np.sinh(inside)
+        smooth = self.smooth(location.ravel()).reshape(inside.shape) if exact else self._interpolated(np.abs(inside))
+        root = np.hypot(self.scale, location)
+        near, far = self.scale**2 / (2 * (root + np.abs(location))), (root + np.abs(location)) / 2
+        smooth += np.log(half * weights * root)  # du = a cosh(w) dw
+        left, starts = location < 0, np.searchsorted(edges, w)
+        log_base = smooth - np.where(left, near, far)
+        parts = [np.exp(log_base), np.exp(smooth - np.where(left, far, near))]
+        if at is not None:
+            of_piece = np.repeat(at, np.diff(starts))
+            parts.append(np.exp(np.minimum(log_base + of_piece[:, None], 300)))
+        sums = [np.add.reduceat(np.append(part.sum(1), 0.0), starts)[:-1] for part in parts]
+        base, shifted, weighted = (np.where(np.diff(starts) == 0, 0.0, part) for part in (*sums, sums[0])[:3])
+        return base, shifted, weighted
+
+    @cached_property
+    def _tail(self) -> tuple[Array, Array]:
+        """Grid of losses and the shifted law's mass above each."""
+        u = self.scale * np.sinh(np.arange(0, self.w_end, self.panel))
+        return u, np.cumsum(self.masses(np.append(u, np.inf))[1][::-1])[::-1]
+
+    def quantile(self, mass: float) -> float:
+        """A loss above which the shifted law has at most this mass (the base law below its negative)."""
+        u, above = self._tail
+        return float(u[min(int(np.searchsorted(-above, -mass)), len(u) - 1)])
+
+
+def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
+    """Quadrature points s > lowest and weights of χ²_r / r, in log s by Gauss' rule on panels."""
+    width = math.sqrt(2 / r)
+    start, end = math.log(lowest), math.log(1 + 14 * width + 100 / r)
+    start = max(start, -14 * width - 80 / r) if lowest < 1 else start
+    edges = np.linspace(start, end, max(math.ceil((end - start) / (1.5 * width)), 4) + 1)
+    points, weights = np.polynomial.legendre.leggauss(16)
+    half = np.diff(edges)[:, None] / 2
+    y = (edges[:-1, None] + half * (1 + points)).ravel()
+    log_density = r / 2 * (y + math.log(r / 2)) - float(gammaln(r / 2)) - r / 2 * np.exp(y)
+    mass = (half * weights).ravel() * np.exp(log_density)
+    return np.exp(y[mass > 1e-40]), mass[mass > 1e-40]
+
+
+@lru_cache(maxsize=64)
+def base(estimate: Estimate, projections: int, noise: float, floor: float) -> Base:
+    """The base pair of these, kept: laws that differ in their sampling probability share it."""
+    return Base(estimate, projections, noise, floor)
+
+
+@dataclass(frozen=True)
+class SubsampledMixture(Subsampled):
+    """A Poisson-sampled release whose shift Z is random and public.
+
+    Args:
+        estimate: how the norms' estimates enter.
+        projections: r.
+        noise: σ, the noise multiplier if norms were exact.
+        probability: q, in (0, 1].
+        floor: of `Estimate.FLOORED`, in (0, 1]; else 0.
+    """
+
+    estimate: Estimate
+    projections: int
+    noise: float
+    probability: float
+    floored_at: float = 0.0
+
+    @property
+    def _base(self) -> Base:
+        return base(self.estimate, self.projections, self.noise, self.floored_at)
+
+    @property
+    def heavy(self) -> bool:
+        return self.estimate is not Estimate.FLOORED
+
+    @property
+    def base_ends(self) -> tuple[float, float]:
+        top = min(self._base.quantile(LATTICE_TAIL), LARGEST_LOSS)
+        return (-top if self.probability == 1 else -self._base.quantile(1e-24)), top
+
+    def cell_masses(self, u: Array) -> tuple[Array, Array]:
+        return self._base.masses(u)[:2]
+
+    def weighted_masses(self, u: Array, at: Array) -> tuple[Array, Array, Array]:
+        return self._base.masses(u, at)
+
+    def log_tails(self, u: Array, *, above: bool) -> tuple[Array, Array]:
+        flat = np.atleast_1d(u)
+        pairs = [self._base.masses(np.array([x, np.inf] if above else [-np.inf, x]), exact=True) for x in flat]
+        with np.errstate(divide="ignore"):
+            logs = np.log(np.array(pairs)[:, :, 0])
+        return logs[:, 0].reshape(np.shape(u)), logs[:, 1].reshape(np.shape(u))
+
+    @property
+    def coarsest_step(self) -> float:
+        return 0.2
+
+    def nodes(self, step: float) -> Nodes:
+        one = self._base
+        spacing = min(step / math.sqrt(self.projections), 0.75 * step)  # in w; `step` is in units of the noise
+        w = np.arange(-math.ceil(one.w_end / spacing), math.ceil(one.w_end / spacing) + 1) * spacing
+        u = one.scale * np.sinh(w)
+        root = np.hypot(one.scale, u)
+        losses = self.loss_at(u)
+        near, far = one.scale**2 / (2 * (root + np.abs(u))), (root + np.abs(u)) / 2  # -log of e^(±u/2 - root/2)
+        half = one.smooth(np.abs(u[len(u) // 2 :]))
+        smooth = np.concatenate([half[:0:-1], half]) + np.log(spacing * root)
+        sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
+        log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
+        return Nodes(losses, log_mass, spacing * root * self.probability * np.exp(np.minimum(u - losses, 700)), step)
