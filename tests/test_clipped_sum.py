@@ -45,7 +45,9 @@ def one_group(model):
 
 @pytest.mark.parametrize("budget", [LEAST, MOST])
 @pytest.mark.parametrize("case", CASES)
-def test_clipped_sum_is_that_of_the_rows(case, budget):
+def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
+    if budget == LEAST:
+        monkeypatch.setattr("torch_privacy._tape.PORTION", 1)  # measured in several portions
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
     expected = tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows
@@ -76,3 +78,20 @@ def test_merged_examples_are_clipped_by_their_mean(case):
     means = torch.stack([rows[k::3].mean(0) for k in range(min(n, 3))]) if n else rows
     expected = tp.Flat(1.0).factors(means.norm(dim=1)) @ means
     torch.testing.assert_close(flat(last, 0), expected, rtol=1e-9, atol=1e-9 * max(n, 1))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
+    (model, x), layouts, measured = CASES["linear, flattened time first"](), Layouts(), []
+    for _ in range(PROOFS):
+        clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
+    ((path, (kinds, count)),) = layouts._proofs.items()
+    if wrong:
+        layouts._proofs[path] = ([(dim, "after" if order == "before" else "before") for dim, order in kinds], count)
+    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: True)
+    measure = Layouts.measure
+    monkeypatch.setattr(Layouts, "measure", lambda *args: measured.append(1) or measure(*args))
+    total = clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
+    rows = one_backward_per_example(model, x, losses_of)
+    torch.testing.assert_close(flat(total, 0), tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows)
+    assert bool(measured) == wrong

@@ -15,8 +15,10 @@ from ._plan import Budget
 from .jacobian import Block, Jacobian
 
 if TYPE_CHECKING:
-    from ._tape import Call, Source
-    from .ops import AnyLayout, Use
+    from ._calls import Call
+    from ._tape import Source
+    from ._verify import Checks
+    from .ops import AnyLayout, Op, Use
 
 OnBlock = Callable[[Block], None]
 Clip = Callable[[Jacobian, str], dict[str, Tensor]]
@@ -62,10 +64,7 @@ class Collector:
 
     def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:
         key, source = id(use.weight), self._sources[id(use.weight)]
-        try:
-            op = use.op(b, layout)
-        except Refused as error:
-            raise Refused(f"{error} Met by parameter {', '.join(map(repr, source.names))}.") from None
+        op = make_op(use, b, layout, source.names)
         block = self._open.pop(key, None)
         if block is None:
             rounds = source.half and not source.direct
@@ -91,6 +90,14 @@ class Collector:
             self.on_block(block)
 
 
+def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> Op:
+    """The Jacobian block of one use; a refusal names the parameters behind its weight."""
+    try:
+        return use.op(b, layout)
+    except Refused as error:
+        raise Refused(f"{error} Met by parameter {', '.join(map(repr, names))}.") from None
+
+
 class GroupSums:
     """Clips and sums group by group, as soon as the last block of a group is done; then nothing of it is kept.
 
@@ -101,6 +108,7 @@ class GroupSums:
         dtype: type of the losses.
         parameters: all recorded ones.
         blocks: the names behind each block that will come.
+        checks: to be shown every group's rows.
     """
 
     def __init__(
@@ -111,7 +119,9 @@ class GroupSums:
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
+        checks: Checks | None = None,
     ):
+        self._checks = checks
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -136,7 +146,10 @@ class GroupSums:
     def _finish(self, label: str) -> None:
         blocks = self._blocks.pop(label)
         jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True)
-        self.sums |= self._clip(jacobian.restricted(self._groups[label]), label)
+        jacobian = jacobian.restricted(self._groups[label])
+        if self._checks is not None:
+            self._checks.look(jacobian)
+        self.sums |= self._clip(jacobian, label)
 
 
 def backward_into(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -87,6 +88,11 @@ def _saved_by(node: Node) -> Iterator[Tensor]:
         except RuntimeError:  # freed, or changed in place since: the backward itself will say so
             continue
         yield from (t for t in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(t, Tensor))
+
+
+def saves_elsewhere() -> bool:
+    """Whether what autograd saves just now goes through hooks, as of checkpointing and offloading: asked for once."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 @cache

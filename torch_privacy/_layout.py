@@ -12,7 +12,7 @@ That an entry serves the loss of one example does not say that it holds that exa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,14 @@ from torch import Tensor
 
 from ._check import Refused
 from .ops import AnyLayout, Layout, Ragged
-from .ops._base import in_sum_dtype
+from .ops._base import CHUNK_FLOATS, in_sum_dtype
 
 if TYPE_CHECKING:
-    from ._tape import Call
+    from torch.autograd.graph import Node
+
+    from ._calls import Call
+    from ._graph import Graph
+    from ._shadow import Shadows
 
 # The layouts on a path are measured until this many batches have told them without doubt; then they are known.
 PROOFS = 2
@@ -47,6 +51,7 @@ class Footprint:
 
 
 NamesOf = Callable[[Tensor], tuple[str, ...]]
+Look = Callable[[int, Tensor, AnyLayout], None]  # (number of a call, gradient in its output, layout)
 
 
 class Layouts:
@@ -89,78 +94,148 @@ class Layouts:
 
     def recall(self, path: int, calls: list[Call], n: int) -> list[AnyLayout] | None:
         """The layout of every call for a batch of n, or None if they must be measured."""
-        if not self.knows(path) or not torch.randint(SPOT_CHECK, (), generator=self._generator):
+        if not self.knows(path):
             return None
         layouts = [_recall(kind, call, n) for kind, call in zip(self._proofs[path][0], calls, strict=True)]
         return None if any(layout is None for layout in layouts) else [layout for layout in layouts if layout]
 
+    def spot_check_is_due(self) -> bool:
+        """Whether chance has picked this batch to look again at what is known."""
+        return not torch.randint(SPOT_CHECK, (), generator=self._generator)
+
     def measure(
-        self,
-        path: int,
-        calls: list[Call],
-        names_of: NamesOf,
-        plain: Sequence[Tensor | None],
-        backward: Callable[[Tensor], Sequence[Tensor | None]],
-        losses: Tensor,
-        leaves: Sequence[Tensor],
-        dtypes: Collection[torch.dtype],
-        accept: Callable[[Sequence[AnyLayout]], None],
+        self, path: int, measurement: Measurement, portions: Sequence[Sequence[int]], look: Look
     ) -> list[AnyLayout]:
-        """The layout of every call, which is remembered for later batches; refuses also inputs that are coupled.
+        """The layout of every call on a path; refuses also inputs that are coupled. See ``learn``."""
+        self._batches += measurement.n > 1
+        for portion in portions:
+            measurement.run(portion, look)
+        return [measurement.options[number][0] for number in range(len(measurement.calls))]
 
-        Args:
-            path: what was computed, see ``Tape._path``.
-            calls: those whose outputs are looked at.
-            names_of: tensor -> the parameters behind it.
-            plain: the gradients of the losses' sum in the calls' edges, then in ``leaves``.
-            backward: (n,) cotangent -> the same with these factors.
-            losses: (n,).
-            leaves: inputs of the model that have a dimension of size n.
-            dtypes: the floating-point types on the way.
-            accept: refuses layouts that something else speaks against; nothing is learned of these.
-        """
-        n, rounding = len(losses), Rounding.of(dtypes)
-        codes = Codes(n, rounding.exponents)
-        self._batches += n > 1
-        of_calls = [
-            Fitting(call.output.gradient(g, losses), _example_dims(call), codes, rounding)
-            for call, g in zip(calls, plain, strict=False)
-        ]
-        of_leaves = [
-            Fitting(leaf if g is None else g, _dims_of_size(leaf, n), codes, rounding, by_entry=False)
-            for leaf, g in zip(leaves, plain[len(calls) :], strict=True)
-        ]
-        for k in range(codes.num_digits if n > 1 else 0):
-            scaled = backward(codes.cotangent(k).to(losses))
-            for call, fitting, g in zip(calls, of_calls, scaled, strict=False):
-                fitting.narrow(k, call.output.gradient(g, losses))
-            for fitting, g in zip(of_leaves, scaled[len(calls) :], strict=True):
-                if g is not None:  # else the losses do not depend on it
-                    fitting.narrow(k, g)
-        found = [fitting.layouts() for fitting in of_calls]
-        for call, fitting in zip(calls, found, strict=True):
-            if not fitting:
-                raise Refused(_coupled(call, names_of, n))
-        for leaf, fitting in zip(leaves, of_leaves, strict=True):
-            if not fitting.layouts():
-                raise Refused(_coupled_input(leaf, n))
-        if any(isinstance(fitting[0], Ragged) for fitting in found):
-            c = codes.independent().to(losses)
-            for call, fitting, g in zip(calls, of_calls, backward(c), strict=False):
-                if not fitting.confirmed(c, call.output.gradient(g, losses)):
-                    raise Refused(_coupled(call, names_of, n))
-        accept([fitting[0] for fitting in found])
-        self._learn(path, [[] if fitting.aside else fitting.layouts() for fitting in of_calls], n)
-        return [fitting[0] for fitting in found]
-
-    def _learn(self, path: int, found: list[list[AnyLayout]], n: int) -> None:
+    def learn(self, path: int, measurement: Measurement) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
-        regular = [fitting[0] for fitting in found if len(fitting) == 1 and isinstance(fitting[0], Layout)]
-        if n < 2 or len(regular) < len(found):  # where the data decide, nothing can be learned
-            return
+        found = [measurement.options[number] for number in range(len(measurement.calls))]
+        regular = [options[0] for options in found if len(options) == 1 and isinstance(options[0], Layout)]
+        if measurement.n < 2 or measurement.in_doubt or len(regular) < len(found):
+            return  # where the data decide, nothing can be learned
         kinds = [_kind(layout) for layout in regular]
         before, count = self._proofs.get(path, (kinds, 0))
         self._proofs[path] = (kinds, count + 1 if before == kinds else 1)
+
+
+class Measurement:
+    """Where the examples sit in the gradients of one batch, told by backwards with different cotangents.
+
+    Args:
+        calls: those whose outputs are looked at: the first targets.
+        names_of: tensor -> the parameters behind it.
+        gradients: (n,) cotangent, numbers of some targets -> the gradients in these.
+        losses: (n,).
+        leaves: inputs of the model that have a dimension of size n: the targets behind the calls.
+        dtypes: gives the floating-point types on the way.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        names_of: NamesOf,
+        gradients: Callable[[Tensor, Sequence[int]], Sequence[Tensor | None]],
+        losses: Tensor,
+        leaves: Sequence[Tensor],
+        dtypes: Callable[[], Collection[torch.dtype]],
+    ):
+        self.calls, self.n = calls, len(losses)
+        self.options: dict[int, list[AnyLayout]] = {}  # of each call that was looked at, the best first
+        self.in_doubt = False  # some examples' gradients are not finite
+        self._names_of, self._gradients, self._losses, self._leaves = names_of, gradients, losses, leaves
+        self._dtypes = dtypes
+
+    def run(self, portion: Sequence[int], look: Look | None = None) -> None:
+        """Find the layouts of some of the targets, and show each call's gradient with its layout to ``look``."""
+        rounding = Rounding.of(self._dtypes())
+        codes = Codes(self.n, rounding.exponents)
+        plain = self._gradients_of(torch.ones_like(self._losses), portion)
+        fittings = [
+            Fitting(g, self._dims(number, g), codes, rounding, by_entry=number < len(self.calls))
+            for number, g in zip(portion, plain, strict=True)
+        ]
+        for k in range(codes.num_digits if self.n > 1 else 0):
+            scaled = self._gradients_of(codes.cotangent(k), portion)
+            for fitting, g in zip(fittings, scaled, strict=True):
+                fitting.narrow(k, g)
+            del scaled
+        found = [fitting.layouts() for fitting in fittings]
+        for number, options in zip(portion, found, strict=True):
+            if not options:
+                raise Refused(self._refusal(number))
+        if any(isinstance(options[0], Ragged) for options in found):
+            c = codes.independent()
+            for number, fitting, g in zip(portion, fittings, self._gradients_of(c, portion), strict=True):
+                if not fitting.confirmed(c, g):
+                    raise Refused(self._refusal(number))
+        for number, options, fitting, g in zip(portion, found, fittings, plain, strict=True):
+            if number < len(self.calls):
+                self.options[number] = options
+                self.in_doubt |= bool(fitting.aside)
+                if look is not None:
+                    look(number, g, options[0])
+
+    def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]]) -> bool:
+        """Whether one of the portions, drawn at random, has the layouts that are known."""
+        portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator()))]
+        self.run(portion)
+        return all(known[number] in options for number, options in self.options.items())
+
+    def _gradients_of(self, c: Tensor, portion: Sequence[int]) -> list[Tensor]:
+        """Gradients in the calls' outputs and in the leaves; zeros where the losses do not depend on one."""
+        return [
+            self.calls[number].output.gradient(g, self._losses)
+            if number < len(self.calls)
+            else torch.zeros_like(self._leaves[number - len(self.calls)])
+            if g is None
+            else g
+            for number, g in zip(portion, self._gradients(c.to(self._losses), portion), strict=True)
+        ]
+
+    def _dims(self, number: int, g: Tensor) -> list[int]:
+        return _example_dims(self.calls[number]) if number < len(self.calls) else _dims_of_size(g, self.n)
+
+    def _refusal(self, number: int) -> str:
+        if number < len(self.calls):
+            return _coupled(self.calls[number], self._names_of, self.n)
+        return _coupled_input(self._leaves[number - len(self.calls)], self.n)
+
+
+class Verdicts:
+    """Whether every example's loss reads its own data only, as far as shadows tell; else refuses.
+
+    An irregular layout says nothing of whose data it orders: that must be told by shadows, or by the gradient in an
+    input of the model or in another call's output, on this very batch.
+    """
+
+    def __init__(self, shadows: Shadows, names_of: NamesOf, n: int, probed: Iterable[Node]):
+        self._shadows, self._names_of, self._n = shadows, names_of, n
+        self._grounds, self._irregular = set(probed), []
+
+    def look(self, call: Call, b: Tensor, layout: AnyLayout) -> None:
+        """Take in one call's gradient."""
+        if self._n < 2:
+            return
+        owners = layout.owners()
+        verdict = self._shadows.verdict(call.edge, b, owners, layout.dim, self._n)
+        if verdict is False:
+            raise Refused(foreign(call, self._names_of, self._n))
+        if verdict or isinstance(layout, Layout):
+            self._grounds.add(call.edge.node)
+        elif (owners >= 0).any() and not call.is_scan:  # hidden states, made from a projection that is looked at
+            self._irregular.append(call)
+
+    def conclude(self, graph: Graph) -> None:
+        """Refuse where an example's loss might read another's data, all calls looked at."""
+        known = graph.above(self._grounds) if self._irregular else set()
+        for call in self._irregular:
+            if not self._shadows.begun or call.edge.node not in known:
+                raise Refused(ungrounded(call, self._names_of, self._n))
 
 
 def _kind_of_call(call: Call) -> tuple:
@@ -316,16 +391,15 @@ class Fitting:
 
     def _fits(self, layout: Layout, aside: Tensor, c: Tensor, scaled: Tensor) -> bool:
         first, first_scaled = (layout.examples_first(t.detach()).reshape(len(c), -1) for t in (self._b, scaled))
-        if (aside & torch.isfinite(first_scaled).all(1).cpu()).any():
+        if aside.any() and (aside & torch.isfinite(first_scaled).all(1).cpu()).any():
             return False
         return bool((self._agrees(first, first_scaled, c) | aside).all())
 
     def _agrees(self, plain: Tensor, scaled: Tensor, factor: Tensor) -> Tensor:
         """For each row: whether ``scaled`` is ``factor`` times ``plain``."""
-        plain, scaled = in_sum_dtype(plain), in_sum_dtype(scaled)
-        factor = factor.to(plain)
-        size = torch.linalg.vector_norm(plain, dim=1)
-        error = torch.linalg.vector_norm(scaled / factor[:, None] - plain, dim=1)
+        factor = factor.to(in_sum_dtype(plain[:0]))
+        size = _in_pieces(_length, plain)
+        error = _in_pieces(lambda a, b, c: _length(b / c[:, None] - a), plain, scaled, factor)
         rounding, factor = self._rounding, factor.abs()
         others = (rounding.others * _largest(factor * size) / factor).clamp(max=rounding.most * _largest(size))
         grain = rounding.grain * plain.shape[1] ** 0.5 / factor
@@ -333,10 +407,10 @@ class Fitting:
 
     def _digit(self, dim: int, scaled: Tensor) -> Tensor:
         """(size,): each entry's digit along ``dim``, -1 where it is none, -2 where there is no gradient."""
-        plain, scaled = in_sum_dtype(_entries(self._b, dim)), in_sum_dtype(_entries(scaled.detach(), dim))
-        digit = self._codes.digit(torch.linalg.vecdot(plain, scaled) / plain.square().sum(1))
+        plain, scaled = _entries(self._b, dim), _entries(scaled.detach(), dim)
+        digit = self._codes.digit(_in_pieces(lambda a, b: (a * b).sum(1) / a.square().sum(1), plain, scaled))
         agrees = self._agrees(plain, scaled, self._codes.value(digit.clamp(min=0).cpu()))
-        without = (torch.linalg.vector_norm(plain, dim=1) + torch.linalg.vector_norm(scaled, dim=1) == 0).cpu()
+        without = (_in_pieces(_length, plain) + _in_pieces(_length, scaled) == 0).cpu()
         return torch.where(without, -2, torch.where(agrees, digit.cpu(), -1))
 
     def _owner(self, dim: int) -> Tensor:
@@ -349,7 +423,21 @@ class Fitting:
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:
     """(n,): which examples' b is not finite."""
     first = layout.examples_first(b)
-    return ~torch.isfinite(first.reshape(len(first), -1)).all(1).cpu() if first.numel() else torch.zeros(len(first)) > 0
+    if not first.numel():
+        return torch.zeros(len(first)) > 0
+    largest = torch.linalg.vector_norm(first.reshape(len(first), -1), ord=torch.inf, dim=1)
+    return ~largest.isfinite().cpu()
+
+
+def _length(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1)
+
+
+def _in_pieces(of_rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """A function of rows, some rows at a time: temporaries as large as the whole would weigh in the peak of memory."""
+    step = max(1, CHUNK_FLOATS // 4 // max(1, tensors[0].shape[1]))
+    pieces = zip(*(tensor.split(step) for tensor in tensors), strict=True)
+    return torch.cat([of_rows(*map(in_sum_dtype, piece)) for piece in pieces])
 
 
 def _largest(sizes: Tensor) -> float:

@@ -31,6 +31,7 @@ class Choice:
     keeps: str  # "rows", or "x and b"
     cost: float  # operations for norms and sum
     held: int  # bytes held until the sum
+    passing: int = 0  # bytes of temporaries while the norms are taken
 
 
 def cheapest(op: Op) -> Method:
@@ -43,17 +44,23 @@ def choices(op: Op) -> list[Choice]:
     methods = op.methods()
     held = held_bytes(op)
     if len(methods) == 1:
-        return [Choice(methods[0], "x and b", methods[0].flops, held)]
+        return [Choice(methods[0], "x and b", methods[0].flops, held, _passing(op, methods[0].floats))]
     makers = [method for method in methods if method.rows]
     least = min(methods, key=lambda method: method.flops)
-    found = [Choice(least, "x and b", least.flops + op.sum_flops, held)]
+    found = [Choice(least, "x and b", least.flops + op.sum_flops, held, _passing(op, least.floats))]
     if makers:
         maker = min(makers, key=lambda method: method.flops)
         entries = op.num_examples * op.shape.numel()
         size = entries * op.dtype.itemsize
         price = op.kept_entry * (1 if size <= FRESH_BYTES else FRESH)
-        found.append(Choice(maker, "rows", maker.flops + price * entries, size))
+        passing = _passing(op, maker.floats - entries)
+        found.append(Choice(maker, "rows", maker.flops + price * entries, size, passing))
     return sorted(found, key=lambda choice: choice.cost)
+
+
+def _passing(op: Op, floats: float) -> int:
+    """Bytes of temporaries of so many numbers, which are made in chunks."""
+    return int(min(max(floats, 0), CHUNK_FLOATS)) * op.dtype.itemsize
 
 
 def least_bytes(op: Op) -> int:
@@ -138,7 +145,7 @@ class Budget:
         left = self._activations * max(0.0, 1 - self._passed / self._on_the_way)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
-        choice = next((choice for choice in found if choice.held <= room), least)
+        choice = next((choice for choice in found if choice.held + choice.passing <= room), least)
         self._held += choice.held
         return choice
 

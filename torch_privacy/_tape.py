@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ._calls import SCAN, Call, Output, Reached
 from ._check import Refused
-from ._collect import Clip, Collector, GroupSums, backward_into
+from ._collect import Clip, Collector, GroupSums, backward_into, make_op
 from ._functions import (
     EXPANSIONS,
     LIKE,
@@ -38,13 +39,14 @@ from ._functions import (
     rearranges,
     tensors_in,
 )
-from ._graph import Graph, saved_bytes
-from ._layout import Footprint, Layouts, Merging, foreign, fresh_generator, ungrounded
+from ._graph import Graph, saved_bytes, saves_elsewhere
+from ._layout import Footprint, Layouts, Measurement, Merging, Verdicts
 from ._model import check_not_compiled
-from ._plan import Budget, distinct_bytes
+from ._plan import Budget, distinct_bytes, least_bytes
 from ._shadow import Shadows
+from ._verify import Checks
 from .jacobian import Jacobian
-from .ops import COMPOSED, OPS, AnyLayout, Layout, Use
+from .ops import COMPOSED, OPS, AnyLayout, Use
 from .ops._base import is_half
 from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
@@ -53,58 +55,8 @@ from .ops.fallback import compared, replay, uses_of
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
 
-
-# The op of what a composition of our own noted.
-SCAN = "scan"
-
-
-@dataclass(slots=True)
-class Output:
-    """Where an op's output y hangs in the graph: at ``edge``, y's own or that of the base that y is a part of."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-    part: tuple[Tensor, tuple[int, ...], int] | None  # base (without its entries), y's strides in it, y's offset
-
-    def gradient(self, g: Tensor | None, like: Tensor) -> Tensor:
-        """Gradient in y, from that at the edge; zeros where the losses do not depend on it."""
-        if g is None:
-            return like.new_zeros(self.shape, dtype=self.dtype)
-        if self.part is None:
-            return g if g.shape == self.shape else g.reshape(self.shape)
-        base, stride, offset = self.part
-        laid_out = torch.empty_strided(base.shape, base.stride(), dtype=g.dtype, device=g.device).copy_(g)
-        return laid_out.as_strided(self.shape, stride, offset)
-
-
-@dataclass(slots=True)
-class Call:
-    """One op call that met parameters."""
-
-    op: str
-    output: Output
-    inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
-    uses: tuple[Use, ...]
-    versions: list[tuple[Tensor, int]]
-
-    def forget(self) -> None:
-        """Let go of the inputs: the ops made of the call have what they need."""
-        self.uses, self.versions = (), []
-
-    @property
-    def edge(self) -> GradientEdge:
-        return self.output.edge
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.output.shape
-
-    @property
-    def size(self) -> int:
-        """Bytes of inputs that are kept for the backward, and of the output."""
-        saved = sum(t.numel() * t.itemsize for use in self.uses for t in use.saved())
-        return saved + self.shape.numel() * self.output.dtype.itemsize
+# Bytes of gradients that are measured at once, at least: a portion takes several backwards.
+PORTION = 2**20
 
 
 @dataclass
@@ -126,38 +78,6 @@ class Source:
 def _before(source: Source) -> Tensor:
     """The tensor that a chain of ``expand`` began with."""
     return source.tensor if source.before_expansion is None else source.before_expansion
-
-
-@dataclass(slots=True)
-class Reached:
-    """What the losses of one batch were computed from: the calls between them and the parameters, and the way there."""
-
-    losses: Tensor
-    graph: Graph
-    calls: list[Call]
-    path: int
-
-    @property
-    def edges(self) -> list[GradientEdge]:
-        return [call.output.edge for call in self.calls]
-
-    def dtypes(self) -> set[torch.dtype]:
-        """The floating-point types on the way, casts between the calls included."""
-        dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
-        for node in self.graph.nodes():
-            if node.name() == "ToCopyBackward0":
-                dtypes |= {metadata.dtype for metadata in node._input_metadata}
-        return dtypes
-
-    def precision(self) -> float:
-        """Relative rounding of the coarsest floating-point type on the way."""
-        return max(torch.finfo(dtype).eps for dtype in self.dtypes())
-
-    def deepest(self) -> list[bool]:
-        """Which calls have no other call below them in the graph."""
-        nodes = [call.output.edge.node for call in self.calls]
-        above = self.graph.above(set(nodes))
-        return [node not in above for node in nodes]
 
 
 class Tape(TorchFunctionMode):
@@ -286,42 +206,25 @@ class Tape(TorchFunctionMode):
                 which examples cannot be told apart; an input changed in place since it was used; disagreement with
                 a native backward.
         """
-        reached, layouts = self._reach(losses, may_miss)
+        reached = self._reach(losses, may_miss)
+        calls, n = reached.calls, len(losses)
         with _without_autocast(losses.device.type):
-            return self._jacobian(reached, layouts, retain_graph=retain_graph, verify=verify)[0]
-
-    def _jacobian(
-        self,
-        reached: Reached,
-        layouts: list[AnyLayout] | None,
-        *,
-        retain_graph: bool,
-        verify: bool,
-        strict: bool = False,
-    ) -> tuple[Jacobian, list[AnyLayout]]:
-        """Everything, for any question: no budget; with the layouts, which are measured where they are not known."""
-        losses, calls = reached.losses, reached.calls
-        if not len(losses):
-            return Jacobian(0, losses.dtype, self.parameters, []), []
-        verify = verify and not self.layouts.verified(calls)
-        keep = retain_graph or verify
-        activations = self._activations(reached) if layouts is None else 0
-        bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=keep or layouts is None)
-        measured = layouts is None
-        if layouts is None:
-            layouts = self._measure(reached, bs, strict=strict)
-        collector = Collector(calls, layouts, self._sources)
-        with torch.no_grad():
-            for number, g in enumerate(bs):
-                collector.take(number, g, losses)
-        if measured:
-            least = sum([block.least_bytes for block in collector.blocks])
-            self.layouts.note_footprint(reached.path, len(losses), Footprint(activations, least))
-        jacobian = Jacobian(len(losses), losses.dtype, self.parameters, collector.blocks)
-        if verify:
-            verify_against_native(jacobian, losses, self.parameters, reached.precision())
-            self.layouts.note_verified(calls, len(losses))
-        return jacobian, layouts
+            if not n:
+                return Jacobian(0, losses.dtype, self.parameters, [])
+            layouts, measured = self._layouts_of(reached, strict=False)
+            verify = verify and measured and not self.layouts.verified(calls)
+            bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=retain_graph or verify)
+            collector = Collector(calls, layouts, self._sources)
+            with torch.no_grad():
+                for number, g in enumerate(bs):
+                    collector.take(number, g, losses)
+            jacobian = Jacobian(n, losses.dtype, self.parameters, collector.blocks)
+            if verify:
+                checks = Checks(losses, self.parameters, reached.precision())
+                checks.look(jacobian)
+                checks.conclude()
+                self.layouts.note_verified(calls, n)
+        return jacobian
 
     def clipped_sum(
         self,
@@ -349,25 +252,28 @@ class Tape(TorchFunctionMode):
         Returns:
             The clipped sum by name. While layouts are still measured everything is kept, and verified.
         """
-        reached, layouts = self._reach(losses, may_miss, graph)
+        reached = self._reach(losses, may_miss, graph)
+        calls, n = reached.calls, len(losses)
         with _without_autocast(losses.device.type):
-            if not len(losses):
+            if not n:
                 empty = Jacobian(0, losses.dtype, self.parameters, [])
-                return {
-                    name: p
-                    for label, names in groups.items()
-                    for name, p in clip(empty.restricted(names), label).items()
-                }
-            if layouts is None:  # measured, verified, and then done like any other batch: bit for bit
-                layouts = self._jacobian(reached, None, retain_graph=True, verify=True, strict=True)[1]
-            cotangent, num_rows = torch.ones_like(losses), len(losses)
+                sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
+                return {name: total for part in sums for name, total in part.items()}
+            layouts, measured = self._layouts_of(reached, strict=True)
+            checks = None
+            if measured and not self.layouts.verified(calls):
+                checks = Checks(losses, self.parameters, reached.precision(), merging)
+            cotangent, num_rows = torch.ones_like(losses), n
             if merging is not None:
                 layouts = [merging.layout(layout) for layout in layouts]
                 cotangent, num_rows = merging.weights().to(losses), merging.count
-            collector = Collector(reached.calls, layouts, self._sources, self._budget(reached, memory_budget))
-            sums = GroupSums(groups, clip, num_rows, losses.dtype, self.parameters, collector.names)
+            collector = Collector(calls, layouts, self._sources, self._budget(reached, memory_budget))
+            sums = GroupSums(groups, clip, num_rows, losses.dtype, self.parameters, collector.names, checks)
             collector.on_block = sums.add
-            backward_into(collector, losses, cotangent, reached.calls, reached.deepest())
+            backward_into(collector, losses, cotangent, calls, reached.deepest())
+            if checks is not None:
+                checks.conclude()
+                self.layouts.note_verified(reached.calls, n)
         return sums.sums
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
@@ -383,67 +289,60 @@ class Tape(TorchFunctionMode):
         lasting = [*self.parameters.values(), *(tensor for tensor, _ in self._constants.values())]
         return saved_bytes(reached.graph, len(reached.losses), lasting)
 
-    def _reach(
-        self, losses: Tensor, may_miss: Iterable[str], graph: Graph | None = None
-    ) -> tuple[Reached, list[AnyLayout] | None]:
-        """The calls between losses and parameters, and their layouts if these are known on this path."""
+    def _reach(self, losses: Tensor, may_miss: Iterable[str], graph: Graph | None = None) -> Reached:
+        """The calls between losses and parameters."""
         check_losses(losses)
         graph = graph or Graph(losses)
         calls = self._reached_calls(graph)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        n = len(losses)
-        reached = Reached(losses, graph, calls, self._path(graph, n))
-        layouts = None if self._reorders else self.layouts.recall(reached.path, calls, n)
-        return reached, layouts
+        return Reached(losses, graph, calls, self._path(graph, len(losses)))
 
-    def _measure(self, reached: Reached, bs: list[Tensor | None], *, strict: bool) -> list[AnyLayout]:
-        """The layouts of the calls by further backwards; the model's inputs must have one, too. The graph stays."""
-        losses, calls = reached.losses, reached.calls
-        leaves = [leaf for leaf in self._inputs if len(losses) in leaf.shape]
+    def _layouts_of(self, reached: Reached, *, strict: bool) -> tuple[list[AnyLayout], bool]:
+        """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
+        losses, calls, n = reached.losses, reached.calls, len(reached.losses)
+        known = None if self._reorders else self.layouts.recall(reached.path, calls, n)
+        leaves = [leaf for leaf in self._inputs if n in leaf.shape]
+        targets = [*reached.edges, *leaves]
 
-        def backward(c: Tensor) -> list[Tensor | None]:
-            return _gradients(losses, [*reached.edges, *leaves], c, retain_graph=True)
+        def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor | None]:
+            return _gradients(losses, [targets[k] for k in some], c, retain_graph=True)
 
-        plain = [*bs, *_gradients(losses, leaves, torch.ones_like(losses), retain_graph=True)]
-        return self.layouts.measure(
-            reached.path,
-            calls,
-            self._names_of,
-            plain,
-            backward,
-            losses,
-            leaves,
-            reached.dtypes(),
-            lambda layouts: self._check_whose_data(reached, bs, layouts, strict=strict),
-        )
+        measurement = Measurement(calls, self._names_of, gradients, losses, leaves, reached.dtypes)
+        if known is not None:
+            if not self.layouts.spot_check_is_due() or measurement.agrees_in_part(known, self._portions(reached)):
+                return known, False
+        verdicts = Verdicts(self._shadows, self._names_of, n, self._probed)
+        portions = [[*range(len(targets))]] if self._reorders else self._portions(reached)
+        activations, least = self._activations(reached), 0.0
 
-    def _check_whose_data(
-        self, reached: Reached, bs: list[Tensor | None], layouts: Sequence[AnyLayout], *, strict: bool
-    ) -> None:
-        """Refuse where an example's loss reads another's data as far as shadows tell, or where it might (``strict``).
+        def look(number: int, b: Tensor, layout: AnyLayout) -> None:
+            nonlocal least
+            verdicts.look(calls[number], b, layout)
+            with torch.no_grad():
+                for use in calls[number].uses:
+                    least += least_bytes(make_op(use, b, layout, self._names_of(use.weight)))
 
-        An irregular layout says nothing of whose data it orders: that must be told by shadows, or by the gradient in
-        an input of the model or in another call's output, on this very batch.
-        """
-        losses, n, irregular = reached.losses, len(reached.losses), []
-        if n < 2:
-            return
-        grounds = set(self._probed)
-        for call, g, layout in zip(reached.calls, bs, layouts, strict=True):
-            b, owners = call.output.gradient(g, losses), layout.owners()
-            verdict = self._shadows.verdict(call.edge, b, owners, layout.dim, n)
-            if verdict is False:
-                raise Refused(foreign(call, self._names_of, n))
-            if verdict or isinstance(layout, Layout):
-                grounds.add(call.edge.node)
-            elif (owners >= 0).any() and call.op != SCAN:  # hidden states, made from a projection that is looked at
-                irregular.append(call)
-        known = reached.graph.above(grounds) if strict and irregular else set()
-        for call in irregular if strict else ():
-            if not self._shadows.begun or call.edge.node not in known:
-                raise Refused(ungrounded(call, self._names_of, n))
+        layouts = self.layouts.measure(reached.path, measurement, portions, look)
+        if strict:
+            verdicts.conclude(reached.graph)
+        self.layouts.learn(reached.path, measurement)
+        self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
+        return layouts, True
+
+    def _portions(self, reached: Reached) -> list[list[int]]:
+        """The calls by number, and then the inputs, so many at a time that their gradients take little memory."""
+        leaves = [leaf for leaf in self._inputs if len(reached.losses) in leaf.shape]
+        sizes = [*(call.output.size for call in reached.calls), *(leaf.nbytes for leaf in leaves)]
+        most, portions, size = max(PORTION, self._activations(reached) / 8), [], float("inf")
+        for number, own in enumerate(sizes):
+            if size + own > most:
+                portions.append([])
+                size = 0
+            portions[-1].append(number)
+            size += own
+        return portions
 
     def _path(self, graph: Graph, n: int) -> int:
         """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.
@@ -501,7 +400,7 @@ class Tape(TorchFunctionMode):
         return out
 
     def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if saves_elsewhere():
             self._saved_elsewhere = True
         versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
         self._calls.append(Call(op, _output(y), inputs, uses, versions))
@@ -700,38 +599,3 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
 def _without_autocast(device: str) -> AbstractContextManager:
     """Norms and sums are taken in the types that ops ask for, whatever the user's autocast says."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def verify_against_native(
-    jacobian: Jacobian, losses: Tensor, parameters: Mapping[str, Tensor], precision: float
-) -> None:
-    """Refuse unless the sum of all rows, and two rows drawn at random, equal what ordinary backwards give.
-
-    The graph stays: the Jacobian still needs its chains of parameter-only ops.
-    """
-    n = len(losses)
-    some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
-    weights = [
-        torch.ones_like(losses),
-        *(torch.zeros_like(losses).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
-    ]
-    norms = jacobian.squared_norms()
-    leaves = list(parameters.values())
-    for c in weights:
-        native = torch.autograd.grad(losses, leaves, c, retain_graph=True, allow_unused=True)
-        ours = jacobian.weighted_sum(c)
-        scale = (c * norms.to(c.dtype).sqrt()).sum()
-        if not scale.isfinite():
-            continue
-        tolerance = precision**0.5 * scale
-        wrong = [
-            name
-            for name, grad in zip(parameters, native, strict=True)
-            if (ours[name] - (0 if grad is None else grad)).norm() > tolerance
-        ]
-        if wrong:
-            raise Refused(
-                f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. This "
-                "is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient hook): "
-                "freeze that part, and please report it."
-            )

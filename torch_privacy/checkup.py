@@ -16,13 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Optimizer
 
+from ._calls import Call
 from ._check import Refused
 from ._divisor import Divisors
 from ._graph import Graph
-from ._layout import Layouts
+from ._layout import Layouts, Measurement
 from ._model import Census, Seal, check_model, take_census
 from ._rewind import RandomState, Snapshot, frozen, in_eval
-from ._tape import Call, Tape, check_losses
+from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
 from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse
@@ -421,8 +422,9 @@ class _Witness(Layouts):
         """The layout of a call; empty if it was not measured."""
         return self._shapes.get(id(call), "")
 
-    def measure(self, path: int, calls: list[Call], *args: Any, **kwargs: Any) -> list[AnyLayout]:
-        layouts = super().measure(path, calls, *args, **kwargs)
+    def measure(self, path: int, measurement: Measurement, *args: Any, **kwargs: Any) -> list[AnyLayout]:
+        layouts = super().measure(path, measurement, *args, **kwargs)
+        calls = measurement.calls
         self._shapes = {id(call): _shape(call, layout) for call, layout in zip(calls, layouts, strict=True)}
         return layouts
 

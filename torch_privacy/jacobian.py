@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -14,7 +14,6 @@ from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, rows_an
 from .ops import Op
 from .ops._base import in_sum_dtype
 from .ops.dense import Rows, squared_lengths, sum_rows
-
 
 # Rows with at most this many numbers are put side by side, and answer together: each call has its price.
 SMALL = 2**16
@@ -266,6 +265,14 @@ class Jacobian:
             for name, tensor in part.items():
                 total[name] = total[name] + tensor if name in total else tensor
         return {name: total[name] for name in self._parameters}
+
+    @torch.no_grad()
+    def parts_of_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What adds up to ``weighted_sum(c)``, piece by piece: (name, a part of the sum in that parameter)."""
+        for block in self._blocks:
+            for name, part in block.weighted_sum(c, self._all).items():
+                if name in self._parameters:
+                    yield name, part
 
     @torch.no_grad()
     def project(self, v: Mapping[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._check import Refused
+from .._graph import saves_elsewhere
 from ._base import AnyLayout, Op, Use, in_one_dtype, in_sum_dtype, is_half
 from .dense import Rows
 
@@ -31,8 +32,7 @@ class Statistics:
     def of(y: Tensor, node: str) -> Statistics | None:
         """Those behind y, if it is the output of a node of this name; None where they are rounded or kept elsewhere."""
         behind = y.grad_fn
-        # Checkpointing and offloading give what was saved back only once, to the backward.
-        if behind is None or behind.name() != node or torch._C._autograd._top_saved_tensors_default_hooks(True):
+        if behind is None or behind.name() != node or saves_elsewhere():
             return None
         mean, inverse_std = behind._saved_result1, behind._saved_result2  # type: ignore[attr-defined]
         return None if is_half(mean) else Statistics(mean, inverse_std)
