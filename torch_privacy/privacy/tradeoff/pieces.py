@@ -65,6 +65,32 @@ class PiecewiseLinear(TradeOff):
             order = np.argsort(-np.log(p) + np.log(q), kind="stable")  # the most telling outcome first
         return _from_rejections(np.cumsum(q[order]), _masses_left(p[order]))
 
+    @classmethod
+    def from_losses(
+        cls, losses: Sequence[float] | Array, masses: Sequence[float] | Array, at_infinity: float = 0.0
+    ) -> "PiecewiseLinear":
+        """The exact trade-off function of a discrete privacy loss distribution.
+
+        Args:
+            losses: ``log(P/Q)`` of each outcome, finite.
+            masses: of the same outcomes under P; ``e^-loss`` times as much under Q.
+            at_infinity: P-mass of what Q never has; what Q is short of 1 is its mass of what P never has.
+
+        Example:
+            >>> f = PiecewiseLinear.from_losses([np.log(3), -np.log(3)], [0.75, 0.25])  # the same response
+            >>> round(float(f.delta(0.0)), 12)
+            0.5
+        """
+        p, loss = np.asarray(masses, float), np.asarray(losses, float)
+        q = p * np.exp(-loss)
+        if p.shape != loss.shape or not np.isfinite(loss).all() or not (q.sum() <= 1 + 1e-9):
+            raise ValueError(
+                "PiecewiseLinear.from_losses: losses must be finite, as many as masses, and masses e^-losses sum up to "
+                f"at most 1; got shapes {loss.shape} and {p.shape}, sum {float(q.sum()) if q.size else 0.0!r}."
+            )
+        rest = max(1 - float(q.sum()), 0.0)
+        return cls.from_masses(np.append(q, [0.0, rest]), np.append(p, [at_infinity, 0.0]))
+
     @cached_property
     def _rates(self) -> Array:
         """Negated slopes e^l, descending, one per piece."""
