@@ -12,6 +12,8 @@ from .approximate import strong_composition as strong_composition
 from .calibrate import calibrate as calibrate
 from .compose import Profile as Profile
 from .compose import compose as compose
+from .counts import Laplace as Laplace
+from .counts import RandomizedResponse as RandomizedResponse
 from .curve import Bracket as Bracket
 from .event import Event as Event
 from .event import NeighboringRelation as NeighboringRelation
@@ -30,6 +32,9 @@ from .interop import ledger_from_dp_event as ledger_from_dp_event
 from .interop import statement_schema as statement_schema
 from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger
+from .own import FinitePair as FinitePair
+from .own import KnownProfile as KnownProfile
+from .repetition import Repeated as Repeated
 from .sketch import SubsampledJL as SubsampledJL
 from .sketch import SubsampledSketch as SubsampledSketch
 from .sketch import SubsampledSketchConjectured as SubsampledSketchConjectured

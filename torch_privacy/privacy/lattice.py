@@ -124,12 +124,16 @@ def _(law: Continuous, spacing: float) -> Lattice:
     above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond are dropped, which only lowers H.
     """
     bottom = 0.0 if law.edge else law.ends[0]
-    heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing), 3))
+    heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing) + 2, 3))
     cuts = np.concatenate([[bottom], heights + spacing / 2])
     cuts[-1] += spacing / 4
     first, last = _gentle_range(law.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
-    mass = _without_concave_kinks(_lowered(*law.cells(cuts, heights), spacing), spacing)
+    mass, kappa = law.cells(cuts, heights)
+    if kappa[-1] < 0:  # an atom below the last lattice point: its cell joins the one before
+        heights, cuts = heights[:-1], np.delete(cuts, -2)
+        mass, kappa = law.cells(cuts, heights)
+    mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
     return Lattice(law.floor + float(heights[0]), spacing, mass)
 
 

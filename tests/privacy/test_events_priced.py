@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every event type: the tables of accounting.md 4 to 7, closed forms, other accountants, and simulation."""
+
+import json
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
+
+from torch_privacy import privacy
+from torch_privacy.privacy import Gaussian, SubsampledGaussian, SubsampledGEP, SubsampledJL, SubsampledSketch
+
+MNIST, CIFAR, IMDB = 256 / 60000, 256 / 50000, 256 / 25000
+REPLACE_ONE = privacy.NeighboringRelation.REPLACE_ONE
+ZERO_OUT = privacy.NeighboringRelation.REPLACE_SPECIAL
+
+
+def assert_digits(bracket, expected: str):
+    """The bracket lies within half a unit of the last digit given (and a little for a table that truncated)."""
+    unit = 10.0 ** -len(expected.partition(".")[2])
+    assert bracket.low >= float(expected) - 0.75 * unit
+    assert bracket.high <= float(expected) + 0.75 * unit
+
+
+def epsilon(event, count, delta=1e-5, method="auto"):
+    return privacy.compose([(event, count)], method).epsilon(delta)
+
+
+SETTINGS = {"MNIST": (1.3, MNIST, 3516), "CIFAR": (0.9, CIFAR, 3906), "IMDb": (0.6, IMDB, 1953)}
+JL_TABLE = {  # projections -> remove and add for each setting
+    10: (("7.1475", ".9743"), ("19.6181", "2.3027"), None),
+    16: (("1.7300", ".8979"), ("6.9220", "2.0893"), ("22.212", "5.8337")),
+    20: (("1.1384", ".8758"), ("4.9272", "2.0254"), ("18.048", "5.6951")),
+    30: (("0.9545", ".8487"), ("3.2293", "1.9460"), ("14.341", "5.5120")),
+    64: (("0.8973", ".8225"), ("2.4222", "1.8687"), ("11.715", "5.3210")),
+    128: (("0.8800", ".8118"), ("2.2713", "1.8368"), ("10.831", "5.2383")),
+}
+
+
+@pytest.mark.parametrize("projections", JL_TABLE)
+def test_jl_table_of_the_notes(projections):
+    for (noise, q, steps), expected in zip(SETTINGS.values(), JL_TABLE[projections], strict=True):
+        if expected is None:
+            continue
+        curves = privacy.compose([(SubsampledJL(noise, projections, q), steps)]).directions
+        assert_digits(curves["remove"].epsilon(1e-5), expected[0])
+        assert_digits(curves["add"].epsilon(1e-5), expected[1])
+
+
+FEW = {1: (4.24e11, 4.89e11), 2: (4.36e5, 5.16e5), 3: (3.98e3, 5.63e3), 4: (508.2, 511.1), 5: (131.1, 131.7)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("projections", FEW)
+def test_few_projections_are_bracketed_between_jump_bounds(projections):
+    low, high = epsilon(SubsampledJL(1.3, projections, MNIST), 3516)
+    assert low <= FEW[projections][1]
+    assert high >= FEW[projections][0]
+    assert high <= 1.5 * low
+
+
+@pytest.mark.slow
+def test_eight_projections_match_the_lattice_of_the_notes():
+    assert_digits(epsilon(SubsampledJL(1.3, 8, MNIST), 3516), "15.7048")
+    low, high = epsilon(SubsampledJL(1.0, 8, 0.01), 2000)
+    assert low <= 32.3005
+    assert high >= 32.2954
+
+
+def test_many_projections_approach_the_exact_norm_at_the_rate_of_the_notes():
+    for projections, expected in ((100, "2.699840"), (1000, "2.594016"), (10_000, "2.584847"), (100_000, "2.583942")):
+        assert_digits(epsilon(SubsampledJL(1.0, projections, 0.01), 2000), expected)
+    assert_digits(epsilon(SubsampledJL(2.0, 64, 1e-3), 1_000_000), "2.192491")
+
+
+FLOORED = {
+    0.5: ("12.77", "8.82", "6.666", "4.725", "3.198"),
+    0.7: ("5.018", "4.350", "3.950", "3.500", "3.062"),
+    0.8: ("3.615", "3.352", "3.219", "3.072", "2.912"),
+    0.9: ("2.814", "2.736", "2.721", "2.711", "2.698"),
+}
+
+
+@pytest.mark.parametrize("floor", FLOORED)
+def test_floored_jl_table_of_the_notes(floor):
+    for projections, expected in zip((1, 4, 8, 16, 32), FLOORED[floor], strict=True):
+        low, high = epsilon(SubsampledJL(1.0, projections, 0.01, floor), 2000)
+        assert low == pytest.approx(float(expected), rel=7e-4)  # the notes' coarse lattice rounds upwards
+        assert high <= float(expected) * (1 + 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("directions", "expected"),
+    [(16, "6.1320"), (32, "3.3013"), (64, "2.8932"), (128, "2.7619"), (256, "2.6963")],
+)
+def test_sketch_table_of_the_notes(directions, expected):
+    assert_digits(epsilon(SubsampledSketch(1.0, directions, 0.01), 2000), expected)
+    jl, conjectured = SubsampledJL(1.0, directions, 0.01), privacy.SubsampledSketchConjectured(1.0, directions, 0.01)
+    assert epsilon(jl, 2000) == epsilon(conjectured, 2000)
+    assert epsilon(jl, 2000).high < epsilon(SubsampledSketch(1.0, directions, 0.01), 2000).low
+
+
+GEP_TABLE = [
+    (3.64, 1000 / 50000, 50 * 50, 1e-5, "1.5946"),
+    (2.24, 1000 / 50000, 100 * 50, 1e-5, "4.4050"),
+    (2.09, 1000 / 50000, 200 * 50, 1e-5, "7.2772"),
+    (3.33, 1000 / 60000, 50 * 60, 1e-5, "1.6047"),
+    (2.07, 1000 / 60000, 100 * 60, 1e-5, "4.4389"),
+    (1.93, 1000 / 60000, 200 * 60, 1e-5, "7.3679"),
+]
+
+
+@pytest.mark.parametrize("row", GEP_TABLE, ids=str)
+def test_gep_table_of_the_notes(row):
+    noise, q, steps, delta, expected = row
+    assert_digits(epsilon(SubsampledGEP(noise, q), steps, delta), expected)
+    blocks = privacy.SubsampledBlocks((noise, noise), q)
+    assert epsilon(blocks, steps, delta).high == pytest.approx(epsilon(SubsampledGEP(noise, q), steps, delta).high)
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.87, 3.0606), (0.65, 10.5511), (0.60, 18.4379)])
+def test_gep_on_svhn_costs_more_than_was_claimed(noise, expected):
+    epochs = {0.87: 5, 0.65: 10, 0.60: 20}[noise]
+    q = 1000 / 604388
+    low, high = epsilon(SubsampledGEP(noise, q), int(epochs / q), 1e-6)
+    assert low == pytest.approx(expected, rel=1e-3)  # the notes do not say how they rounded the steps
+    assert high == pytest.approx(expected, rel=1e-3)
+
+
+WITHOUT_REPLACEMENT = [  # noise over clip norm, q, steps, Poisson add/remove, Poisson replace-one, fixed size
+    (1.0, MNIST, 10_000, "2.3451", "3.9798", ("17.7241", "21.4318")),
+    (1.3, MNIST, 3516, "0.8645", "1.5555", ("4.3568", "5.0872")),
+    (2.0, MNIST, 10_000, "0.8438", "1.6790", ("2.3451", "3.0302")),
+    (4.0, 0.01, 10_000, "0.9469", "1.9931", ("2.1627", "2.5616")),
+    (2.0, 0.02, 2500, "2.1845", "4.3897", ("6.3451", "7.9872")),
+]
+
+
+@pytest.mark.parametrize("row", WITHOUT_REPLACEMENT, ids=str)
+def test_relations_and_fixed_sizes_match_the_table_of_the_notes(row):
+    noise, q, steps, add_remove, replace, (low, high) = row
+    assert_digits(epsilon(SubsampledGaussian(noise, q), steps), add_remove)
+    assert_digits(epsilon(SubsampledGaussian(noise, q, ZERO_OUT), steps), add_remove)
+    assert_digits(epsilon(SubsampledGaussian(noise / 2, q, REPLACE_ONE), steps), replace)
+    fixed = epsilon(privacy.FixedSizeGaussian(noise / 2, q), steps)
+    assert fixed.low == pytest.approx(float(low), abs=1e-4)
+    assert fixed.high == pytest.approx(float(high), abs=1e-4)
+
+
+def test_whole_batches_cost_the_same_under_every_relation():
+    expected = epsilon(Gaussian(3.0), 7)
+    for relation in privacy.NeighboringRelation:
+        assert epsilon(Gaussian(3.0, relation), 7) == expected
+        assert epsilon(SubsampledGaussian(3.0, 1.0, relation), 7) == expected
+    assert epsilon(privacy.FixedSizeGaussian(3.0, 1.0), 7) == expected
+
+
+def test_adaptive_clipping_is_one_release_with_its_count():
+    joint = privacy.SubsampledAdaptiveClip(1.2, 3.0, 0.01)
+    alone = SubsampledGaussian((1.2**-2 + 3.0**-2) ** -0.5, 0.01)
+    assert epsilon(joint, 500).high == pytest.approx(epsilon(alone, 500).high, rel=1e-9)
+    apart = privacy.compose([(SubsampledGaussian(1.2, 0.01), 500), (SubsampledGaussian(3.0, 0.01), 500)])
+    assert epsilon(joint, 500).low > apart.epsilon(1e-5).high  # two samples of their own would seem cheaper
+
+
+def test_covariance_is_one_gaussian():
+    assert epsilon(privacy.NoisyCovariance(4.0), 1) == epsilon(Gaussian(4.0), 1)
+    assert epsilon(privacy.NoisyCovariance(4.0, 0.1), 9) == epsilon(SubsampledGaussian(4.0, 0.1), 9)
+
+
+COUNTS = {
+    "Laplace": (privacy.Laplace(5.0), lambda: pld.from_laplace_mechanism(5.0)),
+    "response": (privacy.RandomizedResponse(0.3), lambda: pld.from_randomized_response(2 / (np.exp(0.3) + 1), 2)),
+    "answers": (privacy.RandomizedResponse(0.3, 5), lambda: pld.from_randomized_response(5 / (np.exp(0.3) + 4), 5)),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize("count", [1, 30])
+def test_counts_agree_with_another_accountant(case, count):
+    event, witness = COUNTS[case]
+    above = witness().self_compose(count)
+    profile = privacy.compose([(event, count)])
+    for target in (0.1, 0.5):
+        low, high = profile.delta(target * count**0.5)
+        truth = above.get_delta_for_epsilon(target * count**0.5)
+        assert low <= truth + 1e-12
+        assert high == pytest.approx(truth, rel=4e-3, abs=1e-9)
+        assert low >= high * 0.99 - 1e-12
+
+
+def test_small_releases_join_a_training_run_without_loss():
+    events = [(privacy.Laplace(5.0), 1), (SubsampledGaussian(1.0, 0.01), 1000)]
+    contour_like = privacy.compose(events).epsilon(1e-5)
+    assert epsilon(SubsampledGaussian(1.0, 0.01), 1000).high < contour_like.low <= contour_like.high
+    assert contour_like.high - contour_like.low < 1e-4
+
+
+def test_known_profile_of_pure_privacy_is_randomized_response():
+    known, coin = privacy.KnownProfile((0.1,), (0.0,)), privacy.RandomizedResponse(0.1)
+    assert epsilon(known, 20).low == 0
+    assert epsilon(known, 20).high == pytest.approx(epsilon(coin, 20).high, rel=1e-9)
+
+
+def test_known_profile_of_a_gaussian_closes_in_on_it_from_above():
+    curve, exact = privacy.tradeoff.Gaussian(0.3), epsilon(Gaussian(1 / 0.3), 50)
+    last = np.inf
+    for points in (40, 160):
+        grid = np.linspace(0, 2.5, points)
+        known = privacy.KnownProfile(tuple(grid.tolist()), tuple(np.asarray(curve.delta(grid)).tolist()))
+        high = epsilon(known, 50).high
+        assert exact.low <= high < last
+        last = high
+    assert last < 1.02 * exact.high
+
+
+def test_pair_of_densities_is_priced_from_above_and_closes_in():
+    def normal(mean):
+        return lambda x: np.exp(-((x - mean) ** 2) / 2) / np.sqrt(2 * np.pi)
+
+    exact = epsilon(Gaussian(2.0), 20)
+    pair = privacy.FinitePair.from_densities(normal(0.5), normal(0.0), np.linspace(-8, 8.5, 400))
+    assert exact.low <= epsilon(pair, 20).high < exact.high * 1.001
+
+
+def test_search_costs_more_than_one_run_and_at_most_what_simulation_shows():
+    """δ of the best of K coins, by exact enumeration, lies below the bound."""
+    run = privacy.RandomizedResponse(0.5)
+    truth, lie = 1 / (1 + np.exp(-0.5)), 1 / (1 + np.exp(0.5))
+    for distribution, generate in (
+        ("poisson", lambda x: np.exp(4 * (x - 1))),
+        ("geometric", lambda x: 0.25 * x / (1 - 0.75 * x)),
+    ):
+        search = privacy.Repeated(((run, 1),), 4, distribution)
+        # outcomes: nothing (Poisson only), best is 0, best is 1; F = mass of the answers that are not better
+        p = np.array([generate(0), generate(lie) - generate(0), 1 - generate(lie)])
+        q = np.array([generate(0), generate(truth) - generate(0), 1 - generate(truth)])
+        for target in (0.0, 0.3, 0.7, 1.0, 1.5):
+            exact = max(np.maximum(a - np.exp(target) * b, 0).sum() for a, b in ((p, q), (q, p)))
+            assert privacy.compose([(search, 1)]).delta(target).high >= exact
+
+
+def test_search_over_hardly_private_runs_is_no_better_than_its_runs():
+    search = privacy.Repeated(((SubsampledGaussian(2.0, 0.01), 1000),), 10)
+    one = privacy.compose(search.releases).epsilon(1e-6).high
+    assert one < privacy.compose([(search, 1)]).epsilon(1e-6).high < 3 * one
+
+
+ALL = [
+    Gaussian(2.0, REPLACE_ONE),
+    SubsampledGaussian(1.0, 0.1, ZERO_OUT),
+    privacy.FixedSizeGaussian(1.0, 0.1),
+    privacy.SubsampledBlocks((1.0, 2.0), 0.1),
+    SubsampledGEP(1.0, 0.1),
+    privacy.SubsampledAdaptiveClip(1.0, 5.0, 0.1),
+    privacy.NoisyCovariance(3.0, 0.5),
+    SubsampledJL(1.0, 32, 0.1),
+    SubsampledJL(1.0, 4, 0.1, 0.8),
+    SubsampledSketch(1.0, 32, 0.1),
+    privacy.SubsampledSketchConjectured(1.0, 32, 0.1),
+    privacy.Laplace(2.0),
+    privacy.RandomizedResponse(0.5, 3),
+    privacy.KnownProfile((0.5, 1.0), (1e-3, 1e-6)),
+    privacy.FinitePair((0.5, 0.5), (0.25, 0.75)),
+    privacy.Repeated(((SubsampledGaussian(1.0, 0.01), 10),), 3.0, "geometric"),
+]
+
+
+@pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
+def test_every_event_survives_json_and_has_one_step_prices(event):
+    assert privacy.event_from_dict(json.loads(json.dumps(privacy.event_to_dict(event)))) == event
+    assert hash(event) == hash(privacy.event_from_dict(privacy.event_to_dict(event)))
+    profile = privacy.compose([(event, 1)])
+    low, high = profile.epsilon(1e-3)
+    assert 0 <= low <= high < np.inf
+    assert profile.neighboring_relation is event.neighboring_relation
+    assert event.sampler in profile.statement(1e-3)
+    assert event.assumption in profile.statement(1e-3)
+
+
+def test_incompatible_relations_are_refused_in_one_list():
+    with pytest.raises(ValueError, match=r"different neighboring relations \['ADD_OR_REMOVE_ONE', 'REPLACE_ONE'\]"):
+        privacy.compose([(SubsampledGaussian(1.0, 0.1), 1), (privacy.FixedSizeGaussian(1.0, 0.1), 1)])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SubsampledGaussian(1.0, 0.1, "replace"), "neighboring_relation='replace' must be one of"),
+        (lambda: privacy.FixedSizeGaussian(NAN, 0.1), "FixedSizeGaussian: noise_multiplier=nan must be a finite"),
+        (lambda: privacy.FixedSizeGaussian(1.0, 1.1), r"FixedSizeGaussian: sampling_probability=1.1 must lie in"),
+        (lambda: privacy.SubsampledBlocks((), 0.1), r"noise_multipliers=\(\) must be a tuple of one or more"),
+        (lambda: privacy.SubsampledBlocks([1.0], 0.1), r"noise_multipliers=\[1.0\] must be a tuple"),
+        (lambda: privacy.SubsampledBlocks((1.0, -1.0), 0.1), "noise_multiplier=-1.0 must be greater"),
+        (lambda: SubsampledGEP(0, 0.1), "SubsampledGEP: noise_multiplier=0 must be greater"),
+        (lambda: privacy.SubsampledAdaptiveClip(1.0, 0, 0.1), "SubsampledAdaptiveClip, count: noise_multiplier=0"),
+        (lambda: SubsampledJL(1.0, 0, 0.1), "SubsampledJL: num_projections=0 must be an integer of at least 1"),
+        (lambda: SubsampledJL(1.0, 16.0, 0.1), "num_projections=16.0 must be an integer"),
+        (lambda: SubsampledJL(1.0, 10**8, 0.1), "must be at most 10000000"),
+        (lambda: SubsampledJL(0.01, 16, 0.1), "noise_multiplier=0.01 must be at least 0.05"),
+        (lambda: SubsampledJL(1.0, 16, 0.1, 1.5), r"floor=1.5 must lie in \(0, 1\]"),
+        (lambda: SubsampledSketch(1.0, -3, 0.1), "num_directions=-3 must be an integer"),
+        (lambda: privacy.SubsampledSketchConjectured(0.3, 16, 0.1), "must be at least 0.4"),
+        (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
+        (lambda: privacy.RandomizedResponse(0.0), "epsilon=0.0 must be greater than 0"),
+        (lambda: privacy.RandomizedResponse(0.1, 1), "num_answers=1 must be an integer of at least 2"),
+        (lambda: privacy.KnownProfile((0.1,), ()), r"deltas=\(\) must be a tuple"),
+        (lambda: privacy.KnownProfile((0.1,), (0.1, 0.2)), "1 epsilons and 2 deltas"),
+        (lambda: privacy.KnownProfile((-0.1,), (0.1,)), r"epsilons=\(-0.1,\) must lie in \[0, 600\]"),
+        (lambda: privacy.KnownProfile((0.1,), (1.1,)), r"deltas=\(1.1,\) must lie in \[0, 1\]"),
+        (lambda: privacy.FinitePair((0.5, 0.4), (0.5, 0.5)), "must be probabilities that add up to 1"),
+        (lambda: privacy.FinitePair((1.0,), (0.5, 0.5)), "p has 1 outcomes and q has 2"),
+        (lambda: privacy.Repeated(((Gaussian(1.0), 1),), 1.0, "geometric"), r"mean=1.0 must lie in \(1, 1e\+06\]"),
+        (lambda: privacy.Repeated(((Gaussian(1.0), 1),), 3.0, "fixed"), "distribution='fixed' must be one of"),
+        (lambda: privacy.Repeated(((Gaussian(1.0), 0),), 3.0), "count=0 must be an integer of at least 1"),
+        (lambda: privacy.Repeated((("x", 1),), 3.0), "cannot price 'x'"),
+        (lambda: privacy.priced(lambda event: None)(Gaussian), "an event type named 'Gaussian' exists"),
+        (lambda: privacy.compose([], method="fft"), "method='fft' must be one of 'auto', 'contour', 'lattice'"),
+    ],
+)
+def test_hostile_fields_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def one_step_losses(event, draws, swapped, generator):
+    """Privacy losses of one step drawn from P (or Q if swapped), by simulating the release itself."""
+    noise, q = event.noise_multiplier, event.sampling_probability
+    z = np.full(draws, 1 / noise)
+    if isinstance(event, SubsampledJL):
+        s = generator.chisquare(event.num_projections, draws) / event.num_projections
+        z = 1 / (noise * np.sqrt(np.maximum(s, (event.floor or 0.0) ** 2)))
+    elif isinstance(event, SubsampledSketch):
+        z = 1 / (
+            noise * np.sqrt(np.minimum(generator.chisquare(event.num_directions, draws) / event.num_directions, 1))
+        )
+    if event.neighboring_relation is REPLACE_ONE:
+        z = z / 2
+        x = generator.standard_normal(draws) + z * (generator.random(draws) < q) * (-1 if swapped else 1)
+        sign = -1 if swapped else 1
+        parts = [np.log1p(q * np.expm1(side * z * x - z**2 / 2)) for side in (sign, -sign)]
+        return parts[0] - parts[1]
+    x = generator.standard_normal(draws) + (0 if swapped else 1) * z * (generator.random(draws) < q)
+    loss = np.log1p(q * np.expm1(np.minimum(z * x - z**2 / 2, 700)))
+    return -loss if swapped else loss
+
+
+SIMULATED = {
+    "Gaussian": SubsampledGaussian(1.0, 0.1),
+    "replace": SubsampledGaussian(0.6, 0.1, REPLACE_ONE),
+    "JL": SubsampledJL(1.0, 8, 0.1),
+    "JL of one": SubsampledJL(1.3, 1, 0.05),
+    "floored": SubsampledJL(0.8, 4, 0.1, 0.7),
+    "sketch": SubsampledSketch(1.0, 8, 0.1),
+}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("case", SIMULATED)
+def test_one_step_delta_agrees_with_simulation(case, swapped):
+    event, generator = SIMULATED[case], np.random.default_rng(5)
+    losses = one_step_losses(event, 400_000, swapped, generator)
+    curves = list(privacy.compose([(event, 1)]).directions.values())
+    for target in (-0.05, 0.02, 0.2, 1.0):
+        gains = np.maximum(-np.expm1(target - losses), 0)
+        low, high = curves[-1 if swapped else 0].delta(target)
+        deviation = gains.std() / len(gains) ** 0.5 + 1e-7
+        assert low - 4 * deviation <= gains.mean() <= high + 4 * deviation
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("case", SIMULATED)
+def test_composed_delta_agrees_with_simulation(case, swapped):
+    event, generator, steps = SIMULATED[case], np.random.default_rng(6), 100
+    totals = sum(one_step_losses(event, 30_000, swapped, generator) for _ in range(steps))
+    curves = list(privacy.compose([(event, steps)]).directions.values())
+    for target in (0.0, 1.0):
+        gains = np.maximum(-np.expm1(np.minimum(target - totals, 0)), 0)
+        low, high = curves[-1 if swapped else 0].delta(target)
+        deviation = gains.std() / len(gains) ** 0.5 + 1e-6
+        assert low - 4 * deviation <= gains.mean() <= high + 4 * deviation

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws with atoms: finite pairs, the pair that a list of (ε, δ) guarantees allows, and Laplace noise."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from .bracket import Array
+from .law import Continuous, Nodes, Tails
+
+
+@dataclass(frozen=True)
+class Atoms(Continuous):
+    """Finitely many outcomes, with their masses under P and Q; either may be 0.
+
+    Args:
+        p: P-masses, adding up to 1.
+        q: Q-masses, adding up to 1.
+    """
+
+    p: tuple[float, ...]
+    q: tuple[float, ...]
+
+    @cached_property
+    def _sorted(self) -> tuple[Array, Array, Array]:
+        """Losses in ascending order, from -∞ to ∞, with both masses."""
+        p, q = np.array(self.p), np.array(self.q)
+        p, q = p[(p > 0) | (q > 0)], q[(p > 0) | (q > 0)]
+        with np.errstate(divide="ignore"):
+            losses = np.log(p) - np.log(q)
+        order = np.argsort(losses)
+        return losses[order], p[order], q[order]
+
+    @property
+    def floor(self) -> float:
+        return 0.0
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        losses = self._sorted[0]
+        finite = losses[np.isfinite(losses)]
+        if not finite.size:
+            return -1e-9, 1e-9
+        return float(finite[0]) - 1e-9 * (1 + abs(finite[0])), float(finite[-1]) + 1e-9 * (1 + abs(finite[-1]))
+
+    def second_moment(self) -> float:
+        losses, p, _ = self._sorted
+        finite = np.isfinite(losses)
+        return float(p[finite] @ losses[finite] ** 2)
+
+    def cells(self, cuts: Array, at: Array) -> tuple[Array, Array]:
+        losses, p, q = self._sorted
+        ends = np.where(cuts == -np.inf, 0, np.searchsorted(losses, cuts, side="right"))  # cells are (low, high]
+        ends = np.where(cuts == np.inf, len(losses), ends)
+        p_mass, q_mass = (np.diff(np.append(0.0, np.cumsum(mass))[ends]) for mass in (p, q))
+        cell = np.repeat(np.arange(len(at)), np.diff(ends))
+        inside = slice(int(ends[0]), int(ends[-1]))
+        height = np.where(np.isfinite(at), at, 0.0)[cell]
+        with np.errstate(over="ignore", invalid="ignore"):
+            own = np.where(p[inside] > 0, -np.expm1(height - losses[inside]) * p[inside], -np.exp(height) * q[inside])
+        excess = np.bincount(cell, own, minlength=len(at))
+        return np.maximum(p_mass, 0.0), np.where(at == -np.inf, p_mass, excess) + 0.0 * q_mass
+
+    def tails(self, epsilon: Array, *, swapped: bool) -> Tails:
+        losses, p, q = self._sorted
+        if swapped:
+            losses, p, q = -losses, q, p
+        epsilon = np.asarray(epsilon, float)
+        above = losses > epsilon[..., None]
+        return Tails((above * p).sum(-1), np.exp(epsilon) * (above * q).sum(-1), np.abs(epsilon))
+
+    @property
+    def coarsest_step(self) -> float:
+        return 0.2
+
+    def nodes(self, step: float) -> Nodes | None:
+        losses, p, _ = self._sorted
+        if not np.isfinite(losses).all():
+            return None
+        return Nodes(losses, np.log(p), np.zeros(len(losses)), step)
+
+
+def allowed_by(epsilons: Array, deltas: Array) -> Atoms:
+    """The pair that dominates every mechanism which is (ε, δ)-private in both directions for all of these.
+
+    In ``x = e^ε`` the hockey stick is convex, starts at (0, 1), never rises, lies at or below each ``(e^ε, δ)``, and by
+    symmetry at or below ``(e^-ε, 1 - e^-ε + e^-ε δ)``: at most the lower convex hull of these points. A kink of the
+    hull at x is an outcome of likelihood ratio x whose Q-mass is the change of slope.
+    """
+    x = np.concatenate([[0.0], np.exp(epsilons), np.exp(-epsilons)])
+    y = np.concatenate([[1.0], deltas, -np.expm1(-epsilons) + np.exp(-epsilons) * deltas])
+    order = np.lexsort((y, x))
+    hull: list[tuple[float, float]] = []
+    for point in zip(x[order].tolist(), np.minimum.accumulate(y[order]).tolist(), strict=True):
+        if hull and point[0] == hull[-1][0]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    slopes = [_slope(left, right) for left, right in pairwise(hull)] + [0.0]
+    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))  # the first is the Q-mass of what P never gives
+    p = np.append(0.0, q[1:] * np.array([at for at, _ in hull[1:]]))
+    p = np.append(p, max(1.0 - float(p.sum()), 0.0))  # what Q never gives, at least δ at the largest ε
+    return Atoms(tuple(p.tolist()), (*q.tolist(), 0.0))
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
+@dataclass(frozen=True)
+class LaplacePair(Continuous):
+    """Laplace noise of scale 1 around 0 under P, around z under Q: losses -z and z with mass, and a density between.
+
+    ``δ(ε) = 1 - e^((ε - z) / 2)`` for 0 <= ε <= z.
+
+    Args:
+        shift: z, sensitivity over the noise's scale.
+    """
+
+    shift: float
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    @property
+    def floor(self) -> float:
+        return 0.0
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        end = self.shift * (1 + 1e-9)
+        return -end, end
+
+    def cells(self, cuts: Array, at: Array) -> tuple[Array, Array]:
+        z = self.shift
+        inner = np.clip(cuts, -z, z)
+        p, q = np.diff(np.exp((inner - z) / 2)) / 2, -np.diff(np.exp((-inner - z) / 2)) / 2
+        top, bottom = ((cuts[:-1] < end) & (end <= cuts[1:]) for end in (z, -z))
+        p = p + np.where(top, 0.5, 0.0) + np.where(bottom, 0.5 * np.exp(-z), 0.0)
+        q = q + np.where(top, 0.5 * np.exp(-z), 0.0) + np.where(bottom, 0.5, 0.0)
+        return p, np.where(at == -np.inf, p, p - np.exp(np.where(np.isfinite(at), at, 0.0)) * q)
+
+    def tails(self, epsilon: Array, *, swapped: bool) -> Tails:
+        size = np.abs(epsilon)
+        delta = np.maximum(-np.expm1((size - self.shift) / 2), 0.0)
+        negative = np.minimum(epsilon, 0.0)
+        value = np.exp(negative) * delta - np.expm1(negative)
+        return Tails(value, np.zeros(np.shape(value)), size)
+
+    @property
+    def coarsest_step(self) -> float:
+        return 0.2
+
+    def nodes(self, step: float) -> Nodes:
+        points, weights = np.polynomial.legendre.leggauss(round(8 / step))
+        z = self.shift
+        losses = np.concatenate([[-z], z * points, [z]])
+        mass = np.concatenate([[0.5 * np.exp(-z)], z * weights * np.exp(z * (points - 1) / 2) / 4, [0.5]])
+        return Nodes(losses, np.log(mass), np.full(len(losses), np.pi * z / len(points)), step)

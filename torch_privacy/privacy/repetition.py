@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-parameter search: a private run repeated a random number of times, of which only the best is released."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .._check import in_range, one_of, positive, whole
+from .bracket import Array
+from .compose import Profile, compose
+from .discrete import allowed_by
+from .engine import Between
+from .event import Event, NeighboringRelation, priced
+
+DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
+GRID = 160  # points of the bound's table
+ORDERS = {"geometric": 1.0, "logarithmic": 0.0}  # η of the truncated negative binomial
+
+
+def _law(event: "Repeated") -> Between:
+    return _priced(event)
+
+
+@lru_cache(maxsize=16)
+def _priced(event: "Repeated") -> Between:
+    """The table ``δ(ε) = mean * δ_run(ε - log 1/c)`` as a dominating pair."""
+    run = compose(event.releases)
+    loss = _largest_loss(run, event)
+    furthest = loss + run.epsilon_high(min(1e-13 / max(event.mean, 1.0), 1e-3))
+    epsilons = np.linspace(0.0, min(furthest, 600.0), GRID)
+    deltas = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in epsilons]
+    return Between(allowed_by(epsilons, np.array(deltas)))
+
+
+def _largest_loss(run: Profile, event: "Repeated") -> float:
+    """``log 1/c``, c the least ratio of φ' between neighboring data sets."""
+    if event.distribution == "poisson":
+        return event.mean * run.delta(0.0).high
+    order, stop = ORDERS[event.distribution], _stopping(event)
+    grid = np.append(0.0, np.geomspace(1e-3, max(run.epsilon_high(1e-9), 0.1), 40))
+    bounds = np.array([(epsilon, run.delta(float(epsilon)).high) for epsilon in grid])
+    beaten = np.append(0.0, np.geomspace(1e-9, 1.0, 4000))  # chance y that a run is better than the outcome
+    other = _most_beaten(beaten[1:], bounds) * (1 - stop) + stop
+    own = beaten[:-1] * (1 - stop) + stop
+    return (order + 1) * float(np.log(max((other / own).max(), 1.0)))  # rising in y: each cell's end over its start
+
+
+def _most_beaten(beaten: Array, bounds: Array) -> Array:
+    """Largest chance of being beaten on the neighboring data: ``e^ε y + δ`` and ``1 - e^-ε (1 - y - δ)``, each ε."""
+    epsilon, delta = bounds.T[:, :, None]
+    return np.minimum(np.exp(epsilon) * beaten + delta, 1 - np.exp(-epsilon) * (1 - beaten - delta)).min(0)
+
+
+def _stopping(event: "Repeated") -> float:
+    """γ of the truncated negative binomial with the event's mean."""
+    if event.distribution == "geometric":
+        return 1 / event.mean
+    low, high = 1e-12, 1 - 1e-9  # mean = (1/γ - 1) / log(1/γ), falling in γ
+    for _ in range(200):
+        middle = (low * high) ** 0.5 if low < 1e-3 else (low + high) / 2
+        low, high = (middle, high) if (1 / middle - 1) / -np.log(middle) > event.mean else (low, middle)
+    return low  # the larger mean
+
+
+@priced(_law)
+@dataclass(frozen=True, repr=False)
+class Repeated(Event):
+    """Runs of the same releases, K of them, of which the best is released; K is drawn at random and kept secret.
+
+    With φ the generating function of K, ``m = φ'(1)`` its mean, and F an outcome's rank on one data set, F' on the
+    other, an outcome has density ``p φ'(F)`` against ``p' φ'(F')``, so
+
+        δ(ε) <= m δ_run(ε - log 1/c),   c = min φ'(F') / φ'(F),  for ε >= 0.
+
+    For Poisson ``c >= e^(-m δ_run(0))``; for the others c follows from ``1 - F' <= e^ε (1 - F) + δ_run(ε)``, every ε.
+    Ties are broken at random, which changes nothing. Only an upper bound; the lower one is trivial.
+
+    Args:
+        releases: what one run releases: pairs (event, how often).
+        mean: expected number of runs, above 0 for Poisson (none may happen), above 1 else.
+        distribution: of K: "poisson", "geometric" or "logarithmic" (truncated negative binomial, η = 1 or 0).
+
+    Source: the proof is the one of Koskela, Redberg & Wang (2024), arXiv:2402.06701, in terms of ranks; distributions
+        and their need for a random K from Liu & Talwar (2019) and Papernot & Steinke (2022), arXiv:2110.03620.
+
+    Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
+        >>> search = Repeated(((SubsampledGaussian(2.0, 0.01), 1000),), mean=10)
+        >>> run, best = (compose(events).epsilon(1e-6).high for events in (search.releases, [(search, 1)]))
+        >>> bool(run < best < 3 * run)
+        True
+    """
+
+    releases: tuple[tuple[Event, int], ...]
+    mean: float
+    distribution: str = "poisson"
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The relation of the releases."""
+        return compose(self.releases).neighboring_relation
+
+    @property
+    def sampler(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The sampler of the releases."""
+        return compose(self.releases).sampler
+
+    @property
+    def assumption(self) -> str:
+        return "only the best run is released, and never the number of runs"
+
+    def __post_init__(self) -> None:
+        one_of("Repeated", DISTRIBUTIONS, distribution=self.distribution)
+        positive("Repeated", mean=self.mean)
+        in_range("Repeated", 0 if self.distribution == "poisson" else 1, 1e6, mean=self.mean)
+        if not isinstance(self.releases, tuple) or not all(isinstance(pair, tuple) for pair in self.releases):
+            raise ValueError(f"Repeated: releases={self.releases!r} must be a tuple of pairs (event, count).")
+        for _, count in self.releases:
+            whole("Repeated", at_least=1, count=count)
+        compose(self.releases)
