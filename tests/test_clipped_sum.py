@@ -9,6 +9,7 @@ from parts import trained
 
 import torch_privacy as tp
 from torch_privacy._layout import PROOFS, Layouts, Merging
+from torch_privacy._plan import Budget
 from torch_privacy._tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -48,6 +49,7 @@ def one_group(model):
 def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
         monkeypatch.setattr("torch_privacy._tape.PORTION", 1)  # measured in several portions
+        monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
     expected = tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows
@@ -95,3 +97,28 @@ def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
     rows = one_backward_per_example(model, x, losses_of)
     torch.testing.assert_close(flat(total, 0), tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows)
     assert bool(measured) == wrong
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
+    """The norms come first, and then the sum by a backward of its own; by rows where some are left out."""
+    monkeypatch.setattr(Budget, "wants_second_backward", True)
+    model, x = CASES["linear, one position"]()
+    dropped, layouts = [], Layouts()
+
+    def clip(jacobian, group):
+        dropped.append([block.dropped for block in jacobian._blocks])
+        norms = jacobian.squared_norms().sqrt()
+        kept = norms.isfinite().nonzero().flatten()
+        jacobian = jacobian if len(kept) == len(x) else jacobian.select(kept)
+        return jacobian.weighted_sum(tp.Flat(1.0).factors(norms[kept]))
+
+    if bad:
+        x[1] = torch.inf
+    for _ in range(PROOFS + 1):
+        total = clipped_sum(model, x, layouts, one_group(model), clip, memory_budget=LEAST)
+    rows = one_backward_per_example(model, x, losses_of)
+    rows = rows[torch.arange(len(x)) != 1] if bad else rows
+    torch.testing.assert_close(flat(total, 0), tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows)
+    assert any(map(any, dropped))
+    assert any(dropped[-1]) != bad

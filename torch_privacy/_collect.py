@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ._check import Refused
 from ._plan import Budget
-from .jacobian import Block, Jacobian
+from .jacobian import Block, Jacobian, Native, NothingKept
 
 if TYPE_CHECKING:
-    from ._calls import Call
+    from ._calls import Call, Reached
+    from ._layout import Merging
     from ._tape import Source
     from ._verify import Checks
     from .ops import AnyLayout, Op, Use
@@ -32,6 +33,7 @@ class Collector:
         layouts: where the examples sit in the output of each.
         sources: weight's id -> what is known of it.
         budget: what may be kept; None keeps everything for any question that may be asked.
+        lets_go: whether the calls' inputs are not needed any more.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class Collector:
         layouts: Sequence[AnyLayout],
         sources: Mapping[int, Source],
         budget: Budget | None = None,
+        *,
+        lets_go: bool = False,
     ):
+        self._lets_go = lets_go
         self.blocks: list[Block] = []
         self._calls, self._layouts, self._sources = calls, layouts, sources
         self._budget = budget
@@ -57,7 +62,7 @@ class Collector:
         if self._budget is not None:
             self._budget.passed(call.size)
         uses = call.uses
-        if self._budget is not None:
+        if self._lets_go:
             call.forget()
         for use in uses:
             self._take_use(use, b, self._layouts[number])
@@ -109,6 +114,7 @@ class GroupSums:
         parameters: all recorded ones.
         blocks: the names behind each block that will come.
         checks: to be shown every group's rows.
+        native: gives the clipped sum of what was not kept.
     """
 
     def __init__(
@@ -120,8 +126,9 @@ class GroupSums:
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
         checks: Checks | None = None,
+        native: Native | None = None,
     ):
-        self._checks = checks
+        self._checks, self._native = checks, native
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -145,7 +152,7 @@ class GroupSums:
 
     def _finish(self, label: str) -> None:
         blocks = self._blocks.pop(label)
-        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True)
+        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True, native=self._native)
         jacobian = jacobian.restricted(self._groups[label])
         if self._checks is not None:
             self._checks.look(jacobian)
@@ -153,7 +160,13 @@ class GroupSums:
 
 
 def backward_into(
-    collector: Collector, losses: Tensor, cotangent: Tensor, calls: Sequence[Call], deepest: Sequence[bool]
+    collector: Collector,
+    losses: Tensor,
+    cotangent: Tensor,
+    calls: Sequence[Call],
+    deepest: Sequence[bool],
+    *,
+    retain_graph: bool = False,
 ) -> None:
     """One backward that stops at the calls; each b goes to the collector as soon as it is there, and is then freed.
 
@@ -166,7 +179,8 @@ def backward_into(
                 hook = _hand_over(collector, number, call.edge.output_nr, losses)
                 handles.append(call.edge.node.register_prehook(hook))
         ends = [number for number, last in enumerate(deepest) if last]
-        gradients = torch.autograd.grad(losses, [calls[number].edge for number in ends], cotangent, allow_unused=True)
+        edges = [calls[number].edge for number in ends]
+        gradients = torch.autograd.grad(losses, edges, cotangent, retain_graph=retain_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -180,3 +194,73 @@ def _hand_over(collector: Collector, number: int, output: int, losses: Tensor) -
         collector.take(number, gradients[output], losses)
 
     return hook
+
+
+class RowsAsTheyCome:
+    """The rows of one batch, which come op by op as the backward runs, and of which no more is kept than must be.
+
+    Args:
+        reached: what the losses were computed from; its graph is used up.
+        layouts: where the examples sit in the output of each call.
+        sources: weight's id -> what is known of it.
+        parameters: all recorded ones.
+        merging: examples whose mean is one row.
+    """
+
+    def __init__(
+        self,
+        reached: Reached,
+        layouts: Sequence[AnyLayout],
+        sources: Mapping[int, Source],
+        parameters: Mapping[str, Tensor],
+        merging: Merging | None,
+    ):
+        self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
+        self._layouts = layouts if merging is None else [merging.layout(layout) for layout in layouts]
+        losses = reached.losses
+        self._cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
+
+    def clipped_sum(
+        self, groups: Mapping[str, Sequence[str]], clip: Clip, budget: Callable[[], Budget], checks: Checks | None
+    ) -> dict[str, Tensor]:
+        """Of all groups, by name; ``checks`` see the rows first and must agree."""
+        if len(groups) > 1 or not budget().wants_second_backward:
+            return self._run(groups, clip, budget(), checks)
+        if checks is not None:  # these want rows
+            self._run(groups, lambda *_: {}, budget(), checks, retain_graph=True)
+        try:
+            dropping = budget()
+            dropping.may_drop = True
+            return self._run(groups, clip, dropping, retain_graph=True)
+        except NothingKept:  # some rows are to be left out
+            return self._run(groups, clip, budget())
+
+    def _run(
+        self,
+        groups: Mapping[str, Sequence[str]],
+        clip: Clip,
+        budget: Budget,
+        checks: Checks | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> dict[str, Tensor]:
+        losses, calls = self._reached.losses, self._reached.calls
+        collector = Collector(calls, self._layouts, self._sources, budget, lets_go=not retain_graph)
+        num_rows = len(losses) if self._merging is None else self._merging.count
+        sums = GroupSums(
+            groups, clip, num_rows, losses.dtype, self._parameters, collector.names, checks, self._native_sum
+        )
+        collector.on_block = sums.add
+        deepest = self._reached.deepest()
+        backward_into(collector, losses, self._cotangent, calls, deepest, retain_graph=retain_graph)
+        if checks is not None:
+            checks.conclude()
+        return sums.sums
+
+    def _native_sum(self, c: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """By a backward of the losses, each with the factor of its row."""
+        c = c.to(self._cotangent)
+        if self._merging is not None:
+            c = c[self._merging.assignment.to(c.device)] * self._cotangent
+        leaves = [self._parameters[name] for name in names]
+        return dict(zip(names, torch.autograd.grad(self._reached.losses, leaves, c, retain_graph=True), strict=True))

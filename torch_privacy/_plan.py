@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .ops import Method, Op
-from .ops._base import CHUNK_FLOATS
+from .ops._base import CHUNK_FLOATS, is_half
 from .ops.dense import Rows
 
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
@@ -28,7 +28,7 @@ class Choice:
     """What is done with one op once its b is known: how its norms are found, and what stays for the clipped sum."""
 
     method: Method
-    keeps: str  # "rows", or "x and b"
+    keeps: str  # "rows", "x and b", or "nothing": a second, native backward then gives the sum
     cost: float  # operations for norms and sum
     held: int  # bytes held until the sum
     passing: int = 0  # bytes of temporaries while the norms are taken
@@ -129,22 +129,37 @@ class Budget:
         parameters: bytes of the parameters, and so of their gradients.
     """
 
+    may_drop = False  # whether nothing may be kept: then the graph has to stay for a second backward
+
     def __init__(self, limit: float, activations: float, least: float, on_the_way: int, parameters: int):
         self._limit = limit * max(activations, parameters) if limit <= 100 else limit
+        self._least = least
         self._activations, self._on_the_way = activations, max(on_the_way, 1)
         self._passed, self._held, self._least_to_come = 0, 0, least
+
+    @property
+    def wants_second_backward(self) -> bool:
+        """Whether the limit is too small for one: it needs the activations to its end, which must be less."""
+        return self._least > max(self._limit, self._activations)
 
     def passed(self, size: int) -> None:
         """The backward has gone past an op with so many bytes of inputs and outputs."""
         self._passed += size
 
-    def choose(self, op: Op) -> Choice:
-        """The fastest choice that fits, now and with what must be held to the end, or the one that holds the least."""
+    def choose(self, op: Op, weight: Tensor) -> Choice:
+        """The fastest choice that fits, now and with what must be held to the end, or the one that holds the least.
+
+        A native backward sums in the weight's own type, so that nothing is dropped where that is half precision.
+        """
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
         left = self._activations * max(0.0, 1 - self._passed / self._on_the_way)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
+        if self.may_drop:
+            room = self._limit - self._held - self._activations
+            if not is_half(weight):
+                least = replace(least, keeps="nothing", held=0)
         choice = next((choice for choice in found if choice.held + choice.passing <= room), least)
         self._held += choice.held
         return choice

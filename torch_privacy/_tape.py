@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from ._calls import SCAN, Call, Output, Reached
 from ._check import Refused
-from ._collect import Clip, Collector, GroupSums, backward_into, make_op
+from ._collect import Clip, Collector, RowsAsTheyCome, make_op
 from ._functions import (
     EXPANSIONS,
     LIKE,
@@ -250,7 +250,8 @@ class Tape(TorchFunctionMode):
             graph: of the losses, where it was read already.
 
         Returns:
-            The clipped sum by name. While layouts are still measured everything is kept, and verified.
+            The clipped sum by name, which on the first batches is verified. Under a budget below what must be held,
+            the graph stays instead, and a second backward with the factors as cotangent gives the sum.
         """
         reached = self._reach(losses, may_miss, graph)
         calls, n = reached.calls, len(losses)
@@ -263,18 +264,11 @@ class Tape(TorchFunctionMode):
             checks = None
             if measured and not self.layouts.verified(calls):
                 checks = Checks(losses, self.parameters, reached.precision(), merging)
-            cotangent, num_rows = torch.ones_like(losses), n
-            if merging is not None:
-                layouts = [merging.layout(layout) for layout in layouts]
-                cotangent, num_rows = merging.weights().to(losses), merging.count
-            collector = Collector(calls, layouts, self._sources, self._budget(reached, memory_budget))
-            sums = GroupSums(groups, clip, num_rows, losses.dtype, self.parameters, collector.names, checks)
-            collector.on_block = sums.add
-            backward_into(collector, losses, cotangent, calls, reached.deepest())
+            rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging)
+            total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks)
             if checks is not None:
-                checks.conclude()
-                self.layouts.note_verified(reached.calls, n)
-        return sums.sums
+                self.layouts.note_verified(calls, n)
+        return total
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)

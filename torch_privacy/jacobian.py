@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -17,6 +17,14 @@ from .ops.dense import Rows, squared_lengths, sum_rows
 
 # Rows with at most this many numbers are put side by side, and answer together: each call has its price.
 SMALL = 2**16
+
+
+# (weights of the rows, names of parameters) -> the weighted sum in these, by a backward of its own
+Native = Callable[[Tensor, Sequence[str]], dict[str, Tensor]]
+
+
+class NothingKept(Exception):
+    """A question was asked of rows of which nothing but norms and one weighted sum can be had."""
 
 
 @dataclass(eq=False)
@@ -34,6 +42,7 @@ class Block:
     ops: list[Op] = field(default_factory=list)  # more than one: uses that have no common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, where they were taken already
     method: str = ""  # by which method
+    dropped: bool = False  # no op was kept
 
     @property
     def kind(self) -> str:
@@ -46,7 +55,7 @@ class Block:
 
         Not where the way back rounds: norms must be those of what is summed.
         """
-        return self.rearranged and not self.rounds and len(self.ops) == 1
+        return self.rearranged and not self.rounds and len(self.ops) <= 1
 
     @property
     def small_rows(self) -> Rows | None:
@@ -90,16 +99,20 @@ class Block:
             budget.hold(self.least_bytes)
             return  # norms are taken of many together
         (op,) = self.ops
-        choice = budget.choose(op)
+        choice = budget.choose(op, self.weight)
         self.method = choice.method.name
         if choice.keeps == "rows":
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
         else:
             self.norms = squared_norms(op, choice.method)
+        if choice.keeps == "nothing":
+            self.ops, self.dropped = [], True
 
     def select(self, index: Tensor | slice) -> Block:
         """The same block for some of the examples only."""
+        if self.dropped:
+            raise NothingKept
         norms = None if self.norms is None else self.norms[index]
         return replace(self, ops=[op.select(index) for op in self.ops], norms=norms)
 
@@ -222,8 +235,10 @@ class Jacobian:
         blocks: list[Block],
         *,
         used_up: bool = False,
+        native: Native | None = None,
     ):
         self.num_examples = num_examples
+        self._native = native  # for the blocks of which nothing was kept
         self._used_up = used_up  # by its first weighted sum, block by block, so that memory is freed on the way
         self._dtype = dtype
         self._all = parameters
@@ -258,9 +273,13 @@ class Jacobian:
         total = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self._unmet().items()}
         joined, values = self._joined()
         sums = (c.to(values.dtype) @ values).split([block.weight.numel() for block in joined]) if joined else ()
+        dropped = [block for block in self._blocks if block.dropped]
         parts = [{block.names[0]: part.view(block.weight.shape)} for block, part in zip(joined, sums, strict=True)]
-        done = {id(block) for block in joined}
+        done = {id(block) for block in (*joined, *dropped)}
         others = (self._sum_of(block, c) for block in self._blocks if id(block) not in done)
+        if dropped:
+            assert self._native is not None
+            parts.append(self._native(c, [block.names[0] for block in dropped]))
         for part in chain(parts, others):
             for name, tensor in part.items():
                 total[name] = total[name] + tensor if name in total else tensor
@@ -312,7 +331,7 @@ class Jacobian:
         return self._like(self.num_examples, kept, blocks)
 
     def _like(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
-        other = Jacobian(num_examples, self._dtype, self._all, blocks, used_up=self._used_up)
+        other = Jacobian(num_examples, self._dtype, self._all, blocks, used_up=self._used_up, native=self._native)
         other._parameters = parameters
         return other
 
