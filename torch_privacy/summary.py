@@ -146,8 +146,7 @@ def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
 
 def tradeoff_of(profile: privacy.Profile) -> privacy.Bracket[privacy.tradeoff.PiecewiseLinear]:
     """The trade-off function of a profile, whichever direction is dearer, between certified bounds."""
-    furthest = min(max(profile.epsilon(1e-12).low, 1e-6), 600.0)
-    return privacy.tradeoff.from_bounds(profile.delta, thresholds=np.linspace(0, furthest, 257))
+    return privacy.tradeoff.of_profile(profile)["symmetrized"]
 
 
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch_privacy.privacy.tradeoff import (
     compare,
     enclosed,
     from_bounds,
+    of_profile,
     subsampled,
     symmetrized,
     tensor,
@@ -163,7 +164,7 @@ def test_curve_from_bounds_on_its_profile_encloses_it(f, error):
 
 def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
     profile = privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)])
-    low, high = from_bounds(profile.delta, thresholds=np.linspace(0, profile.epsilon(1e-12).high, 257))
+    low, high = of_profile(profile)["symmetrized"]
     assert low <= high
     at = profile.tradeoff(ALPHA)
     assert (low(ALPHA) <= at.high + 1e-12).all()
@@ -172,6 +173,32 @@ def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
         certified = profile.epsilon(delta)
         assert low.delta(certified.low) >= delta * (1 - 1e-6)
         assert high.delta(certified.high) <= delta * (1 + 1e-6)
+
+
+def test_directions_of_a_composition_are_inverse_and_above_the_symmetrized_one():
+    curves = of_profile(privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)]))
+    remove, add, both = curves["remove"], curves["add"], curves["symmetrized"]
+    for one, other in ((remove, add), (add, remove)):
+        np.testing.assert_allclose(one.low(ALPHA), other.low.inverse()(ALPHA), atol=1e-9)
+        assert both.low <= one.high
+    for side in ("low", "high"):
+        hull = symmetrized(getattr(remove, side))
+        np.testing.assert_allclose(getattr(both, side)(ALPHA), hull(ALPHA), atol=1e-3)
+
+
+def test_directions_of_one_step_enclose_its_closed_form():
+    exact = subsampled(Gaussian(1.0), 0.1)
+    curves = of_profile(privacy.compose([(privacy.SubsampledGaussian(1.0, 0.1), 1)]))
+    for name, f in {"remove": exact, "add": exact.inverse(), "symmetrized": symmetrized(exact)}.items():
+        assert compare(curves[name].low, f).excess < 1e-11
+        assert compare(f, curves[name].high).excess < 1e-11
+        assert (curves[name].high(ALPHA) - curves[name].low(ALPHA)).max() < 0.01
+
+
+def test_both_directions_of_full_batches_are_one():
+    curves = of_profile(privacy.compose([(privacy.Gaussian(2.0), 4)]))
+    assert curves.keys() == {"symmetrized"}
+    assert curves["symmetrized"].low <= Gaussian(1.0) <= curves["symmetrized"].high
 
 
 @pytest.mark.parametrize("thresholds", [[0, 1], [0.1, 1, 2], [0, 2, 1], [[0, 1, 2]]])

@@ -9,6 +9,8 @@ from .base import Array as Array
 from .base import Comparison as Comparison
 from .base import TradeOff as TradeOff
 from .base import compare as compare
+from .bounds import from_bounds as from_bounds
+from .bounds import of_profile as of_profile
 from .closed import IDENTITY as IDENTITY
 from .closed import EpsilonDelta as EpsilonDelta
 from .closed import Gaussian as Gaussian
@@ -29,5 +31,4 @@ from .sampled import Subsampled as Subsampled
 from .sampled import SubsampledInverse as SubsampledInverse
 from .sampled import subsampled as subsampled
 from .tensor import enclosed as enclosed
-from .tensor import from_bounds as from_bounds
 from .tensor import tensor as tensor

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trade-off functions between certified bounds, from profiles of which only bounds are known."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..bracket import Array, Bracket
+from .pieces import PiecewiseLinear, hull
+
+FURTHEST = 600.0  # largest threshold
+NEGLIGIBLE = 1e-12  # δ beyond the last threshold
+TO_TWENTY = tuple(np.linspace(0, 20, 257).tolist())
+
+
+class Priced(Protocol):
+    """What `of_profile` asks of a ``privacy.Profile``."""
+
+    @property
+    def directions(self) -> Mapping[str, Any]:
+        """Curves with ``delta(epsilon)``, as brackets, by "remove" and "add", or as "both" if they are the same."""
+        ...
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        """The larger δ of both directions."""
+        ...
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        """The larger ε of both directions."""
+        ...
+
+
+def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[PiecewiseLinear]]:
+    """The trade-off functions of a composition, each between certified bounds.
+
+    Args:
+        profile: what `privacy.compose` returned.
+        pieces: how many thresholds are asked for; each costs some milliseconds.
+
+    Returns:
+        "remove" (without the example against with it) and "add", unless they are the same; and "symmetrized", the
+        price whichever direction is dearer, which is what to report.
+
+    Example:
+        >>> from torch_privacy import privacy
+        >>> curves = of_profile(privacy.compose([(privacy.SubsampledGaussian(1.0, 0.01), 1000)]))
+        >>> [round(float(curves[name].low(0.01)), 3) for name in ("remove", "add", "symmetrized")]
+        [0.971, 0.974, 0.971]
+    """
+    furthest = min(max(profile.epsilon(NEGLIGIBLE).low, 1e-6), FURTHEST)
+    thresholds = np.linspace(0, furthest, pieces + 1)
+    curves = {"symmetrized": from_bounds(profile.delta, thresholds=thresholds)}
+    if len(profile.directions) == 2:
+        remove, add = (profile.directions[name].delta for name in ("remove", "add"))
+        curves |= {"remove": from_bounds(remove, add, thresholds), "add": from_bounds(add, remove, thresholds)}
+    return curves
+
+
+def from_bounds(
+    profile: Callable[[float], Bracket[float]],
+    reverse: Callable[[float], Bracket[float]] | None = None,
+    thresholds: Sequence[float] | Array = TO_TWENTY,
+) -> Bracket[PiecewiseLinear]:
+    """The trade-off function of a profile of which bounds are known, such as `privacy.Profile.delta`.
+
+    ``low`` is the highest of the lines ``1 - δ - e^ε α`` with the upper bounds of δ. ``high`` is the trade-off
+    function of a convex function below δ: the lines through a lower bound at a threshold and an upper bound one
+    threshold further away.
+
+    Args:
+        profile: bracket of δ at any ε >= 0, in the direction of this trade-off function.
+        reverse: the other direction's; by default the same, for the price in whichever direction is dearer.
+        thresholds: ε at which to ask, ascending from 0; the last one should have a δ that no longer matters.
+
+    Guarantees:
+        - ``low <= f <= high`` everywhere, whatever lies between the thresholds.
+
+    Example:
+        >>> from torch_privacy import privacy
+        >>> steps = privacy.compose([(privacy.SubsampledGaussian(1.0, 0.01), 1000)])
+        >>> low, high = from_bounds(steps.delta)
+        >>> low <= high, round(float(low(0.1)), 3)
+        (True, 0.805)
+    """
+    epsilon = np.asarray(thresholds, float)
+    if epsilon.ndim != 1 or len(epsilon) < 3 or epsilon[0] != 0 or not (np.diff(epsilon) > 0).all():
+        raise ValueError("tradeoff.from_bounds: thresholds must be at least three numbers that rise from 0.")
+    low, high = np.array([profile(value) for value in epsilon.tolist()]).T
+    other_low, other_high = low, high
+    if reverse is not None:
+        other_low, other_high = np.array([reverse(value) for value in epsilon.tolist()]).T
+    below = highest_of_lines(epsilon, high, epsilon, other_high)
+    corners, other_corners = _under(epsilon, low, high, other_high), _under(epsilon, other_low, other_high, high)
+    return Bracket(below, highest_of_lines(*corners, *other_corners))
+
+
+def highest_of_lines(forth: Array, delta: Array, back: Array, reverse: Array) -> PiecewiseLinear:
+    """The maximum of 0 and the lines ``β = 1 - δ - e^ε α`` and ``α = 1 - δ' - e^ε' β``, thresholds from 0 on.
+
+    Written as ``a α + b β = c`` with a and b at most as large as e^ε on their own side, no digit is lost.
+    """
+    a = np.concatenate([np.exp(forth)[::-1], np.ones(len(back))])
+    b = np.concatenate([np.ones(len(forth)), np.exp(back)])
+    c = np.concatenate([1 - delta[::-1], 1 - reverse])
+    kept: list[int] = []
+    for line in range(len(a)):  # from the steepest to the flattest
+        while kept and _meet(a, b, c, kept[-1], line)[0] <= (_meet(a, b, c, kept[-2], kept[-1])[0] if kept[1:] else 0):
+            kept.pop()
+        kept.append(line)
+    while len(kept) > 1 and _meet(a, b, c, kept[-2], kept[-1])[1] <= 0:  # below 0 from the start
+        kept.pop()
+    first, last = kept[0], kept[-1]
+    inner = [_meet(a, b, c, *pair) for pair in pairwise(kept)]
+    alpha, beta = np.array([(0.0, c[first] / b[first]), *inner, (c[last] / a[last], 0.0)]).T
+    return hull(alpha, np.minimum(beta, 1 - alpha))
+
+
+def _meet(a: Array, b: Array, c: Array, i: int, k: int) -> tuple[float, float]:
+    """Where two lines cross; at (∞, -∞) for the same slope if the later line is lower, else at (-∞, ∞)."""
+    with np.errstate(over="ignore"):
+        determinant = a[i] * b[k] - a[k] * b[i]
+        if determinant == 0:
+            return (-np.inf, np.inf) if c[k] * b[i] >= c[i] * b[k] else (np.inf, -np.inf)
+        if a[i] >= b[i]:  # the second coordinate from the line, so that an error of the first moves along it
+            alpha = (c[i] * b[k] - c[k] * b[i]) / determinant
+            return alpha, (c[i] - a[i] * alpha) / b[i]
+        beta = (a[i] * c[k] - a[k] * c[i]) / determinant
+        return (c[i] - b[i] * beta) / a[i], beta
+
+
+def _under(epsilon: Array, low: Array, high: Array, other_high: Array) -> tuple[Array, Array]:
+    """Corners (ε, δ) of a function that is convex in x = e^ε and lies below every profile within the bounds.
+
+    On [x_i, x_i+1] it is the higher of the line through (x_i-1, high), (x_i, low) and the one through (x_i+1, low),
+    (x_i+2, high). Before the first point duality gives ``δ(1/x) = 1 - 1/x + δ'(x)/x``; beyond the last, δ >= 0.
+    """
+    x = np.exp(np.minimum(epsilon, FURTHEST))
+    width, before = np.diff(x), 1 / x[1]
+    high_before = 1 - before + before * other_high[1]
+    falling = (low[:-1] - np.append(high_before, high[:-2])) / np.diff(np.append(before, x[:-1]))
+    rising = np.minimum(np.append((high[2:] - low[1:-1]) / width[1:], 0.0), 0.0)  # δ falls, so no line need rise
+    with np.errstate(invalid="ignore", divide="ignore"):  # parallel lines meet anywhere
+        meet = (low[1:] - rising * width - low[:-1]) / (falling - rising)
+    meet = np.clip(np.nan_to_num(meet), 0, width)
+    corner = low[1:] - rising * (width - meet)
+    points = np.concatenate([x, x[:-1] + meet])
+    order = np.argsort(points, kind="stable")
+    return np.log(points[order]), np.concatenate([np.append(low[:-1], 0.0), corner])[order]
