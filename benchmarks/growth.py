@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from models import Problem, gpt, mlp, mnist_cnn, place
-from step import Clock, Place, clocks
+from step import Clock, Place, clocks, keep_memory
 
 COLORS = {"non-private": "#55606e", "ours": "#1f5fbf"}  # the contenders
 STYLE: dict[Any, Any] = {
@@ -150,6 +150,7 @@ def main() -> None:
     if chosen.measured:
         draw(json.loads(chosen.measured.read_text()), chosen.picture)
         return
+    keep_memory()
     where, points = Place(chosen.device), []
     for panel in PANELS:
         print(f"{panel.title}: {panel.size_name}", flush=True)

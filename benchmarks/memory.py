@@ -1,47 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a step once layouts are known: ours, without noise, and non-private training, on a CPU under Linux.
+"""Peak of the memory that tensors take in a step: non-private, ours on the first batches, and ours from then on.
 
-    python benchmarks/memory.py                # the networks of docs/benchmarks.md
-    python benchmarks/memory.py gpt cifar_cnn  # some
+    python benchmarks/memory.py                     # the networks of docs/benchmarks.md
+    python benchmarks/memory.py gpt cifar_cnn       # some
+    python benchmarks/memory.py gpt --budget 1.5    # with another ``memory_budget``
 
-Four steps come first, two of which measure where the examples sit and keep everything; what they left is given back to
-the system (``malloc_trim`` of glibc). Printed is the peak of three more steps above the loaded model, in MiB, each
-contender in a process of its own.
+Counted is what torch allocates and frees, as its profiler reports it, above the loaded model and its batch: the same
+on every run, whatever malloc makes of it. The first two batches are those on which layouts are measured and proved.
 """
 
-import ctypes
-import multiprocessing
-import sys
+import argparse
+import warnings
+from collections.abc import Callable
 
 import step
+from models import MODELS
+from torch.profiler import ProfilerActivity, profile
 
-NETWORKS = ["mlp", "mnist_cnn", "cifar_cnn", "resnet20_gn", "gpt"]
-CONTENDERS = ["non-private", "ours-no-noise"]
+from torch_privacy._tape import MEMORY_BUDGET
+
+NETWORKS = ["adult", "mlp", "mnist_cnn", "cifar_cnn", "resnet20_gn", "gpt", "bilstm_imdb", "gpt2_small"]
 
 
-def settled_peak(network: str, contender: str) -> float:
-    place = step.Place()
-    make_step = step.CONTENDERS[contender](place.load(network))
-    loaded = step._status("VmRSS")
-    for _ in range(4):
+def peak(make_step: Callable[[], object]) -> float:
+    """MiB that one step takes at most beyond what it began with."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         make_step()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    step._reset_peak(place)
-    for _ in range(3):
-        make_step()
-    return (step._peak(place) - loaded) / 2**20
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most / 2**20
 
 
-def main(networks: list[str]) -> None:
-    context = multiprocessing.get_context("spawn")
-    print(f"{'':16}" + "".join(f"{name:>16}" for name in CONTENDERS) + f"{'ratio':>8}")
-    for network in networks:
-        peaks = []
-        for contender in CONTENDERS:
-            with context.Pool(1) as pool:
-                peaks.append(pool.apply(settled_peak, (network, contender)))
-        print(f"{network:16}" + "".join(f"{peak:16.0f}" for peak in peaks) + f"{peaks[1] / peaks[0]:8.2f}", flush=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Peak memory of one training step.")
+    parser.add_argument("networks", nargs="*", metavar="network", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--budget", type=float, default=MEMORY_BUDGET, help="memory_budget of ours")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"{'':14}{'non-private':>12}{'ours':>9}{'ratio':>7}{'first batches':>15}{'ratio':>7}   MiB")
+    for network in chosen.networks or NETWORKS:
+        plain = step.non_private(step.Place().load(network))
+        plain()
+        base = peak(plain)
+        ours = step.ours_without_noise(step.Place().load(network), chosen.budget)
+        first = max(peak(ours) for _ in range(2))
+        settled = sorted(peak(ours) for _ in range(3))[1]  # a spot check may fall on one
+        ratios = settled / base, first / base
+        print(f"{network:14}{base:12.1f}{settled:9.1f}{ratios[0]:7.2f}{first:15.1f}{ratios[1]:7.2f}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or NETWORKS)
+    main()

@@ -13,12 +13,18 @@ GPU as allocated there). A contender that cannot do a network says why, and the 
 sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
 the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
 same. Other programs on the machine spoil the numbers, those of several threads above all.
+
+Under glibc, malloc gives memory back to the system and asks for it again as chance has it, which costs some contender
+or other up to a third of its time: so the script starts itself anew with malloc told to keep what it has. ``--malloc``
+leaves that out.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -35,7 +41,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._layout import Layouts
-from torch_privacy._tape import Tape
+from torch_privacy._tape import MEMORY_BUDGET, Tape
 
 Step = Callable[[], int]  # makes one step, gives the number of its examples
 Maker = Callable[[Problem], Step]
@@ -45,6 +51,15 @@ VMAP_COPIES = 2.5  # peak memory of its step over the bytes of the rows, as meas
 DATA_BYTES = 2**28  # of the data set that ``ours`` samples from
 WARM_UP = 4  # steps; the first ones of ours measure where the examples lie
 FEW, HOPELESS = 5, 20  # after so many rounds a contender that is so many times slower than non-private drops out
+
+
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # of glibc; others do not know them
+
+
+def keep_memory() -> None:
+    """Start this program anew, with malloc told to keep what it has, unless it was told already."""
+    if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -73,7 +88,7 @@ def non_private(problem: Problem) -> Step:
     return step
 
 
-def ours_without_noise(problem: Problem) -> Step:
+def ours_without_noise(problem: Problem, memory_budget: float = MEMORY_BUDGET) -> Step:
     model, x, y = problem
     optimizer, clipping, layouts = sgd(model), tp.Flat(1.0), Layouts()
     parameters, buffers = dict(model.named_parameters()), list(model.buffers())
@@ -84,7 +99,7 @@ def ours_without_noise(problem: Problem) -> Step:
     def step() -> int:
         with Tape(parameters, buffers, layouts, len(x)) as tape:
             losses = per_example(model(x), y)
-        clipped_sum = tape.clipped_sum(losses, {"all": tuple(parameters)}, clip)
+        clipped_sum = tape.clipped_sum(losses, {"all": tuple(parameters)}, clip, memory_budget=memory_budget)
         for name, p in parameters.items():
             p.grad = clipped_sum[name].to(p.dtype)
         apply(optimizer)
@@ -436,6 +451,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--json", type=Path, help="file to which the results are appended, one JSON object a line")
+    parser.add_argument("--malloc", action="store_true", help="leave malloc as it is")
     chosen = parser.parse_args()
     chosen.models = chosen.models or [make.__name__ for make in ON_CPU]
     chosen.contenders = list(dict.fromkeys(["non-private", *chosen.contenders.split(",")]))
@@ -447,6 +463,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     chosen = arguments()
+    if not chosen.malloc:
+        keep_memory()
     warnings.simplefilter("ignore")
     place = Place(chosen.device, chosen.dtype)
     print(place.describe(), flush=True)
