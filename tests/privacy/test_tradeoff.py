@@ -273,6 +273,25 @@ def test_mu_of_a_subsampled_gaussian_tends_to_that_without_sampling():
     assert values[0] < 0.05 < 0.3 < values[-1] < 1
 
 
+EXTREME = [
+    *(Gaussian(mu) for mu in (1e-6, 1e3)),
+    *(Laplace(epsilon) for epsilon in (1e-9, 1e3)),
+    *(EpsilonDelta(epsilon, budget) for epsilon in (0.0, 1e4) for budget in (0.0, 0.999)),
+    *(JL(sigma, r) for sigma in (0.01, 1e3) for r in (1, 10_000)),
+]
+
+
+@pytest.mark.parametrize("f", EXTREME, ids=repr)
+def test_extremes_are_answered_without_a_warning(f):
+    epsilon = np.array([-2000.0, -50.0, 0.0, 50.0, 2000.0])
+    for g in (f, subsampled(f, 1e-9), subsampled(f, 0.5).inverse(), symmetrized(subsampled(f, 0.5))):
+        delta, beta = g.delta(epsilon), g(np.array([0.0, 1e-300, 0.5, 1.0]))
+        assert ((delta >= 0) & (delta <= 1 + 1e-12)).all()
+        assert (np.diff(delta) <= 1e-12).all()
+        assert ((beta >= 0) & (beta <= 1)).all()
+        assert beta[-1] == 0
+
+
 def test_comparison_says_whether_it_is_certain():
     assert compare(EpsilonDelta(1.0), Laplace(1.0)) == (True, True, 0)
     holds, certified, excess = compare(Laplace(1.0), EpsilonDelta(1.0))

@@ -4,10 +4,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import log_ndtr, ndtr, ndtri
+from scipy.special import expit, log_ndtr, ndtr, ndtri
 
 from ..._check import in_range, non_negative, positive
 from .base import Array, TradeOff
+
+LARGEST = 700.0  # e^ε is as good as infinite there
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ class EpsilonDelta(TradeOff):
         in_range("tradeoff.EpsilonDelta", 0, 1, one_minus_budget=1 - self.budget)
 
     def __call__(self, alpha: float | Array) -> float | Array:
-        rest, x = 1 - self.budget, np.exp(self.epsilon)
+        rest, x = 1 - self.budget, np.exp(min(self.epsilon, LARGEST))
         alpha = np.asarray(alpha, float)[()]
         return np.maximum(np.maximum(rest - x * alpha, (rest - alpha) / x), 0)
 
     def delta(self, epsilon: float | Array) -> float | Array:
         # Masses of the pair at the losses ∞, ε, -ε: δ, (1 - δ) / (1 + e^-ε), (1 - δ) / (1 + e^ε).
         rest = 1 - self.budget
-        high, low = rest / (1 + np.exp(-self.epsilon)), rest / (1 + np.exp(self.epsilon))
+        high, low = rest * expit(self.epsilon), rest * expit(-self.epsilon)
         epsilon = np.asarray(epsilon, float)[()]
         gain = high * np.maximum(-np.expm1(np.minimum(epsilon - self.epsilon, 0)), 0)
         return self.budget + gain + low * np.maximum(-np.expm1(np.minimum(epsilon + self.epsilon, 0)), 0)
@@ -89,7 +91,7 @@ class EpsilonDelta(TradeOff):
     @property
     def corners(self) -> tuple[Array, Array]:
         rest = 1 - self.budget
-        middle = rest / (1 + np.exp(self.epsilon))
+        middle = rest * expit(-min(self.epsilon, LARGEST))
         return np.array([0.0, middle, rest]), np.array([rest, middle, 0.0])
 
 
@@ -122,7 +124,7 @@ class Laplace(TradeOff):
         positive("tradeoff.Laplace", epsilon=self.epsilon)
 
     def __call__(self, alpha: float | Array) -> float | Array:
-        alpha, low = np.asarray(alpha, float)[()], np.exp(-self.epsilon)
+        alpha, low = np.asarray(alpha, float)[()], np.exp(-min(self.epsilon, LARGEST))
         middle = low / (4 * np.clip(alpha, low / 2, 0.5))
         return np.where(alpha < low / 2, 1 - alpha / low, np.where(alpha > 0.5, low * (1 - alpha), middle))[()]
 

@@ -104,7 +104,7 @@ class PiecewiseLinear(TradeOff):
         return np.interp(alpha, self.alpha, self.beta)
 
     def delta(self, epsilon: float | Array) -> float | Array:
-        x = np.exp(np.asarray(epsilon, float))
+        x = np.exp(np.minimum(np.asarray(epsilon, float), 700.0))  # as good as infinite
         best = np.searchsorted(-self._rates, -x)  # the corner that a line of slope -x supports
         return np.maximum(1 - self.beta[best] - x * self.alpha[best], 0.0)
 

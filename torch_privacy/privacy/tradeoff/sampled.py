@@ -68,7 +68,7 @@ class SubsampledInverse(TradeOff):
     def delta(self, epsilon: float | Array) -> float | Array:
         epsilon = np.asarray(epsilon, float)
         with np.errstate(divide="ignore"):  # log 0 = -∞ is right for q = 1
-            rest = -np.expm1(epsilon + np.log1p(-self.probability))
+            rest = -np.expm1(np.minimum(epsilon + np.log1p(-self.probability), 1.0))
         loss = np.log(self.probability) + epsilon - np.log(np.where(rest > 0, rest, 1.0))
         return np.where(rest > 0, rest * self.f.inverse().delta(loss), 0.0)[()]
 
