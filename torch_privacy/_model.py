@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ._check import Refused
 
@@ -91,10 +91,12 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse LBFGS, and batch normalization in training mode, which mixes a batch's examples."""
+    """Refuse optimizers that do not fit, and batch normalization in training mode, which mixes a batch's examples."""
     check_not_compiled(model)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
+    if isinstance(optimizer, SparseAdam):
+        raise Refused("PrivateTraining: SparseAdam takes sparse gradients only, and noise is dense; use Adam.")
     offenders = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if offenders:
         listed = ", ".join(
