@@ -24,6 +24,7 @@ EXPORTED = {
     "embedding and residual": [(privacy.SubsampledGEP(2.0, 0.01), 20)],
     "adaptive": [(privacy.SubsampledAdaptiveClip(1.2, 10.0, 0.01), 20)],
     "zero-out": [(privacy.SubsampledGaussian(1.1, 0.01, privacy.NeighboringRelation.REPLACE_SPECIAL), 10)],
+    "count": [(privacy.Laplace(3.0), 4), (STEP, 10)],
     "nothing": [],
 }
 
@@ -47,7 +48,7 @@ def test_round_trip_keeps_the_price(name):
 
 
 def test_round_trip_of_gaussian_steps_is_the_identity():
-    for name in ("sampled", "full batch", "schedule"):
+    for name in ("sampled", "full batch", "schedule", "count"):
         assert interop.from_dp_event(interop.to_dp_event(EXPORTED[name])) == EXPORTED[name]
 
 
@@ -88,6 +89,7 @@ def test_ledger_goes_out_and_comes_back(tmp_path):
 REPLACE = privacy.NeighboringRelation.REPLACE_ONE
 NOT_EXPORTED = {
     "replace one": (privacy.SubsampledGaussian(1.1, 0.01, REPLACE), "SubsampledGaussian.* is priced for replace-one"),
+    "projections": (privacy.SubsampledJL(1.3, 16, 0.01), "SubsampledJL.* is neither a Poisson-sampled Gaussian nor"),
     "fixed size": (privacy.FixedSizeGaussian(1.1, 0.01), "FixedSizeGaussian.* is priced for replace-one"),
 }
 

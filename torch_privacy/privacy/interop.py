@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from .._check import Refused
+from .counts import Laplace
+from .discrete import LaplacePair
 from .event import LAWS, Event, NeighboringRelation
 from .gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
 from .law import SubsampledNormal
@@ -28,12 +30,13 @@ def to_dp_event(releases: Ledger | Releases) -> Any:
         releases: a ledger, or pairs (event, how often) as for `compose`.
 
     Returns:
-        A ``ComposedDpEvent`` of ``GaussianDpEvent`` or ``PoissonSampledDpEvent`` of it, each with its count. Several
-        blocks on one sample become the one Gaussian that they amount to.
+        A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of it and ``LaplaceDpEvent``, each
+        with its count. Several blocks on one sample become the one Gaussian that they amount to.
 
     Raises:
-        Refused: an event has no counterpart: its law is no Poisson-sampled Gaussian, or neighbors replace one example
-            (then dp-accounting's accountants disagree on what a noise multiplier is relative to).
+        Refused: an event has no counterpart: its law is neither a Poisson-sampled Gaussian nor Laplace noise, or
+            neighbors replace one example (then dp-accounting's accountants disagree on what a noise multiplier is
+            relative to).
         ImportError: dp-accounting is not installed.
 
     Example:
@@ -113,14 +116,24 @@ def _no_counterpart(event: Event) -> str:
     """Why an event cannot be told to dp-accounting; "" if it can."""
     if event.neighboring_relation is NeighboringRelation.REPLACE_ONE:
         return "is priced for replace-one, where dp-accounting's accountants take noise multipliers differently"
-    return "" if isinstance(LAWS[type(event)](event), SubsampledNormal) else "is no Poisson-sampled Gaussian"
+    return (
+        "" if type(LAWS[type(event)](event)) in DP_EVENTS else "is neither a Poisson-sampled Gaussian nor Laplace noise"
+    )
 
 
 def _one_dp_event(event: Event, dp_event: ModuleType) -> Any:
     law = LAWS[type(event)](event)
-    assert isinstance(law, SubsampledNormal)  # else refused before
-    noise = getattr(event, "noise_multiplier", None)  # as given, if it is that of the law: 1 / (1 / 1.1) is not 1.1
-    gaussian = dp_event.GaussianDpEvent(noise if noise and 1 / noise == law.shift else 1 / law.shift)
+    return DP_EVENTS[type(law)](law, _noise(event, law.shift), dp_event)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _noise(event: Event, shift: float) -> float:
+    """The noise multiplier of a law; as given in the event if it is the same, for 1 / (1 / 1.1) is not 1.1."""
+    given = getattr(event, "noise_multiplier", None)
+    return given if given and 1 / given == shift else 1 / shift
+
+
+def _gaussian_dp_event(law: SubsampledNormal, noise: float, dp_event: ModuleType) -> Any:
+    gaussian = dp_event.GaussianDpEvent(noise)
     return gaussian if law.probability == 1 else dp_event.PoissonSampledDpEvent(law.probability, gaussian)
 
 
@@ -151,9 +164,14 @@ def _gaussian(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     yield Gaussian(float(event.noise_multiplier)), count
 
 
-# Kinds of DpEvent, by name. One more is one more line here.
+# From one-step laws to a DpEvent, and from kinds of DpEvent, by name. One more is one more line here.
+DP_EVENTS: dict[type, Callable[[Any, float, ModuleType], Any]] = {
+    SubsampledNormal: _gaussian_dp_event,
+    LaplacePair: lambda law, noise, dp_event: dp_event.LaplaceDpEvent(noise),
+}
 KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {
     "GaussianDpEvent": _gaussian,
+    "LaplaceDpEvent": lambda event, count: iter([(Laplace(float(event.noise_multiplier)), count)]),
     "PoissonSampledDpEvent": _sampled,
     "ComposedDpEvent": lambda event, count: (pair for part in event.events for pair in _flattened(part, count)),
     "SelfComposedDpEvent": lambda event, count: _flattened(event.event, count * event.count),
