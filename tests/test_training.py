@@ -1263,6 +1263,13 @@ def test_input_normalised_over_the_batch_is_refused():
         train(training_of(model))
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_do_not_fit_are_refused(optimizer):
+    model, settings = nn.Linear(3, 2), {"expected_batch_size": 2, "num_steps": 3, "noise_multiplier": 1.0}
+    with pytest.raises(tp.Refused, match=optimizer.__name__):
+        tp.PrivateTraining(model, optimizer(model.parameters()), data(), clipping=tp.Flat(1.0), **settings)
+
+
 def test_buffer_that_learns_is_refused():
     class Running(nn.Module):
         def __init__(self):
