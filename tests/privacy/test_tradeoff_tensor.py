@@ -162,6 +162,17 @@ def test_curve_from_bounds_on_its_profile_encloses_it(f, error):
         assert (high(ALPHA) - low(ALPHA)).mean() < 1e-2
 
 
+@given(SIMPLE, st.lists(st.floats(0.1, 3), min_size=2, max_size=6))
+def test_curve_from_a_few_thresholds_still_encloses(f, widths):
+    def exact(g):
+        return lambda epsilon: privacy.Bracket(float(g.delta(epsilon)), float(g.delta(epsilon)))
+
+    for g in (f, subsampled(f, 0.3)):
+        low, high = from_bounds(exact(g), exact(g.inverse()), np.cumsum([0.0, *widths]))
+        assert compare(low, g).holds
+        assert compare(g, high).holds
+
+
 def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
     profile = privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)])
     low, high = of_profile(profile)["symmetrized"]
