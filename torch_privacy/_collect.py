@@ -88,7 +88,7 @@ class Collector:
             if block.stands_alone and self._sharing[block.names[0]] == 1:
                 block.reduce(self._budget)
             else:
-                self._budget.hold(block.least_bytes)
+                block.hold(self._budget)
         if self.on_block is None:
             self.blocks.append(block)
         else:
@@ -113,6 +113,7 @@ class GroupSums:
         dtype: type of the losses.
         parameters: all recorded ones.
         blocks: the names behind each block that will come.
+        budget: is told what is not held any more.
         checks: to be shown every group's rows.
         native: gives the clipped sum of what was not kept.
     """
@@ -125,10 +126,11 @@ class GroupSums:
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
+        budget: Budget,
         checks: Checks | None = None,
         native: Native | None = None,
     ):
-        self._checks, self._native = checks, native
+        self._budget, self._checks, self._native = budget, checks, native
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -157,6 +159,7 @@ class GroupSums:
         if self._checks is not None:
             self._checks.look(jacobian)
         self.sums |= self._clip(jacobian, label)
+        self._budget.release(sum([block.held for block in blocks]))
 
 
 def backward_into(
@@ -248,7 +251,7 @@ class RowsAsTheyCome:
         collector = Collector(calls, self._layouts, self._sources, budget, lets_go=not retain_graph)
         num_rows = len(losses) if self._merging is None else self._merging.count
         sums = GroupSums(
-            groups, clip, num_rows, losses.dtype, self._parameters, collector.names, checks, self._native_sum
+            groups, clip, num_rows, losses.dtype, self._parameters, collector.names, budget, checks, self._native_sum
         )
         collector.on_block = sums.add
         deepest = self._reached.deepest()

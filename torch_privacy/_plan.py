@@ -169,6 +169,10 @@ class Budget:
         self._held += size
         self._least_to_come -= size
 
+    def release(self, size: int) -> None:
+        """So many bytes are not held any more."""
+        self._held -= size
+
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, those that share memory counted once."""

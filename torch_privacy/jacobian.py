@@ -43,6 +43,7 @@ class Block:
     norms: Tensor | None = None  # squared norms (n,) of the rows, where they were taken already
     method: str = ""  # by which method
     dropped: bool = False  # no op was kept
+    held: int = 0  # bytes that a budget counts for it
 
     @property
     def kind(self) -> str:
@@ -96,11 +97,11 @@ class Block:
     def reduce(self, budget: Budget) -> None:
         """Take the norms of a block that stands for itself, and keep no more than the budget allows."""
         if self.small_rows is not None:
-            budget.hold(self.least_bytes)
+            self.hold(budget)
             return  # norms are taken of many together
         (op,) = self.ops
         choice = budget.choose(op, self.weight)
-        self.method = choice.method.name
+        self.method, self.held = choice.method.name, choice.held
         if choice.keeps == "rows":
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
@@ -108,6 +109,11 @@ class Block:
             self.norms = squared_norms(op, choice.method)
         if choice.keeps == "nothing":
             self.ops, self.dropped = [], True
+
+    def hold(self, budget: Budget) -> None:
+        """Keep all of it: its rows must be joined with others'."""
+        self.held = self.least_bytes
+        budget.hold(self.held)
 
     def select(self, index: Tensor | slice) -> Block:
         """The same block for some of the examples only."""
