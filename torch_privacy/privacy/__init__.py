@@ -9,7 +9,13 @@ from .approximate import rdp as rdp
 from .approximate import sampled_epsilon as sampled_epsilon
 from .approximate import scaled_epsilon as scaled_epsilon
 from .approximate import strong_composition as strong_composition
+from .budget import Budget as Budget
+from .budget import what_if as what_if
 from .calibrate import calibrate as calibrate
+from .calibrate import calibrate_schedule as calibrate_schedule
+from .calibrate import fewest_projections as fewest_projections
+from .calibrate import largest_sampling_probability as largest_sampling_probability
+from .calibrate import most_steps as most_steps
 from .compose import Profile as Profile
 from .compose import compose as compose
 from .counts import Laplace as Laplace

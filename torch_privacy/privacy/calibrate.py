@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much noise a privacy target needs."""
+"""How much noise a privacy target needs, and how many steps, which sampling, how many projections it allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from math import exp, log, log1p
 
 from .._check import in_range, positive, strictly_between, whole
 from .compose import compose
 from .curve import bisect
+from .event import Event
 from .gaussian import SubsampledGaussian
+from .sketch import SubsampledJL
 from .tradeoff import Gaussian
 
 Point = tuple[float, float]  # noise multiplier, log of ε over the target: nearly a straight line in log-log
 SMALLEST, LARGEST = 0.1, 1e4  # noise multipliers among which to search
+FEWEST = 8  # projections; fewer are heavy-tailed beyond use
 
 
 def calibrate(
@@ -50,12 +53,155 @@ def calibrate(
     in_range("calibrate", 0, 1, sampling_probability=sampling_probability)
     whole("calibrate", at_least=1, num_steps=num_steps)
 
-    def excess(noise_multiplier: float) -> float:
-        event = SubsampledGaussian(noise_multiplier, sampling_probability)
-        return _log_ratio(compose([(event, num_steps)]).epsilon_high(delta), target_epsilon)
+    def schedule(noise_multiplier: float) -> list[tuple[Event, int]]:
+        return [(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)]
 
-    start = min(max(_clt_guess(target_epsilon, delta, sampling_probability, num_steps), SMALLEST), LARGEST)
-    fails, enough = _enclose(excess, start, f"calibrate: target_epsilon={target_epsilon!r}")
+    start = _clt_guess(target_epsilon, delta, sampling_probability, num_steps)
+    return _smallest(schedule, target_epsilon, delta, start, tolerance, f"calibrate: target_epsilon={target_epsilon!r}")
+
+
+def calibrate_schedule(
+    schedule: Callable[[float], Iterable[tuple[Event, int]]],
+    target_epsilon: float,
+    delta: float,
+    *,
+    start: float = 1.0,
+    tolerance: float = 1e-4,
+) -> float:
+    """Smallest scale of the noise at which a whole schedule of releases reaches the target.
+
+    Args:
+        schedule: all releases, pairs (event, how often), at a scale; a larger scale must cost less. For instance the
+            noise multiplier of a `SubsampledJL`, or a factor to the noise multipliers of steps with growing batches.
+        target_epsilon: above 0.
+        delta: in (0, 1).
+        start: a guess of the scale.
+        tolerance: how far above the smallest sufficient value the answer may be, relative.
+
+    Guarantees:
+        - the certified upper bound on ε at the returned value is at most the target, never above.
+
+    Raises:
+        ValueError: no scale in [0.1, 1e4] will do, or even 0.1 does; or a scale on the way makes no valid event.
+
+    Example:
+        >>> from torch_privacy.privacy import SubsampledJL
+        >>> noise = calibrate_schedule(lambda noise: [(SubsampledJL(noise, 64, 0.01), 2000)], 2.58384, 1e-5)
+        >>> f"{noise:.3f}"
+        '1.035'
+    """
+    positive("calibrate_schedule", target_epsilon=target_epsilon, start=start, tolerance=tolerance)
+    strictly_between("calibrate_schedule", 0, 1, delta=delta)
+    what = f"calibrate_schedule: target_epsilon={target_epsilon!r}"
+    return _smallest(schedule, target_epsilon, delta, start, tolerance, what)
+
+
+def most_steps(
+    event: Event, target_epsilon: float, delta: float, *, beside: Iterable[tuple[Event, int]] = (), most: int = 10**7
+) -> int:
+    """How many releases of an event the target allows, beside others; 0 if none.
+
+    Args:
+        event: what is released in each step.
+        target_epsilon: above 0.
+        delta: in (0, 1).
+        beside: releases that count as well, as pairs (event, how often), such as those made already.
+        most: where to stop counting.
+
+    Guarantees:
+        - the certified upper bound on ε of that many is at most the target, and of one more (unless ``most``) above.
+    """
+    positive("most_steps", target_epsilon=target_epsilon)
+    strictly_between("most_steps", 0, 1, delta=delta)
+    whole("most_steps", at_least=1, most=most)
+    others = list(beside)
+
+    def excess(num_steps: int) -> float:
+        return _log_ratio(compose([*others, (event, num_steps)]).epsilon_high(delta), target_epsilon)
+
+    good, bad, steps = 0, most + 1, min(1000, most)
+    while bad - good > 1:  # ε grows like a power of the steps, between 1/2 and 1
+        value = excess(steps)
+        good, bad = (good, steps) if value > 0 else (steps, bad)
+        guess = round(steps * exp(-min(max(1.5 * value, -5.0), 5.0))) + (1 if value <= 0 else -1)
+        middle = (good + bad) // 2 if bad <= most else 4 * good
+        steps = guess if good < guess < bad and abs(guess - steps) < (bad - good) / 2 else middle
+        steps = min(max(steps, good + 1), bad - 1)
+    if good == 0 and others and excess(0) > 0:
+        raise ValueError(f"most_steps: the releases beside cost more than target_epsilon={target_epsilon!r} already.")
+    return good
+
+
+def largest_sampling_probability(
+    target_epsilon: float, delta: float, *, noise_multiplier: float, num_steps: int, tolerance: float = 1e-4
+) -> float:
+    """Largest sampling probability at which so many Poisson-sampled Gaussian steps reach the target.
+
+    Guarantees:
+        - the certified upper bound on ε at the returned value is at most the target, never above.
+
+    Raises:
+        ValueError: even 1e-9 is too much.
+    """
+    positive("largest_sampling_probability", target_epsilon=target_epsilon, tolerance=tolerance)
+    strictly_between("largest_sampling_probability", 0, 1, delta=delta)
+
+    def enough(probability: float) -> bool:
+        event = SubsampledGaussian(noise_multiplier, probability)
+        return compose([(event, num_steps)]).epsilon_high(delta) <= target_epsilon
+
+    if enough(1.0):
+        return 1.0
+    log_good, log_bad = log(1e-9), 0.0
+    if not enough(1e-9):
+        raise ValueError(f"largest_sampling_probability: target_epsilon={target_epsilon!r} is out of reach.")
+    while log_bad - log_good > tolerance:
+        middle = (log_good + log_bad) / 2
+        log_good, log_bad = (middle, log_bad) if enough(exp(middle)) else (log_good, middle)
+    return exp(log_good)
+
+
+def fewest_projections(
+    target_epsilon: float, delta: float, *, noise_multiplier: float, sampling_probability: float, num_steps: int
+) -> int:
+    """Fewest random projections at which `SubsampledJL` steps reach the target, at least 8.
+
+    Guarantees:
+        - the certified upper bound on ε at the returned number is at most the target, at one fewer above it.
+
+    Raises:
+        ValueError: exact norms would not reach the target either, or by so little that 10^6 projections would not.
+    """
+    positive("fewest_projections", target_epsilon=target_epsilon)
+    strictly_between("fewest_projections", 0, 1, delta=delta)
+
+    def enough(projections: int) -> bool:
+        event = SubsampledJL(noise_multiplier, projections, sampling_probability)
+        return compose([(event, num_steps)]).epsilon_high(delta) <= target_epsilon
+
+    bad, good = FEWEST - 1, 64
+    while not enough(good):
+        bad, good = good, 4 * good
+        if good > 10**6:
+            raise ValueError(f"fewest_projections: target_epsilon={target_epsilon!r} is out of reach. Add noise.")
+    while good - bad > 1:
+        middle = (good + bad) // 2
+        bad, good = (bad, middle) if enough(middle) else (middle, good)
+    return good
+
+
+def _smallest(
+    schedule: Callable[[float], Iterable[tuple[Event, int]]],
+    target: float,
+    delta: float,
+    start: float,
+    tolerance: float,
+    what: str,
+) -> float:
+    def excess(scale: float) -> float:
+        return _log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
+
+    fails, enough = _enclose(excess, min(max(start, SMALLEST), LARGEST), what)
     return _narrow(excess, fails, enough, tolerance)
 
 

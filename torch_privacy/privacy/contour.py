@@ -6,9 +6,9 @@
 as a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(c k P) δ(ε + k P)``: the truth plus
 aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
 
-Proved, given exact arithmetic: aliasing (the upper bound needs no proof at all: aliases are positive), and
-what is left of the integral beyond the last point (`_Line._certify`: Lipschitz bounds between the points of a grid, and
-``mass above κ + variation of min(density, κ) / t`` beyond it). Estimated: rounding (`ROUNDING`), the trapezoid rule
+Proved, given exact arithmetic: aliasing (the upper bound needs no proof at all: aliases are positive), and what is left
+of the integral beyond the last point (`_log_bound_beyond`: Lipschitz bounds between the points of a grid, and ``mass
+above κ + variation of min(density, κ) / t`` beyond it). Estimated: rounding (`ROUNDING`), the trapezoid rule
 inside K (its spacing makes it converge to 1e-15), and the variation of the density, taken at the rule's own points.
 """
 
@@ -29,7 +29,8 @@ ROUNDING = 2.0**-53
 LONGEST = 1200  # points of the outer rule; beyond, the lattice is quicker
 CERTIFICATE = 600  # points of the certificate's grid
 ALIAS_OF_ONE = 1e-17  # aliases on a Hellinger line, absolute
-REACHES = (2.0, 8.0, 32.0, 128.0)  # ε up to which Hellinger lines are made
+REACHES = (2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # ε up to which Hellinger lines are made
+RARE = 2.0**-10  # how much smaller the candidates are where sampling is rare
 AMPLIFICATION = 5.0  # log of the integrand's peak over δ that is tolerated for a shorter sum
 TILTS = 2.0 ** np.arange(-3, 8.5, 0.4)  # candidates for c, in units of one over the composed deviation
 
@@ -69,12 +70,12 @@ def _entropy(s: Array) -> Array:
 class _Moments:
     """K(s) on a grid of real s > 0, with the variance of the composed loss under each tilt."""
 
-    def __init__(self, terms: Sequence[_Term]):
+    def __init__(self, terms: Sequence[_Term], scale: float = 1.0):
         weights = [np.exp(term.log_mass) for term in terms]
         moment = sum(term.times * float(weight @ term.losses**2) for term, weight in zip(terms, weights, strict=True))
         if moment < 1e-250:  # out of floating-point range
             raise Unresolved
-        self.tilts = TILTS / math.sqrt(moment)
+        self.tilts = TILTS * scale / math.sqrt(moment)
         self.log_moment, self.variance = np.zeros(len(TILTS)), np.zeros(len(TILTS))
         for term, weight in zip(terms, weights, strict=True):
             log_moment, variance = _log_moments(term, weight, self.tilts)
@@ -168,14 +169,9 @@ class _Line:
         weights = np.exp(log_size + 1j * phase) / (s * (s + 1)) * (spacing / math.pi)
         weights[0] /= 2
         self._t, self._weights, self._total = t, weights, float(np.abs(weights).sum())
-        self._rest = math.exp(self._certify(terms, parts, swapped)) / (math.pi * float(t[-1]))
+        self._rest = math.exp(_log_bound_beyond(terms, parts, c, float(t[-1]), swapped)) / (math.pi * float(t[-1]))
         steps = sum(part.times for part in parts)
         self._rounding = ROUNDING * (64 + 8 * abs(self._log_moment) + 8 * math.sqrt(steps) + 2 * abs(c * self._mean))
-
-    def _certify(self, terms: Sequence[_Term], parts: Sequence[_Tilted], swapped: bool) -> float:
-        """Bound on ``log |product of characteristic functions|`` from the last point on."""
-        largest = max(range(len(parts)), key=lambda i: parts[i].times * float(parts[i].mass @ parts[i].offsets ** 2))
-        return _log_bound_beyond(terms[largest], parts[largest], self.c, float(self._t[-1]), swapped)
 
     def value(self, epsilon: float) -> tuple[float, float, float]:
         """Trapezoid sum at ε, its derivative in ε, and the error that truncation and rounding may have made."""
@@ -209,30 +205,40 @@ def _refined(
     return _tilted(_term(term.law, term.times, swapped=swapped, step=step), c), slope
 
 
-def _log_bound_beyond(term: _Term, part: _Tilted, c: float, start: float, swapped: bool) -> float:
-    """Bound on ``count * log |φ(t)|`` for all t >= start."""
-    level = math.exp(1.05 * REST / part.times)  # what |φ| must not exceed
-    end = _where_variation_suffices(part, level)
+def _log_bound_beyond(terms: Sequence[_Term], parts: Sequence[_Tilted], c: float, start: float, swapped: bool) -> float:
+    """Bound on ``Σ times * log |φ(t)|`` for all t >= start, from the parts that make up most steps."""
+    order = sorted(range(len(parts)), key=lambda i: -parts[i].times)
+    reached = np.cumsum([parts[i].times for i in order])
+    chosen = order[: int(np.searchsorted(reached, reached[-1] / 2)) + 1]
+    steps = sum(parts[i].times for i in chosen)
+    level = math.exp(1.05 * REST / steps)  # what each |φ| must not exceed in the end
+    end = max(_where_variation_suffices(parts[i], level) for i in chosen)
     if end <= start:
-        return part.times * math.log(level)
-    deviation = float(part.mass @ np.abs(part.offsets))
-    variance = float(part.mass @ part.offsets**2)
+        return steps * math.log(level)
+    deviation = max(float(parts[i].mass @ np.abs(parts[i].offsets)) for i in chosen)
     turn = min(max(2.5 / deviation, start), end)
     steady = math.ceil(math.log(turn / start) / math.log(1.1)), math.ceil((end - turn) * deviation / 0.25)
     if sum(steady) > CERTIFICATE:
         raise Unresolved
-    t = np.append(
-        start * (turn / start) ** np.linspace(0, 1, steady[0] + 1), turn + (end - turn) * _fractions(steady[1])
-    )
-    part, slope = _refined(term, part, c, end, swapped, 0.02 * (1 - level))
+    t = start * (turn / start) ** np.linspace(0, 1, steady[0] + 1)
+    t = np.append(t, turn + (end - turn) * _fractions(steady[1]))
+    total = np.zeros(len(t) - 1)
+    for i in chosen:
+        total += parts[i].times * np.log(_size_between(terms[i], parts[i], c, t, swapped, 0.02 * (1 - level)))
+    largest = max(float(total.max(initial=-math.inf)), steps * math.log(level))
+    if largest > REST / 2:
+        raise Unresolved
+    return largest
+
+
+def _size_between(term: _Term, part: _Tilted, c: float, t: Array, swapped: bool, negligible: float) -> Array:
+    """Bound on |φ| between neighboring t, from its values there and its Lipschitz constants."""
+    deviation, variance = float(part.mass @ np.abs(part.offsets)), float(part.mass @ part.offsets**2)
+    part, slope = _refined(term, part, c, float(t[-1]), swapped, negligible)
     kept = part.gaps <= slope * part.step * (1 + 1e-9)
     angle, mass = t[:, None] * part.offsets[kept], part.mass[kept]
     size = np.hypot(np.cos(angle) @ mass, np.sin(angle) @ mass) + 1 - float(mass.sum())
-    bound = (size[:-1] + size[1:]) / 2 + np.minimum(deviation, variance * t[1:]) * np.diff(t) / 2
-    largest = max(float(bound.max(initial=0.0)), level)
-    if largest >= 1 or part.times * math.log(largest) > REST / 2:
-        raise Unresolved
-    return part.times * math.log(largest)
+    return np.minimum((size[:-1] + size[1:]) / 2 + np.minimum(deviation, variance * t[1:]) * np.diff(t) / 2, 1.0)
 
 
 def _fractions(count: int) -> Array:
@@ -261,7 +267,10 @@ class SaddleCurve:
 
     @cached_property
     def _moments(self) -> _Moments:
-        return _Moments(self._terms)
+        try:
+            return _Moments(self._terms)
+        except Unresolved:  # rare sampling: a few large losses make up the deviation
+            return _Moments(self._terms, RARE)
 
     def _line(self, epsilon: float, log_delta: float) -> _Line:
         """The line with the shortest sum among those whose integrand is not much larger than δ."""
@@ -314,19 +323,19 @@ class SaddleCurve:
 
     def _solve(self, delta: float) -> tuple[_Line | None, float]:
         """A line near the saddle point of ε(δ), and the ε where its sum is δ; no line if ε = 0 is enough."""
-        start = self.epsilon_bound(delta)
-        line = self._line(start, math.log(delta))
-        epsilon = start
-        for _ in range(50):
+        high = self.epsilon_bound(delta)
+        line = self._line(high, math.log(delta))
+        low, epsilon = 0.0, high
+        for _ in range(80):  # Newton in log δ, by halves where that leads out of [low, high]
             total, slope, _ = line.value(epsilon)
-            if not (total > 0 and slope < 0):
-                raise Unresolved
-            step = (math.log(total) - math.log(delta)) * total / -slope
-            following = max(epsilon + step, 0.0)
-            if abs(following - epsilon) <= 1e-14 * abs(epsilon):
+            low, high = (epsilon, high) if total > delta else (low, epsilon)
+            following = -1.0
+            if total > 0 and slope < 0:
+                following = epsilon + math.log(total / delta) * total / -slope
+            if abs(following - epsilon) <= 1e-14 * epsilon or high - low <= 1e-14 * high:
                 break
-            if following == 0.0 and epsilon == 0.0:
-                break
+            if not low < following < high:
+                following = 0.0 if low == 0.0 and following <= 0.0 < epsilon and total > 0 else (low + high) / 2
             epsilon = following
         else:
             raise Unresolved
@@ -386,8 +395,8 @@ class HellingerCurve:
 
     @staticmethod
     def _alias(line: _Line, epsilon: float) -> float:
-        above, ratio = math.exp(line.c * line.period), math.exp(-(1 + line.c) * line.period)
-        return above / (1 - above) + math.exp(epsilon) * ratio / (1 - ratio)
+        above, log_ratio = math.exp(line.c * line.period), -(1 + line.c) * line.period
+        return above / (1 - above) + math.exp(min(epsilon + log_ratio, 0.0)) / -math.expm1(log_ratio)
 
     def _bounds(self, line: _Line, epsilon: float) -> Bracket[float]:
         total, _, error = line.value(epsilon)
