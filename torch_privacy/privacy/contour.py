@@ -14,7 +14,7 @@ inside K (its spacing makes it converge to 1e-15), and the variation of the dens
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,24 +42,26 @@ class _Term(NamedTuple):
     times: int
     losses: Array
     log_mass: Array
+    mass: Array
     gaps: Array
     step: float
     drift: float  # E_P [e^-l - 1], 0 but for rounding
 
 
-def _term(law: Law, count: int, *, swapped: bool, step: float | None = None) -> _Term:
-    if not isinstance(law, Continuous):
-        raise Unresolved
-    nodes = law.nodes(law.coarsest_step if step is None else step)
+@lru_cache(maxsize=512)
+def _term(law: Law, times: int, swapped: bool, halvings: int = 0) -> _Term:
+    """A law's nodes, their spacing the coarsest over ``2^(halvings / 2)``."""
+    nodes = law.nodes(law.coarsest_step / 2 ** (halvings / 2)) if isinstance(law, Continuous) else None
     if nodes is None:
         raise Unresolved
+    assert isinstance(law, Continuous)
     losses, log_mass, gaps, step = nodes
     if swapped:
         losses, log_mass = -losses, log_mass - losses
-    small = np.abs(losses) < 1
-    near = np.expm1(-np.where(small, losses, 0.0)) * np.exp(log_mass)
-    far = np.exp(log_mass - losses) - np.exp(log_mass)
-    return _Term(law, count, losses, log_mass, gaps, step, float(np.where(small, near, far).sum()))
+    small, mass = np.abs(losses) < 1, np.exp(log_mass)
+    near = np.expm1(-np.where(small, losses, 0.0)) * mass
+    drift = float(np.where(small, near, np.exp(log_mass - losses) - mass).sum())
+    return _Term(law, times, losses, log_mass, mass, gaps, step, drift)
 
 
 def _entropy(s: Array) -> Array:
@@ -71,7 +73,7 @@ class _Moments:
     """K(s) on a grid of real s > 0, with the variance of the composed loss under each tilt."""
 
     def __init__(self, terms: Sequence[_Term], scale: float = 1.0):
-        weights = [np.exp(term.log_mass) for term in terms]
+        weights = [term.mass for term in terms]
         moment = sum(term.times * float(weight @ term.losses**2) for term, weight in zip(terms, weights, strict=True))
         if moment < 1e-250:  # out of floating-point range
             raise Unresolved
@@ -132,8 +134,7 @@ class _Tilted(NamedTuple):
 
 
 def _tilted(term: _Term, c: float) -> _Tilted:
-    weight = np.exp(term.log_mass)
-    excess = float(np.expm1(c * term.losses) @ weight) + c * term.drift
+    excess = float(np.expm1(c * term.losses) @ term.mass) + c * term.drift
     exponents = term.log_mass + c * term.losses
     kept = exponents > exponents.max() - 44
     mass = np.exp(exponents[kept] - exponents.max())
@@ -202,7 +203,8 @@ def _refined(
     step = 2 * math.pi / (frequency * slope + 26.6)
     if term.step / step > 100:
         raise Unresolved
-    return _tilted(_term(term.law, term.times, swapped=swapped, step=step), c), slope
+    coarsest = term.law.coarsest_step
+    return _tilted(_term(term.law, term.times, swapped, math.ceil(2 * math.log2(coarsest / step))), c), slope
 
 
 def _log_bound_beyond(terms: Sequence[_Term], parts: Sequence[_Tilted], c: float, start: float, swapped: bool) -> float:
@@ -249,7 +251,8 @@ def _fractions(count: int) -> Array:
 def _where_variation_suffices(part: _Tilted, level: float) -> float:
     """A frequency from which on ``|φ(t)| <= ∫ (f - κ)+ + variation(min(f, κ)) / t <= level`` for some κ."""
     density = part.mass / np.maximum(part.gaps, 1e-300)
-    caps = np.quantile(density[part.mass > 1e-6], [0.5, 0.7, 0.85, 1.0])[:, None]
+    levels = np.sort(density[part.mass > 1e-6])
+    caps = levels[[len(levels) // 2, 7 * len(levels) // 10, 17 * len(levels) // 20, -1], None]
     cut = np.minimum(density, caps)
     above = part.mass @ (1 - cut / density).T
     variation = 1.1 * (np.abs(np.diff(cut, axis=1)).sum(1) + cut[:, 0] + cut[:, -1])
@@ -262,7 +265,7 @@ class SaddleCurve:
     """One direction's curve, from lines near the saddle point: for laws with positive moments."""
 
     def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [_term(law, count, swapped=swapped) for law, count in steps]
+        self._terms = [_term(law, count, swapped) for law, count in steps]
         self._swapped = swapped
 
     @cached_property
@@ -381,7 +384,7 @@ class HellingerCurve:
     """
 
     def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [_term(law, count, swapped=swapped) for law, count in steps]
+        self._terms = [_term(law, count, swapped) for law, count in steps]
         self._swapped = swapped
         self._lines: dict[float, _Line] = {}
 
