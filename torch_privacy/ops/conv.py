@@ -94,7 +94,8 @@ class Conv(Op):
         blocked = d == e == 1 or (d % NATIVE_BLOCK == e % NATIVE_BLOCK == 0)
         products = NATIVE * products + COPY * held if blocked else products + 3 * COPY * unfolded
         flops = products + squares + REORDER * n * size
-        return [rows, Method("rows, native", Conv._native_rows, flops, held + 2 * n * size, rows=True)]
+        floats = n * size + 0.8 * (held + n * size)  # chunks a little larger than usual, for the calls are dear
+        return [rows, Method("rows, native", Conv._native_rows, flops, floats, rows=True)]
 
     @property
     def sum_flops(self) -> float:
