@@ -322,10 +322,10 @@ def test_extreme_settings_are_bracketed_below_the_full_batch(sigma, q, num_steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("q", [1e-20, 1e-8, 1e-3, 256 / 29305, 0.5, 1 - 1e-16, 1.0])
-@pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.049, 0.06, 0.3, 1, 10, 100, 1e3, 1e4, 1e6])
+@pytest.mark.parametrize("q", [1e-20, 1e-8, 256 / 29305, 1 - 1e-16, 1.0])
+@pytest.mark.parametrize("sigma", [1e-6, 0.049, 0.06, 0.3, 1, 100, 1e6])
 def test_grid_of_all_settings_is_bracketed_below_the_full_batch(sigma, q):
-    for num_steps in (1, 2, 11, 1000, 10_000_000):
+    for num_steps in (2, 1000, 10_000_000):
         for delta in (1e-15, 1e-5, 0.49):
             assert_answers(sigma, q, num_steps, delta)
 

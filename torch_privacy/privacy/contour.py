@@ -208,13 +208,14 @@ def _refined(
 
 
 def _log_bound_beyond(terms: Sequence[_Term], parts: Sequence[_Tilted], c: float, start: float, swapped: bool) -> float:
-    """Bound on ``Σ times * log |φ(t)|`` for all t >= start, from the parts that make up most steps."""
-    order = sorted(range(len(parts)), key=lambda i: -parts[i].times)
+    """Bound on ``Σ times * log |φ(t)|`` for all t >= start, from the easier half of the parts."""
+    share = 1.0 if len(parts) == 1 else 0.5
+    level = math.exp(1.05 * REST / (share * sum(part.times for part in parts)))  # what |φ| must not exceed in the end
+    ends = [_where_variation_suffices(part, level) for part in parts]
+    order = sorted(range(len(parts)), key=ends.__getitem__)
     reached = np.cumsum([parts[i].times for i in order])
-    chosen = order[: int(np.searchsorted(reached, reached[-1] / 2)) + 1]
-    steps = sum(parts[i].times for i in chosen)
-    level = math.exp(1.05 * REST / steps)  # what each |φ| must not exceed in the end
-    end = max(_where_variation_suffices(parts[i], level) for i in chosen)
+    chosen = order[: int(np.searchsorted(reached, share * reached[-1])) + 1]  # the easiest half of the steps
+    steps, end = sum(parts[i].times for i in chosen), ends[chosen[-1]]
     if end <= start:
         return steps * math.log(level)
     deviation = max(float(parts[i].mass @ np.abs(parts[i].offsets)) for i in chosen)

@@ -340,7 +340,7 @@ class PlusMinus(Continuous):
 
     def outcome(self, loss: Array) -> Array:
         """The x at which the privacy loss is ``loss``."""
-        half = np.minimum(np.abs(loss), 1e308) / 2
+        half = np.minimum(np.abs(loss), 1e6) / 2  # more is infinity, below
         log_ratio = np.log1p(-self.probability) - np.log(self.probability) if self.probability < 1 else -np.inf
         with np.errstate(over="ignore", divide="ignore"):
             log_sinh = half + np.log(-np.expm1(-2 * half) / 2)
