@@ -29,12 +29,14 @@ class Profile:
     ε, δ, true positive rate and advantage report ``high``; for the trade-off function ``low``.
 
     Guarantees:
-        - ``low <= truth <= high``: discretisation and truncation are bounded by proof, rounding by an estimate (see
-          `fourier`);
-        - for full-batch Gaussians and for single steps the bracket is a closed form, its width the rounding error;
-        - with a noise multiplier below 0.05, or losses that no lattice resolves, ``low`` is trivial and ``high``
-          comes from a single step that dominates all (see `_dominating`);
-        - otherwise ``high - low`` is about 1e-5 of ε in usual settings (up to 1e4 steps).
+        - ``low <= truth <= high``: discretisation, aliasing and truncation are bounded by proof, rounding and the
+          convergence of quadratures by an estimate (see `contour` and `fourier`);
+        - full-batch Gaussians and single steps: a closed form, the bracket as wide as its rounding error;
+        - usually (some hundred steps and more) the bracket is about 1e-12 of ε wide, from the contour engine; else
+          about 1e-5 of ε, from the lattice;
+        - an event of which only bounds are known (`FixedSizeGaussian`, `KnownProfile`, `Repeated`) is as wide as that;
+        - with a noise multiplier below 0.05, or losses that no engine resolves, ``low`` is trivial and ``high`` comes
+          from a single step that dominates all (see `engine.dominating`).
 
     Edge cases: nothing released: ε = 0 and δ = 0. If no finite ε has the given δ, ``high`` is infinite.
     """

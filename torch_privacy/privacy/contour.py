@@ -30,6 +30,8 @@ LONGEST = 1200  # points of the outer rule; beyond, the lattice is quicker
 CERTIFICATE = 600  # points of the certificate's grid
 ALIAS_OF_ONE = 1e-17  # aliases on a Hellinger line, absolute
 REACHES = (2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # ε up to which Hellinger lines are made
+WIDEST = 1e-4  # half a bracket, relative to ε, beyond which another engine does better
+NOTHING = 1e-18  # width of a bracket of δ that always suffices
 RARE = 2.0**-10  # how much smaller the candidates are where sampling is rare
 AMPLIFICATION = 5.0  # log of the integrand's peak over δ that is tolerated for a shorter sum
 TILTS = 2.0 ** np.arange(-3, 8.5, 0.4)  # candidates for c, in units of one over the composed deviation
@@ -310,7 +312,10 @@ class SaddleCurve:
         total, _, error = line.value(epsilon)
         floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
         high = min(total + error, 1.0)
-        return Bracket(min(max(total - error - self._alias(line, epsilon), floor, 0.0), high), high)
+        low = total - error - self._alias(line, epsilon)
+        if high - low > 10 * WIDEST * high + NOTHING:
+            raise Unresolved
+        return Bracket(min(max(low, floor), high), high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
         line, root = self._solve(delta)
@@ -353,8 +358,10 @@ class SaddleCurve:
     @staticmethod
     def _above(line: _Line, root: float, delta: float) -> float:
         total, slope, error = line.value(root)
+        if slope >= 0:
+            raise Unresolved
         margin = 1.5 * (error + abs(total - delta)) / -slope + 1e-15 * root
-        for _ in range(60):
+        while margin <= WIDEST * root:
             total, _, error = line.value(root + margin)
             if total + error <= delta:
                 return root + margin
@@ -363,16 +370,16 @@ class SaddleCurve:
 
     def _below(self, line: _Line, root: float, delta: float) -> float:
         total, slope, error = line.value(root)
+        if slope >= 0:
+            raise Unresolved
         margin = 1.5 * (error + self._alias(line, root) + abs(total - delta)) / -slope + 1e-15 * root
-        for _ in range(60):
+        while margin <= WIDEST * root:
             epsilon = root - margin
-            if epsilon <= 0:
-                return 0.0
             total, _, error = line.value(epsilon)
             if total - error - self._alias(line, epsilon) > delta:
                 return epsilon
             margin *= 2
-        return 0.0
+        raise Unresolved
 
 
 class HellingerCurve:
