@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
     from .jacobian import Jacobian as Jacobian
+    from .sketched import Sketched as Sketched
     from .training import PrivateTraining as PrivateTraining
     from .training import Spent as Spent
     from .vmapped import vmapped_jacobian as vmapped_jacobian
@@ -40,6 +41,7 @@ _HOME = {
     "PerLayer": "clipping",
     "PrivateTraining": "training",
     "Refused": "_check",
+    "Sketched": "sketched",
     "Spent": "training",
     "check": "checkup",
     "median_norm": "clipping",
@@ -59,6 +61,7 @@ __all__ = [
     "PerLayer",
     "PrivateTraining",
     "Refused",
+    "Sketched",
     "Spent",
     "check",
     "median_norm",

@@ -30,11 +30,12 @@ from ._layout import Layouts, Merging
 from ._model import Seal, check_model, take_census
 from ._tape import MEMORY_BUDGET, Tape, check_losses
 from .clipping import Adaptive, ClippingRule, MicroBatches
-from .jacobian import Jacobian
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
+from .sketched import Directions, Sketch, Sketched, Sketching, check_price, check_rule
 
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
+NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Pending:
 
     size: int
     last: bool
-    tape: Tape
+    tape: Tape | Sketch
     seal: Seal
 
 
@@ -86,6 +87,9 @@ class PrivateTraining:
             bytes: what is kept for the clipped sum is chosen accordingly.
         microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
             the clipped sum the same up to rounding.
+        jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
+            projections, which costs epsilon. By default norms are exact.
+        not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
         collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
         num_workers: processes that fetch examples, as of ``DataLoader``.
         scheduler: learning-rate scheduler to advance after every step, empty batches included. One that the user's
@@ -146,6 +150,8 @@ class PrivateTraining:
         delta: float | None = None,
         microbatch_size: int | None = None,
         memory_budget: float = MEMORY_BUDGET,
+        jacobian: Sketched | None = None,
+        not_for_release: bool = False,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         scheduler: LRScheduler | None = None,
@@ -170,6 +176,8 @@ class PrivateTraining:
         if not isinstance(clipping, ClippingRule):
             raise ValueError(f"{where}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
         positive(where, memory_budget=memory_budget)
+        if jacobian is not None:
+            check_rule(clipping)
         if isinstance(clipping, MicroBatches) and microbatch_size is not None:
             raise ValueError(
                 f"{where}: microbatch_size={microbatch_size!r} would cut through the groups of {clipping!r}. Leave it "
@@ -181,6 +189,8 @@ class PrivateTraining:
         self.clipping = clipping.bind(list(self._census.trained))  # the rule of the next step
         self._planned_clipping = self.clipping
         self.memory_budget = memory_budget
+        self.jacobian, self.not_for_release = jacobian, not_for_release
+        self._sketching = None if jacobian is None else Sketching(jacobian)
         self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
         self.microbatch_size = microbatch_size
         self.scheduler = scheduler
@@ -192,7 +202,7 @@ class PrivateTraining:
         self._set_keys(keys.get("noise"), keys.get("sampling"))
         self.noise_multiplier = self._choose_noise(noise_multiplier, target_epsilon)
         self.target_epsilon = target_epsilon
-        self.event = privacy.SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
+        self.event = self._event(self.noise_multiplier)
         self._noise_stddev()  # refuses noise that an adaptive rule cannot split
         self.ledger = _open_ledger(run_folder)
         self._layouts = Layouts()
@@ -225,8 +235,8 @@ class PrivateTraining:
             for i, part in enumerate(parts):
                 batch = next(batches)
                 self._census = take_census(self.model, self.optimizer)
-                tape = Tape(self._census.trained, self._census.others.values(), self._layouts, len(part))
-                seal = Seal(self._census, content=not self._layouts.settled)
+                tape = self._tape(i, len(part))
+                seal = Seal(self._census, content=not (self._sketching or self._layouts).settled)
                 self._pending = _Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
                 if self._loops != loop:
@@ -285,7 +295,14 @@ class PrivateTraining:
             self._release()
         return pending.last
 
-    def record(self) -> Tape:
+    def _tape(self, part: int, size: int) -> Tape | Sketch:
+        """What watches the forward on the next microbatch."""
+        if self._sketching is None:
+            return Tape(self._census.trained, self._census.others.values(), self._layouts, size)
+        directions = Directions(self._noise.key, self.step_count, part)
+        return Sketch(self._sketching, self._census.trained, directions)
+
+    def record(self) -> Tape | Sketch:
         """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
@@ -298,7 +315,16 @@ class PrivateTraining:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
         profile = self.profile()
         text = profile.statement(delta)
-        return Spent(profile.epsilon(delta), delta, text if self.test_seed is None else f"{NOT_PRIVATE}: {text}")
+        return Spent(profile.epsilon(delta), delta, text if self._warning is None else f"{self._warning}: {text}")
+
+    def explain(self) -> str:
+        """How norms are found: by which kind of projections, and why not by faster ones; or exactly."""
+        return "exact norms by the tape" if self._sketching is None else self._sketching.explain()
+
+    @property
+    def _warning(self) -> str | None:
+        """Why there is no privacy, if there is none."""
+        return NOT_PRIVATE if self.test_seed is not None else NOT_FOR_RELEASE if self.not_for_release else None
 
     def profile(self) -> privacy.Profile:
         """Privacy profile of the releases so far."""
@@ -308,8 +334,8 @@ class PrivateTraining:
         """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
         return {
             "format": 1,
-            "private": self.test_seed is None,
-            **({} if self.test_seed is None else {"warning": NOT_PRIVATE}),
+            "private": self._warning is None,
+            **({} if self._warning is None else {"warning": self._warning}),
             "neighboring_relation": self.event.neighboring_relation.value,
             "sampler": self._sampler.name,
             "unit": "one item of the dataset",
@@ -361,6 +387,7 @@ class PrivateTraining:
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
             "clipping": self.clipping.statement(),
+            "projections": None if self._sketching is None else self._sketching.way,
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
             "ledger": self.ledger.state_dict(),
@@ -376,7 +403,8 @@ class PrivateTraining:
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.
         """
-        saved = {"memory_budget": self.memory_budget} | state["settings"]  # early states do not have it
+        early = {"memory_budget": self.memory_budget, "jacobian": repr(None)}  # states from before these were settings
+        saved = early | state["settings"]
         differing = {key: (value, saved.get(key)) for key, value in self._settings().items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
@@ -386,6 +414,8 @@ class PrivateTraining:
         self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
         if isinstance(self.clipping, Adaptive):
             self.clipping = replace(self.clipping, clip_norm=state["clipping"]["clip_norm"])
+        if self._sketching is not None:
+            self._sketching.way = state["projections"]
         self._loops += 1
         self._forget_batch()
 
@@ -473,8 +503,15 @@ class PrivateTraining:
             "noise_multiplier": self.noise_multiplier,
             "clipping": repr(self._planned_clipping),
             "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
+            "jacobian": repr(self.jacobian),
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
+
+    def _event(self, noise_multiplier: float) -> privacy.SubsampledGaussian | privacy.SubsampledJL:
+        """What one step releases."""
+        if self.jacobian is None:
+            return privacy.SubsampledGaussian(noise_multiplier, self.sampling_probability)
+        return self.jacobian.event(noise_multiplier, self.sampling_probability)
 
     def _choose_noise(self, noise_multiplier: float | None, target_epsilon: float | None) -> float:
         if (noise_multiplier is None) == (target_epsilon is None):
@@ -484,16 +521,25 @@ class PrivateTraining:
             )
         if noise_multiplier is not None:
             positive("PrivateTraining", noise_multiplier=noise_multiplier)
+            self._check_price(noise_multiplier)
             return noise_multiplier
         if self.delta is None:
             raise ValueError("PrivateTraining: target_epsilon needs delta, a number below 1/n such as 1e-5.")
         assert target_epsilon is not None
-        return privacy.calibrate(
-            target_epsilon,
-            self.delta,
-            sampling_probability=self.sampling_probability,
-            num_steps=self.num_steps,
+        exact = privacy.calibrate(
+            target_epsilon, self.delta, sampling_probability=self.sampling_probability, num_steps=self.num_steps
         )
+        self._check_price(exact)
+        if self.jacobian is None:
+            return exact
+        return privacy.calibrate_schedule(
+            lambda noise: [(self._event(noise), self.num_steps)], target_epsilon, self.delta, start=exact
+        )
+
+    def _check_price(self, noise_multiplier: float) -> None:
+        if self.jacobian is not None and not self.not_for_release:
+            event = self.jacobian.event(noise_multiplier, self.sampling_probability)
+            check_price(event, self.num_steps, self.delta or 1 / (10 * self.num_examples))
 
 
 class _Clipped:
@@ -511,7 +557,7 @@ class _Clipped:
         return int(torch.isin(merging.assignment, torch.tensor(sorted(self._non_finite))).sum())
 
     @torch.no_grad()
-    def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
+    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         norms = jacobian.squared_norms().sqrt()
         if isinstance(self._rule, Adaptive):
             self.count[COUNT] = self._rule.count(norms).reshape(1).cpu()
@@ -532,7 +578,7 @@ class _Switch:
 
     def __init__(self, training: PrivateTraining | None = None):
         self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[Tape | None] = []  # one for every forward under way; None where it runs untouched
+        self._active: list[Tape | Sketch | None] = []  # one for every forward under way; None where it runs untouched
 
     def __deepcopy__(self, memo: dict) -> _Switch:
         return _Switch()
@@ -548,20 +594,23 @@ class _Switch:
         tape = training._pending.tape
         probed = tape.probe(args), tape.probe(kwargs)  # on every batch: a resumed run must see the same graph
         self._active.append(tape)
-        tape.__enter__()
+        if isinstance(tape, Sketch):
+            tape.begin(model, *probed)
+        else:
+            tape.__enter__()
         return probed
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
         tape = self._active.pop() if self._active else None
-        if tape is not None:
+        if isinstance(tape, Sketch):
+            tape.end(output)
+        elif tape is not None:
             tape.__exit__(None, None, None)
 
     def unwind(self) -> None:
         """Turn off what a forward left on that never came to its end, as after Ctrl-C."""
         while self._active:
-            tape = self._active.pop()
-            if tape is not None:
-                tape.__exit__(None, None, None)
+            self.after(nn.Identity(), (), None)
 
 
 def _open_ledger(run_folder: Path | str | None) -> privacy.Ledger:

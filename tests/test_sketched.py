@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random projections: their law, that all ways to them agree, what black boxes they train, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import recorded_jacobian, rows_of_one_graph
+from parts import Calls, losses_of, trained
+from scipy import stats
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy._graph import Graph
+from torch_privacy._pushforward import WAYS, Run, differentiable_twice
+from torch_privacy._rewind import RandomState
+from torch_privacy.sketched import Directions, Sketch, Sketching
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+KEY = bytes(range(32))
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def run_of(model, x):
+    """The losses of a forward, and the run that can be made again."""
+    run = Run(model, (x,), {}, RandomState())
+    kept = []
+    handle = model.register_forward_hook(lambda module, args, output: kept.append(output))
+    losses = losses_of(model, x)
+    handle.remove()
+    run.ended(kept[0])
+    return losses, run
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+        self.function = torch.jit.script(scripted_step)
+
+    def forward(self, x):
+        return self.function(x, self.w)
+
+
+def scripted_step(x, w):  # no annotations: they are strings to torch.jit
+    h = x
+    for _ in range(2):
+        h = torch.tanh(h @ w @ w.t())
+    return h
+
+
+class CubeWithJvp(torch.autograd.Function):
+    """``x w³``, whose backward cannot be differentiated: only its forward mode can be projected."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.save_for_forward(x, w)
+        return x * w**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, b):
+        x, w = ctx.saved_tensors
+        return b * w**3, (3 * b * x * w**2).sum(0)
+
+    @staticmethod
+    def jvp(ctx, dx, dw):
+        x, w = ctx.saved_tensors
+        out = 0
+        out = out if dx is None else out + dx * w**3
+        return out if dw is None else out + 3 * x * w**2 * dw
+
+
+class TwiceDifferentiable(torch.autograd.Function):
+    """The same without a forward mode."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w**3
+
+    @staticmethod
+    def backward(ctx, b):
+        x, w = ctx.saved_tensors
+        return b * w**3, (3 * b * x * w**2).sum(0)
+
+
+def neural_ode(module, x):
+    """Five steps of Runge-Kutta through the field ``tanh(W x)``, in a function with a backward by the adjoint."""
+
+    def field(h):
+        return torch.tanh(F.linear(h, module.w))
+
+    h = x
+    for _ in range(5):
+        k1 = field(h)
+        k2 = field(h + 0.1 * k1)
+        h = h + 0.2 * k2
+    return h
+
+
+def hypernetwork(module, x):
+    """The weights of the layer come from another network: no gradient of a leaf is an outer product."""
+    w = module.hyper(module.code).view(3, 3)
+    return torch.tanh(x @ torch.linalg.matrix_exp(w))
+
+
+def mixed_layouts(module, x):
+    """Examples first, then last, then side by side in one dimension."""
+    h = (x @ module.w).T.contiguous()  # (e, n)
+    h = torch.fft.irfft(torch.fft.rfft(h, dim=0) * module.v[:, None], n=4, dim=0)
+    return h.T
+
+
+BLACK_BOXES = {
+    "custom function with jvp": lambda: Calls(lambda m, x: CubeWithJvp.apply(x, m.w), w=torch.rand(3)),
+    "custom function without": lambda: Calls(lambda m, x: TwiceDifferentiable.apply(x, m.w), w=torch.rand(3)),
+    "neural ODE": lambda: Calls(neural_ode, w=torch.randn(3, 3)),
+    "hypernetwork": lambda: Calls(hypernetwork, hyper=nn.Linear(2, 9), code=torch.randn(2)),
+    "scripted": Scripted,
+    "mixed layouts": lambda: Calls(mixed_layouts, w=torch.randn(3, 4), v=torch.randn(3)),
+    "lstm": lambda: Calls(lambda m, x: m.lstm(x[:, None].expand(-1, 4, -1))[0], lstm=nn.LSTM(3, 2, batch_first=True)),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 1)),
+        nn.Linear(1, 8),
+        nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True),
+        nn.Flatten(),
+    ),
+    "in-place and dropout": lambda: nn.Sequential(nn.Linear(3, 9), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+    "custom weight outside of torch's functions": lambda: Calls(lambda m, x: x * m.w.exp().cumsum(0), w=torch.rand(3)),
+}
+
+
+@pytest.mark.parametrize("box", [*BLACK_BOXES])
+@pytest.mark.parametrize("way", [*WAYS])
+def test_every_way_that_works_gives_the_products_of_rows_and_directions(box, way):
+    torch.manual_seed(1)
+    model, x = BLACK_BOXES[box](), torch.randn(5, 3)
+    with differentiable_twice(model):
+        losses, run = run_of(model, x)
+        rows = rows_of_one_graph(losses, model)
+        v = Directions(KEY, 0, 0).draw(range(3), trained(model))
+        try:
+            projections = WAYS[way](losses, trained(model), [run])(v)
+        except RuntimeError as error:
+            if "custom function" in box or "scripted" in box:
+                pytest.skip(str(error).partition("\n")[0])
+            raise
+    expected = rows @ torch.cat([d.flatten(1) for d in v.values()], 1).double().T
+    if "with jvp" in box and "double" in way:
+        pytest.fail("a backward that cannot be differentiated was")
+    torch.testing.assert_close(projections, expected)
+
+
+def test_the_taped_jacobian_projects_alike():
+    model, x = small(), torch.randn(6, 3)
+    v = Directions(KEY, 3, 0).draw(range(4), trained(model))
+    losses, run = run_of(model, x)
+    taped = recorded_jacobian(model, x, losses_of).project(v)
+    for way in WAYS.values():
+        torch.testing.assert_close(way(losses, trained(model), [run])(v), taped)
+
+
+def estimates(way, draws, r):
+    """‖row 0‖'s estimates over its true square, with fresh directions every time; many rows stand for many draws."""
+    torch.set_default_dtype(torch.float32)
+    model, x = nn.Linear(3, 2), torch.randn(1, 3)
+    true = recorded_jacobian(model, x, losses_of).squared_norms()
+    losses, run = run_of(model, x)
+    jacobian = recorded_jacobian(model, x, losses_of)
+    project = jacobian.project if way == "taped" else WAYS[way](losses, trained(model), [run])
+    v = Directions(KEY, 7, 1).draw(range(draws * r), trained(model))
+    return (project(v).detach().view(draws, r).square().mean(1) / true).numpy()
+
+
+@pytest.mark.parametrize("r", [1, 5])
+@pytest.mark.parametrize("way", ["taped", *(way for way in WAYS if "together" in way)])
+def test_estimates_follow_the_law_that_is_priced(way, r):
+    ratio = estimates(way, 20_000 // r, r)
+    assert stats.kstest(ratio * r, "chi2", args=(r,)).pvalue > 1e-3
+
+
+def test_directions_are_never_used_twice_and_repeat_for_a_step():
+    parameters = {"w": torch.zeros(1000), "b": torch.zeros(2, 3, dtype=torch.float64)}
+    streams = {
+        (key, step, part): torch.cat([d.flatten().double() for d in Directions(key, step, part).draw(
+            range(2), parameters).values()])
+        for key in (KEY, KEY[::-1]) for step in (0, 1) for part in (0, 1)
+    }  # fmt: skip
+    assert len({tuple(s.tolist()) for s in streams.values()}) == len(streams)
+    every = torch.cat([*streams.values()])
+    assert len(every.unique()) > 0.999 * len(every)
+    state = torch.get_rng_state()
+    again = Directions(KEY, 1, 1).draw([1], parameters)["w"]
+    torch.testing.assert_close(again.double().flatten(), streams[KEY, 1, 1][1000:2000], rtol=0, atol=0)
+    assert torch.equal(state, torch.get_rng_state())
+    noise = tp.noise.Noise(KEY)
+    sums = {"w": torch.zeros(1000, dtype=torch.float32)}
+    noise.add_to(1, sums, 1.0)
+    assert not set(sums["w"].double().tolist()) & set(streams[KEY, 1, 0].tolist())
+
+
+def data(n=40):
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(n, 3, generator=generator), torch.randint(2, (n,), generator=generator))
+
+
+def training_of(model, setting=None, optimizer=torch.optim.SGD, **settings):
+    settings = {"expected_batch_size": 8, "num_steps": 4, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    dataset = settings.pop("dataset", data())
+    setting = setting or tp.Sketched(16)
+    return tp.PrivateTraining(model, optimizer(model.parameters(), lr=0.1), dataset, jacobian=setting, **settings)
+
+
+def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
+    for x, y in training:
+        training.step(losses(training.model, x, y))
+        if training.step_count == steps:
+            break
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()])
+
+
+@pytest.mark.parametrize("box", [*BLACK_BOXES])
+def test_black_boxes_train_privately_and_say_at_which_price(box):
+    torch.manual_seed(1)
+    training = training_of(BLACK_BOXES[box](), optimizer=torch.optim.Adam, delta=1e-3)
+    before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    after = train(training)
+    assert after.isfinite().all()
+    assert (after != before).any()
+    assert "projections by" in training.explain()
+    statement = training.statement()
+    assert statement["private"]
+    assert sum(release["count"] for release in statement["releases"]) == 4
+    exact = tp.privacy.compose([(tp.privacy.SubsampledGaussian(1.0, 0.2), 4)]).epsilon(1e-3)
+    assert training.spent().epsilon.low >= exact.high
+
+
+def test_a_function_whose_backward_ends_there_takes_forward_mode_and_the_other_a_double_vjp():
+    ways = {box: training_of(BLACK_BOXES[box]()) for box in ("custom function with jvp", "custom function without")}
+    for training in ways.values():
+        train(training)
+    assert "forward mode" in ways["custom function with jvp"].explain().partition(";")[0]
+    assert "double vjp" in ways["custom function without"].explain().partition(";")[0]
+    assert "not by forward mode" in ways["custom function without"].explain()
+
+
+class Counts(nn.Module):
+    """No two of its forwards are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = small(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * self.calls
+
+
+def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
+    training = training_of(Counts())
+    train(training)
+    assert "double vjp" in training.explain().partition(";")[0]
+    assert "not what its projections say" in training.explain()
+
+
+def test_dropout_that_forward_mode_draws_anew_is_noticed():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, 0.5, batch_first=True)
+    training = training_of(nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 8), layer, nn.Flatten()))
+    train(training)
+    assert training.step_count == 4
+
+
+def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
+    training = training_of(small(), tp.Sketched(16), test_seed=5, num_steps=1, microbatch_size=3)
+    training.optimizer.param_groups[0]["lr"] = 1.0
+    model, total = copy.deepcopy(training.model), 0.0
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    training._noise.add_to(0, noise, 0.5)
+    for part, (x, _) in enumerate(training):
+        rows = rows_of_one_graph(losses_of(model, x), model)
+        v = Directions(training._noise.key, 0, part).draw(range(16), trained(model))
+        norms = (rows @ torch.cat([d.flatten(1) for d in v.values()], 1).T).square().mean(1).sqrt()
+        total = total + (0.5 / norms).clamp(max=1) @ rows
+        training.step(losses_of(training.model, x))
+    expected = before - (total + torch.cat([z.flatten() for z in noise.values()])) / 8
+    after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_many_projections_train_like_exact_norms():
+    exact = tp.PrivateTraining(
+        model := small(), torch.optim.SGD(model.parameters(), lr=0.1), data(),
+        expected_batch_size=8, num_steps=4, clipping=tp.Flat(0.5), noise_multiplier=1.0, test_seed=5,
+    )  # fmt: skip
+    away = []
+    initial = copy.deepcopy(model)
+    reference = train(exact)
+    for r in (20, 2000):
+        away.append((train(training_of(copy.deepcopy(initial), tp.Sketched(r), test_seed=5)) - reference).norm())
+    assert away[1] < 0.3 * away[0]
+
+
+def test_group_size_changes_nothing_but_rounding():
+    initial = small()
+    ends = [train(training_of(copy.deepcopy(initial), tp.Sketched(17, g), test_seed=5)) for g in (1, 4, 17)]
+    torch.testing.assert_close(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+@pytest.mark.parametrize("box", ["lstm", "custom function without"])
+def test_a_resumed_run_repeats_bit_for_bit(box, microbatch_size):
+    torch.manual_seed(1)
+    initial = BLACK_BOXES[box]()
+    settings = {"test_seed": 5, "microbatch_size": microbatch_size}
+    reference = train(training_of(copy.deepcopy(initial), **settings))
+    stopped = training_of(copy.deepcopy(initial), **settings)
+    train(stopped, steps=2)
+    resumed = training_of(copy.deepcopy(stopped.model), **settings)
+    resumed.load_state_dict(stopped.state_dict())
+    assert torch.equal(train(resumed), reference)
+
+
+def test_a_run_cannot_go_on_with_other_projections():
+    state = training_of(small(), tp.Sketched(16)).state_dict()
+    with pytest.raises(tp.Refused, match="num_projections=32"):
+        training_of(small(), tp.Sketched(32)).load_state_dict(state)
+
+
+def test_an_early_state_can_still_be_loaded():
+    model = small()
+    training = tp.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), data(),
+        expected_batch_size=8, num_steps=4, clipping=tp.Flat(0.5), noise_multiplier=1.0,
+    )  # fmt: skip
+    state = training.state_dict()
+    del state["settings"]["jacobian"]
+    del state["projections"]
+    training.load_state_dict(state)
+
+
+def test_few_projections_are_refused_with_their_price_unless_nothing_is_released():
+    with pytest.raises(tp.Refused, match=r"would cost an epsilon of .* or more at delta = 0.001: with fewer than 16"):
+        training_of(small(), tp.Sketched(3), delta=1e-3)
+    with pytest.raises(tp.Refused, match="would cost an epsilon of"):
+        training_of(small(), tp.Sketched(15), delta=1e-3, noise_multiplier=None, target_epsilon=3.0)
+    training = training_of(small(), tp.Sketched(12), delta=1e-3, not_for_release=True)
+    train(training)
+    assert str(training.spent()).startswith("NOT PRIVATE (made with not_for_release=True")
+    assert not training.statement()["private"]
+
+
+def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():
+    training = training_of(small(), tp.Sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
+    exact = tp.privacy.calibrate(2.0, 1e-3, sampling_probability=0.2, num_steps=4)
+    assert 1.01 * exact < training.noise_multiplier < 1.5 * exact
+    train(training)
+    assert 1.99 < training.spent().epsilon.high <= 2.0
+
+
+@pytest.mark.parametrize("clipping", [tp.PerLayer(1.0), tp.Automatic(1.0), tp.Adaptive(1.0), tp.MicroBatches(1.0, 4)])
+def test_rules_without_a_price_are_refused_by_name(clipping):
+    with pytest.raises(tp.Refused, match=f"{type(clipping).__name__} has no price"):
+        training_of(small(), clipping=clipping)
+
+
+def in_batch_negatives(model, x, y):
+    z = model(x)
+    return F.cross_entropy(z @ z.T, torch.arange(len(x)), reduction="none")
+
+
+class Standardized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = small()
+
+    def forward(self, x):
+        return self.body((x - x.mean(0)) / x.std(0))
+
+
+class WritesBuffer(Standardized):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        return self.body(x)
+
+
+class WrongBackward(torch.autograd.Function):
+    """Clamps the gradient: no derivative of anything, and not linear."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, b):
+        return b.clamp(-0.01, 0.01)
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return dx.clone()
+
+
+class Once(torch.autograd.Function):
+    """Can be differentiated once, in reverse."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, b):
+        return b.clone()
+
+
+class Doubled(Once):
+    """Its jvp says otherwise than its backward."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, b):
+        return 2 * b
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return dx.clone()
+
+
+WRONG = {
+    "a scalar loss": (small, lambda m, x, y: losses_of(m, x).mean(), "one loss per example"),
+    "in-batch negatives": (small, in_batch_negatives, "depend on each other"),
+    "batch statistics": (Standardized, lambda m, x, y: losses_of(m, x), "depend on each other"),
+    "a loss over the batch's size": (small, lambda m, x, y: losses_of(m, x) / len(x), "multiplied or divided"),
+    "a buffer that learns": (WritesBuffer, lambda m, x, y: losses_of(m, x), "'seen'"),
+    "an undefined gradient": (small, lambda m, x, y: losses_of(m, x) * (x[:, 0] - x[:, 0]).sqrt().exp() * (
+        m(x)[:, 0] * 0).sqrt(), "not finite"),
+    "a clamped gradient": (lambda: nn.Sequential(small(), Calls(lambda m, x: WrongBackward.apply(x))),
+                           lambda m, x, y: losses_of(m, x), "depend on each other"),
+    "neither a jvp nor a second derivative": (lambda: nn.Sequential(small(), Calls(lambda m, x: Once.apply(x))),
+                                              lambda m, x, y: losses_of(m, x), "no way to project"),
+    "a wrong backward in front": (lambda: Calls(lambda m, x: m.body(Doubled.apply(x * m.w)), body=small(),
+                                                w=torch.rand(3)), lambda m, x, y: losses_of(m, x), "no way"),
+    "half precision": (lambda: small().bfloat16(), lambda m, x, y: losses_of(m, x.bfloat16()).float(), "half"),
+    "a parameter that is not reached": (lambda: Calls(lambda m, x: m.a(x), a=small(), b=nn.Linear(2, 2)),
+                                        lambda m, x, y: losses_of(m, x), "never reach parameter 'b.weight', 'b.bias'"),
+    "nothing to look at": (lambda: Calls(lambda m, x: m.w, w=torch.rand(3)),
+                           lambda m, x, y: (x * m(None)).sum(1).sin(), "nothing shows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_guaranteed_is_refused_and_nothing_is_released(wrong):
+    make, losses, message = WRONG[wrong]
+    training = training_of(make(), expected_batch_size=40)
+    with pytest.raises(tp.Refused, match=message):
+        train(training, losses)
+    assert training.step_count == 0
+    assert not training.ledger.events
+
+
+def test_batch_normalization_is_refused_at_once():
+    with pytest.raises(tp.Refused, match="batch normalization"):
+        training_of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+
+
+def test_an_infinite_estimate_leaves_the_example_out():
+    model = Calls(lambda m, x: x * m.w, w=torch.ones(3))
+    x = torch.ones(4, 3)
+    x[2] = 1e200
+    training = training_of(
+        model, dataset=TensorDataset(x, torch.zeros(4)), expected_batch_size=4, num_steps=2, test_seed=1
+    )
+    train(training, lambda model, x, y: model(x).sum(1))
+    assert training.num_non_finite == 2
+    assert model.w.isfinite().all()
+
+
+def test_empty_batches_are_steps_of_noise_alone():
+    training = training_of(small(), dataset=data(4), expected_batch_size=0.4, num_steps=8, test_seed=2)
+    assert any(len(training._indices(step)) == 0 for step in range(8))
+    train(training)
+    assert training.step_count == 8
+
+
+def test_evaluation_and_copies_run_untouched():
+    training = training_of(small())
+    train(training)
+    copy.deepcopy(training.model)(torch.randn(2, 3)).sum().backward()
+    assert training.model(torch.randn(2, 3)).shape == (2, 2)
+
+
+def test_random_numbers_of_the_user_are_the_same_as_without_projections():
+    model = nn.Sequential(small(), nn.Dropout(0.5))
+    sketch = Sketch(Sketching(tp.Sketched(16)), trained(model), Directions(KEY, 0, 0))
+    torch.manual_seed(3)
+    x = torch.randn(4, 3)
+    sketch.begin(model, (x,), {})
+    y = model(x)
+    sketch.end(y)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    torch.randn(4, 3)
+    sketch.begin(model, (x,), {})
+    y = model(x)
+    sketch.end(y)
+    losses = y.square().sum(1)
+    sketch._sketching.is_new(Graph(losses), 4)
+    sketch._sketching.jacobian(losses, trained(model), sketch._runs[-1:], Directions(KEY, 0, 0))
+    assert torch.equal(torch.rand(3), expected)
