@@ -207,3 +207,23 @@ def test_number_of_backwards():
     losses.grad_fn.register_prehook(lambda grads: count.append(1))
     tape.jacobian(losses)
     assert len(count) == 3
+
+
+def test_batches_of_any_size_take_one_path(monkeypatch):
+    """Sizes of the model that happen to be multiples of the batch's are not taken for it."""
+
+    def forward(m, x):
+        return m.e(x).view(len(x), 8, 4).flatten(0, 1) @ m.w
+
+    model, layouts, measured = Calls(forward, e=nn.Embedding(7, 4), w=torch.randn(4, 4)), Layouts(), []
+    measure = Layouts.measure
+    monkeypatch.setattr(Layouts, "measure", lambda *args: measured.append(1) or measure(*args))
+    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: False)
+    for n in (8, 5, 4, 2, 16, 7, 8, 6):
+        x = tokens(n, 8)
+        tape = Tape(trained(model), (), layouts, n)
+        x = tape.probe(x)
+        with tape:
+            losses = model(x).view(n, -1).square().mean(1)
+        tape.jacobian(losses)
+    assert len(measured) == 2

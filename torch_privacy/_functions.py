@@ -170,13 +170,13 @@ def numbers_in(values: Iterable[Any]) -> tuple:
     return tuple(found)
 
 
-def in_units_of(n: int, numbers: tuple) -> tuple:
-    """The same with multiples of n replaced by how many times n they are."""
-    return tuple(
-        in_units_of(n, value)
-        if isinstance(value, tuple)
-        else ("n", value // n)
-        if type(value) is int and n and value and value % n == 0
-        else value
-        for value in numbers
-    )
+def without_numbers(values: tuple, found: list[int]) -> tuple:
+    """The same with every whole number taken out, and put into ``found``."""
+    kept: list[Any] = []
+    for value in values:
+        if type(value) is int:
+            found.append(value)
+            kept.append(int)
+        else:
+            kept.append(without_numbers(value, found) if isinstance(value, tuple) else value)
+    return tuple(kept)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,7 @@ OWN = 64
 OTHERS = 16
 
 Kind = tuple[int, str]
+Sizes = tuple[int, tuple[int, ...]]  # a batch's size, and the whole numbers met on the way
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ Look = Callable[[int, Tensor, AnyLayout], None]  # (number of a call, gradient i
 
 
 class Layouts:
-    """What earlier batches taught about the layout of every call on a path (see ``Tape._path``)."""
+    """What earlier batches taught about the layout of every call on a path (see ``path``)."""
 
     def __init__(self) -> None:
         self._proofs: dict[int, tuple[list[Kind], int]] = {}
@@ -63,6 +65,24 @@ class Layouts:
         self._batches = 0
         self._verified: Counter[tuple] = Counter()
         self._footprints: dict[int, Footprint] = {}
+        self._paths: dict[int, list[Sizes]] = {}  # program -> the sizes that were first on each of its paths
+        self._path_of = lru_cache(maxsize=1024)(self._find_path)
+
+    def path(self, program: int, n: int, numbers: tuple[int, ...]) -> int:
+        """The path that a program takes with these whole numbers for n examples.
+
+        The same as that of an earlier batch if every number is, or was a multiple of that batch's size and is the same
+        multiple of this one's.
+        """
+        return self._path_of(program, n, numbers)
+
+    def _find_path(self, program: int, n: int, numbers: tuple[int, ...]) -> int:
+        known = self._paths.setdefault(program, [])
+        here = n, numbers
+        place = next((place for place, sizes in enumerate(known) if _grown(sizes, here)), len(known))
+        if place == len(known):
+            known.append(here)
+        return hash((program, place))
 
     def footprint(self, path: int, n: int) -> Footprint | None:
         """What n examples on a path take, where an earlier batch has told."""
@@ -236,6 +256,12 @@ class Verdicts:
         for call in self._irregular:
             if not self._shadows.begun or call.edge.node not in known:
                 raise Refused(ungrounded(call, self._names_of, self._n))
+
+
+def _grown(before: Sizes, now: Sizes) -> bool:
+    """Whether some sizes are what others become when the batch grows or shrinks."""
+    (n, numbers), (m, others) = before, now
+    return all(v == w or (n and not v % n and v // n * m == w) for v, w in zip(numbers, others, strict=True))
 
 
 def _kind_of_call(call: Call) -> tuple:

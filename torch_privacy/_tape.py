@@ -28,7 +28,6 @@ from ._functions import (
     LIKE,
     SET_REQUIRES_GRAD,
     changes_in_place,
-    in_units_of,
     looks_up_examples,
     makes_constant,
     makes_new,
@@ -38,6 +37,7 @@ from ._functions import (
     picks_one,
     rearranges,
     tensors_in,
+    without_numbers,
 )
 from ._graph import Graph, saved_bytes, saves_elsewhere
 from ._layout import Footprint, Layouts, Measurement, Merging, Verdicts
@@ -339,13 +339,15 @@ class Tape(TorchFunctionMode):
         return portions
 
     def _path(self, graph: Graph, n: int) -> int:
-        """Digest of what was computed: functions with their whole-number arguments, and the graph of the losses.
+        """Number of what was computed: functions with their whole-number arguments, and the graph of the losses.
 
-        Sizes are taken in units of n where they are multiples of it. Another path, as by a branch in the model's or the
-        loss's code, may have other layouts or mix examples; so it must be measured anew.
+        Another path, as by a branch in the model's or the loss's code, may have other layouts or mix examples; so it
+        must be measured anew.
         """
-        functions = ((func, in_units_of(n, numbers)) for func, numbers in self._program)
-        return hash((*functions, *(node.name() for node in self.nodes_before_calls(graph))))
+        numbers: list[int] = []
+        functions = [(func, without_numbers(values, numbers)) for func, values in self._program]
+        program = hash((*functions, *(node.name() for node in self.nodes_before_calls(graph))))
+        return self.layouts.path(program, n, tuple(numbers))
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))
