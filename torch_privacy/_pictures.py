@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch_privacy import privacy
 from torch_privacy.comparison import Claim
 from torch_privacy.privacy import plots
-from torch_privacy.summary import compose_steps, round_down, round_up, scientific, tradeoff_of
+from torch_privacy.summary import compose_steps, round_down, round_up, scientific
 
 TANGENT_DELTA = 1e-5  # of the (epsilon, delta) that is drawn beside a trade-off curve
 
@@ -44,8 +44,8 @@ def calibration_picture(
 def tradeoff_picture(noise_multiplier: float, sampling_probability: float, num_steps: int) -> Figure:
     """The trade-off curve, the (ε, δ) pair that is one of its tangents, and the smallest Gaussian below it."""
     profile = compose_steps(noise_multiplier, sampling_probability, num_steps)
-    curve = tradeoff_of(profile)
-    gaussian, epsilon = privacy.tradeoff.mu(curve.low).high, profile.epsilon(TANGENT_DELTA).high
+    curve = profile.tradeoffs["symmetrized"]
+    gaussian, epsilon = profile.mu().high, profile.epsilon(TANGENT_DELTA).high
     curves: dict[str, Any] = {"these releases": curve}
     if np.isfinite(gaussian):
         curves[f"Gaussian, mu = {round_up(gaussian)}"] = privacy.tradeoff.Gaussian(gaussian)

@@ -144,15 +144,9 @@ def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
     return f"{digits}e{exponent}" if exponent else str(digits)
 
 
-def tradeoff_of(profile: privacy.Profile) -> privacy.Bracket[privacy.tradeoff.PiecewiseLinear]:
-    """The trade-off function of a profile, whichever direction is dearer, between certified bounds."""
-    return privacy.tradeoff.of_profile(profile)["symmetrized"]
-
-
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
     """The largest advantage, and the smallest Gaussian trade-off function below, as certified brackets."""
-    curve = tradeoff_of(profile)
-    mu = privacy.Bracket(privacy.tradeoff.mu(curve.high).low, privacy.tradeoff.mu(curve.low).high)
+    mu = profile.mu()
     return {
         "advantage": profile.advantage()._asdict(),
         "mu": {"low": _or_none(mu.low), "high": _or_none(mu.high), "errors_at_least": 1e-6},

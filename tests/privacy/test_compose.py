@@ -204,6 +204,51 @@ def test_advantage_is_delta_at_zero_and_the_best_gap():
     assert (1 - low - alpha).max() >= profile.advantage().low
 
 
+def test_directions_of_the_tradeoff_bracket_those_of_one_step():
+    profile, exact = poisson(1.0, 0.1, 1), privacy.tradeoff.subsampled(privacy.tradeoff.Gaussian(1.0), 0.1)
+    alpha = np.linspace(0, 1, 101)
+    expected = {"remove": exact, "add": exact.inverse(), "symmetrized": privacy.tradeoff.symmetrized(exact)}
+    assert profile.tradeoffs.keys() == expected.keys()
+    for direction, f in expected.items():
+        low, high = profile.tradeoff(alpha, direction)
+        assert (low <= f(alpha) + 1e-12).all()
+        assert (f(alpha) <= high + 1e-12).all()
+    assert not np.allclose(exact(alpha), exact.inverse()(alpha), atol=1e-4)  # else nothing was told apart
+
+
+def test_where_only_the_dearer_direction_is_known_no_other_is_offered():
+    profile = privacy.compose([(privacy.FixedSizeGaussian(1.0, 0.1), 1)])
+    with pytest.raises(ValueError, match=r"Profile\.tradeoff: direction='remove' must be one of 'symmetrized'\."):
+        profile.tradeoff(0.5, "remove")
+
+
+def test_mu_and_posterior_of_gaussians_bracket_the_closed_form():
+    profile = privacy.compose([(privacy.Gaussian(2.0), 4)])
+    low, high = profile.mu()
+    assert 0.98 < low <= 1.0 <= high < 1.02
+    for prior, rate in ((0.5, 0.01), (0.01, 0.2)):
+        low, high = profile.posterior(prior, rate)
+        exact = privacy.tradeoff.posterior(privacy.tradeoff.Gaussian(1.0), prior, rate)
+        assert low - 1e-12 <= exact <= high + 1e-12
+        assert high - low < 0.01
+    assert profile.posterior(0.3) == profile.posterior(0.3, 0.01)
+
+
+@given(st.floats(0.7, 5), st.floats(1e-2, 0.5), st.integers(1, 200))
+def test_no_tradeoff_lies_below_that_of_its_mu(sigma, q, steps):
+    profile, alpha = poisson(sigma, q, steps), np.linspace(0, 1, 401)
+    gaussian = privacy.tradeoff.Gaussian(max(profile.mu().high, 1e-9))(alpha)
+    low = profile.tradeoff(alpha).low
+    inside = (alpha > 1e-6) & (low > 1e-6)
+    assert (gaussian <= low + 1e-9)[inside].all()
+
+
+@pytest.mark.parametrize("events", [[], [(privacy.Gaussian(1.0), 0)], [(privacy.SubsampledGaussian(1.0, 0.01), 50)]])
+@pytest.mark.parametrize("epsilon", [0.0, -0.0, 0.5, 30.0, 1000.0])
+def test_delta_is_never_minus_zero(events, epsilon):
+    assert not np.signbit(privacy.compose(events).delta(epsilon)).any()
+
+
 def test_statement_rounds_outwards_and_names_its_assumptions():
     profile = poisson(0.55, 256 / 29305, 2061)
     expected = "epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)"

@@ -6,8 +6,12 @@ import json
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
+from scipy.optimize import brentq
+from scipy.special import ndtr
+from scipy.stats import geom, logser, norm, poisson
 
 from torch_privacy import privacy
+from torch_privacy.clipping import Flat
 from torch_privacy.privacy import Gaussian, SubsampledGaussian, SubsampledGEP, SubsampledJL, SubsampledSketch
 
 MNIST, CIFAR, IMDB = 256 / 60000, 256 / 50000, 256 / 25000
@@ -202,6 +206,27 @@ def test_known_profile_of_pure_privacy_is_randomized_response():
     assert epsilon(known, 20).high == pytest.approx(epsilon(coin, 20).high, rel=1e-9)
 
 
+@pytest.mark.parametrize("clip_norm", [0.5, 3.0])
+@pytest.mark.parametrize("q", [0.1, 1.0])
+def test_noise_multiplier_under_replace_one_is_noise_over_twice_the_clip_norm(clip_norm, q):
+    """The pair that replacing an example realises: its clipped value C becomes -C. Noise over C would understate it."""
+    stddev, target = 1.5 * clip_norm, 0.4
+    x = np.linspace(-12 * stddev, 12 * stddev, 200_001)
+
+    def density(value):
+        return (1 - q) * norm.pdf(x, 0, stddev) + q * norm.pdf(x, value, stddev)
+
+    exact = np.maximum(density(clip_norm) - np.exp(target) * density(-clip_norm), 0).sum() * (x[1] - x[0])
+    sensitivity = Flat(clip_norm).sensitivity(REPLACE_ONE)
+    assert sensitivity == 2 * clip_norm
+    step = SubsampledGaussian(stddev / sensitivity, q, REPLACE_ONE)
+    low, high = privacy.compose([(step, 1)]).delta(target)
+    assert exact == pytest.approx(low, rel=1e-6)
+    assert exact == pytest.approx(high, rel=1e-6)
+    as_in_papers = SubsampledGaussian(stddev / clip_norm, q, REPLACE_ONE)
+    assert privacy.compose([(as_in_papers, 1)]).delta(target).high < 0.5 * exact
+
+
 def test_known_profile_of_a_gaussian_closes_in_on_it_from_above():
     curve, exact = privacy.tradeoff.Gaussian(0.3), epsilon(Gaussian(1 / 0.3), 50)
     last = np.inf
@@ -238,6 +263,47 @@ def test_search_costs_more_than_one_run_and_at_most_what_simulation_shows():
         for target in (0.0, 0.3, 0.7, 1.0, 1.5):
             exact = max(np.maximum(a - np.exp(target) * b, 0).sum() for a, b in ((p, q), (q, p)))
             assert privacy.compose([(search, 1)]).delta(target).high >= exact
+
+
+def best_of(masses, chances):
+    """Law of the best of K draws, later outcomes being better, by summing over K; and last the chance of no draw."""
+    below = np.append(0.0, np.cumsum(masses))
+    return np.append(np.diff(below[:, None] ** np.arange(len(chances)) @ chances), chances[0])
+
+
+RUNS = np.arange(600)
+LOGARITHMIC = brentq(lambda p: logser.mean(p) - 4, 1e-6, 1 - 1e-6)
+CHANCES = {  # of K = 0, 1, ...; mean 4
+    "poisson": poisson.pmf(RUNS, 4),
+    "geometric": geom.pmf(RUNS, 1 / 4),
+    "logarithmic": logser.pmf(RUNS, LOGARITHMIC),
+}
+RANKINGS = {"up": lambda x: x, "down": lambda x: -x, "outer": np.abs, "inner": lambda x: -np.abs(x - 0.5)}
+
+
+@pytest.mark.parametrize("distribution", CHANCES)
+@pytest.mark.parametrize("shift", [0.3, 1.0, 2.5])
+def test_search_is_never_priced_below_the_enumerated_best_of_gaussian_runs(distribution, shift):
+    """One Gaussian run cut into cells, ranked in several ways, every number of runs counted by its own probability."""
+    x = np.linspace(-7, 7 + shift, 400)
+    masses = [np.diff(ndtr(np.concatenate([[-np.inf], x - mean, [np.inf]]))) for mean in (0.0, shift)]
+    assert CHANCES[distribution] @ RUNS == pytest.approx(4, rel=1e-9)
+    search = privacy.compose([(privacy.Repeated(((Gaussian(1 / shift), 1),), 4, distribution), 1)])
+    for rank in RANKINGS.values():
+        order = np.argsort(rank(np.append(x[0] - 1, x)), kind="stable")
+        with_it, without = (best_of(mass[order], CHANCES[distribution]) for mass in masses)
+        for target in (0.0, 0.2, 0.5, 1.0, 2.0, 4.0):
+            exact = max(
+                np.maximum(a - np.exp(target) * b, 0).sum() for a, b in ((with_it, without), (without, with_it))
+            )
+            assert search.delta(target).high >= exact * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("distribution", "times"), [("geometric", 3), ("logarithmic", 2)])
+def test_search_over_pure_runs_costs_what_the_published_theorem_says(distribution, times):
+    """Papernot & Steinke: (2 + η) ε for runs that are (ε, 0)-private, the limit of many runs; 3 ε is Liu & Talwar's."""
+    search = privacy.Repeated(((privacy.RandomizedResponse(0.5), 1),), 10_000, distribution)
+    assert 0.97 < epsilon(search, 1, 1e-9).high / (times * 0.5) < 1.02
 
 
 def test_search_over_hardly_private_runs_is_no_better_than_its_runs():

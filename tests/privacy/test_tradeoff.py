@@ -380,3 +380,12 @@ def test_sampled_profile_is_that_of_thresholds(f, q, threshold):
     assert sampled.delta(epsilon) == pytest.approx(q * f.delta(threshold), rel=1e-6, abs=1e-12)
     assert (1 - mixed - np.exp(epsilon) * grid).max() <= sampled.delta(epsilon) + 1e-12
     np.testing.assert_allclose(sampled(grid), mixed, atol=1e-12)
+
+
+@given(ANY, st.sampled_from([-0.1, 1.1, float("nan"), float("inf"), -1e-9, 1 + 1e-9]))
+def test_rates_outside_0_to_1_are_refused(f, alpha):
+    for hostile in (alpha, np.array([0.5, alpha])):
+        with pytest.raises(ValueError, match=r"alpha=.* must lie in \[0, 1\]"):
+            f(hostile)
+        with pytest.raises(ValueError, match=r"alpha=.* must lie in \[0, 1\]"):
+            true_positive_rate(f, hostile)

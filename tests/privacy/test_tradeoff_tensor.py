@@ -33,7 +33,7 @@ class Unknown(TradeOff):
     def __init__(self, f):
         self.f = f
 
-    def __call__(self, alpha):
+    def at(self, alpha):
         return self.f(alpha)
 
     def delta(self, epsilon):

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from .._check import one_of, strictly_between, whole
-from .bracket import Array, Bracket
+from .bracket import Bracket
 from .curve import Curve, Value
 from .engine import METHODS, Between, curves
 from .event import LAWS, Event, NeighboringRelation
 from .law import Law
+from .tradeoff import PiecewiseLinear, of_profile, questions
+from .tradeoff.base import rates
 
 RELATION_NAMES = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one example",
@@ -26,7 +28,7 @@ class Profile:
     """What a list of releases costs together; made by `compose`.
 
     Every answer is a `Bracket` that contains the true value, maximised over the directions *remove* and *add*. For
-    ε, δ, true positive rate and advantage report ``high``; for the trade-off function ``low``.
+    ε, δ, μ, advantage, true positive rate and posterior report ``high``; for the trade-off function ``low``.
 
     Guarantees:
         - ``low <= truth <= high``: discretisation, aliasing and truncation are bounded by proof, rounding and the
@@ -103,35 +105,60 @@ class Profile:
             raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
 
-    def advantage(self) -> Bracket[float]:
-        """Largest true positive rate minus false positive rate of any membership test: ``δ(0)``."""
-        return self.delta(0.0)
+    @cached_property
+    def tradeoffs(self) -> dict[str, Bracket[PiecewiseLinear]]:
+        """The trade-off functions (f-DP), each between certified bounds: "symmetrized", "remove" and "add".
 
-    def tradeoff(self, alpha: Value) -> Bracket[Value]:
-        """Type II error of the best test at type I error ``alpha``, symmetrised over both directions.
+        The symmetrized one holds whichever direction is dearer. The others are missing where both directions are one
+        and the same, or only their maximum is known. Made by `tradeoff.of_profile` from 257 ε, and kept.
+        """
+        return of_profile(self)
 
-        ``f(α) = sup_{ε >= 0} max(1 - δ(ε) - e^ε α, e^-ε (1 - δ(ε) - α), 0)``. ``low`` takes the supremum over a grid,
-        with the upper bounds of δ. ``high`` takes it over the corners of a convex function that lies below δ as a
-        function of e^ε: the lines through a lower bound at a grid point and an upper bound one point further away.
+    def tradeoff(self, alpha: Value, direction: str = "symmetrized") -> Bracket[Value]:
+        """Type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
 
         Args:
             alpha: in [0, 1], a number or an array.
+            direction: "symmetrized", or "remove" or "add" if `tradeoffs` has them.
 
         Returns:
             Two floats, or two arrays of alpha's shape. ``low`` is the safe side: no attacker does better.
         """
-        errors = np.asarray(alpha, float)
-        if not ((errors >= 0) & (errors <= 1)).all():
-            raise ValueError(f"Profile.tradeoff: alpha={alpha!r} must lie in [0, 1].")
-        x, y_high, corners_x, corners_y = self._corners
-        low, high = _best_test(errors, x, y_high), _best_test(errors, corners_x, corners_y)
-        bounds: list[Any] = [np.minimum(bound, 1 - errors) for bound in (low, high)]
-        return Bracket(*bounds) if errors.ndim else Bracket(*(bound.item() for bound in bounds))
+        errors = rates("Profile.tradeoff", alpha)
+        one_of("Profile.tradeoff", self.tradeoffs, direction=direction)
+        bounds: list[Any] = [np.asarray(curve(errors)) for curve in self.tradeoffs[direction]]
+        return Bracket(*bounds) if bounds[0].ndim else Bracket(*(bound.item() for bound in bounds))
+
+    def mu(self, floor: float = 1e-6) -> Bracket[float]:
+        """The smallest μ whose Gaussian trade-off function lies below the symmetrized one.
+
+        With ``high``: no attacker with both errors above ``floor`` does better than against a single release of noise
+        multiplier 1 / μ. No approximation, unlike the μ of `clt`.
+
+        Args:
+            floor: errors below it are left aside, see `tradeoff.mu`.
+        """
+        low, high = self.tradeoffs["symmetrized"]
+        return Bracket(questions.mu(high, floor).low, questions.mu(low, floor).high)
+
+    def advantage(self) -> Bracket[float]:
+        """Largest true positive rate minus false positive rate of any membership test: ``δ(0)``."""
+        return self.delta(0.0)
 
     def true_positive_rate(self, false_positive_rate: Value) -> Bracket[Value]:
         """Largest true positive rate of any membership test at this rate of false positives: ``1 - f(α)``."""
         low, high = self.tradeoff(false_positive_rate)
         return Bracket(1 - high, 1 - low)
+
+    def posterior(self, prior: float, false_positive_rate: float = 0.01) -> Bracket[float]:
+        """How sure anyone can be that an example took part, who is wrong about non-members at this rate or more often.
+
+        Args:
+            prior: probability of membership beforehand, in (0, 1).
+            false_positive_rate: in (0, 1); the smaller, the surer, see `tradeoff.posterior`.
+        """
+        low, high = self.tradeoffs["symmetrized"]
+        return Bracket(*(questions.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
 
     def statement(self, delta: float) -> str:
         """One line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
@@ -144,24 +171,6 @@ class Profile:
 
     def __str__(self) -> str:
         return self.statement(1e-5)
-
-    @cached_property
-    def _corners(self) -> tuple[Array, Array, Array, Array]:
-        """Grid of x = e^ε with upper bounds of δ, and the corners of a convex lower bound of δ."""
-        furthest = max(self.epsilon(1e-12).low, 1e-6)
-        x = np.exp(np.linspace(0, min(furthest, 600.0), 257))
-        low, high = np.array([self.delta(float(np.log(point))) for point in x]).T
-        # Below δ on [x_i, x_i+1]: the line through (x_i-1, high) and (x_i, low), and the one through (x_i+1, low) and
-        # (x_i+2, high). Left of the grid δ(1/x) = 1 - 1/x + δ(x)/x by duality; right of it δ >= 0.
-        width, before = np.diff(x), 1 / x[1]
-        high_before = 1 - before + before * high[1]
-        falling = (low[:-1] - np.append(high_before, high[:-2])) / np.diff(np.append(before, x[:-1]))
-        rising = np.append((high[2:] - low[1:-1]) / width[1:], 0.0)
-        with np.errstate(invalid="ignore", divide="ignore"):  # parallel lines meet anywhere
-            meet = (low[1:] - rising * width - low[:-1]) / (falling - rising)
-        meet = np.clip(np.nan_to_num(meet), 0, width)
-        between = low[1:] - rising * (width - meet)
-        return x, high, np.concatenate([x, x[:-1] + meet, x[-1:]]), np.concatenate([low, between, [0.0]])
 
 
 def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profile:
@@ -210,13 +219,7 @@ def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[Law | Between, in
 
 def _larger(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
     lows, highs = zip(*brackets, strict=True)
-    return Bracket(max(lows), max(highs))
-
-
-def _best_test(alpha: Array, x: Array, delta: Array) -> Array:
-    """``sup max(1 - δ - x α, (1 - δ - α) / x, 0)`` over pairs (x, δ)."""
-    alpha = alpha[..., None]
-    return np.maximum(np.maximum(1 - delta - x * alpha, (1 - delta - alpha) / x).max(-1), 0)
+    return Bracket(max(lows) + 0.0, max(highs) + 0.0)  # never -0.0
 
 
 def _rounded(value: float, mode: str) -> str:

@@ -71,7 +71,7 @@ class Nothing:
     """Nothing was released: P = Q."""
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        value = max(-float(np.expm1(epsilon)), 0.0)
+        value = max(-float(np.expm1(min(epsilon, 0.0))), 0.0)
         return Bracket(value, value)
 
     def epsilon(self, delta: float) -> Bracket[float]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases with Gaussian noise: full batches, Poisson samples, samples of fixed size, several blocks at once.
 
-Everywhere ``noise_multiplier`` is the noise's standard deviation divided by the sensitivity *under the event's own
-neighboring relation*: values clipped to norm C have sensitivity C when an example comes, goes or is zeroed out, and 2 C
-when it is replaced.
+**Noise over sensitivity.** Everywhere ``noise_multiplier`` is the noise's standard deviation divided by the sensitivity
+*under the event's own neighboring relation*, as `clipping.ClippingRule.sensitivity` has it: values clipped to norm C
+have sensitivity C when an example comes, goes or is zeroed out, and **2 C when it is replaced**. Papers often write
+noise over C under every relation: under replace-one halve their number, or ε comes out far too small.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Gaussian(Event):
 
     Args:
         noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
-        neighboring_relation: any; the sensitivity is the one under it.
+        neighboring_relation: any; the sensitivity is the one under it: 2 C, not C, where examples are replaced.
     """
 
     noise_multiplier: float
@@ -61,8 +62,8 @@ class SubsampledGaussian(Event):
     - replace one: ``(1 - q) N(0, 1) + q N(±z/2, 1)``, for the sensitivity is twice a value's norm.
 
     Args:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6]. Under replace-one
-            the sensitivity is 2 C for values clipped to norm C, so it is half of "noise over clip norm".
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6]. **Under
+            replace-one the sensitivity is 2 C** for values clipped to norm C: pass half of "noise over clip norm".
         sampling_probability: chance that an example joins the sample, in (0, 1].
         neighboring_relation: add/remove one example by default.
 
@@ -139,7 +140,8 @@ class SubsampledBlocks(Event):
     their own is no bound: they share the sample.
 
     Args:
-        noise_multipliers: each block's standard deviation of the noise over its own sensitivity, in [1e-6, 1e6].
+        noise_multipliers: each block's standard deviation of the noise over its own sensitivity, in [1e-6, 1e6];
+            under replace-one that is twice the block's clip norm.
         sampling_probability: chance that an example joins the sample, in (0, 1].
         neighboring_relation: add/remove one example by default.
     """
@@ -170,7 +172,8 @@ class SubsampledGEP(Event):
     One Gaussian release of noise multiplier ``noise_multiplier / sqrt(2)``, inside the sampling.
 
     Args:
-        noise_multiplier: each part's standard deviation of the noise over its own sensitivity, in [1e-6, 1e6].
+        noise_multiplier: each part's standard deviation of the noise over its own sensitivity, in [1e-6, 1e6]; under
+            replace-one that is twice the part's clip norm.
         sampling_probability: chance that an example joins the sample, in (0, 1].
         neighboring_relation: add/remove one example by default.
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Theorem 3.2; the sampling as in `SubsampledBlocks`.
@@ -201,7 +204,7 @@ class SubsampledAdaptiveClip(Event):
     One Gaussian release of ``1 / σ² = 1 / noise_multiplier² + 1 / count_noise_multiplier²``, inside the sampling.
 
     Args:
-        noise_multiplier: of the sum, in [1e-6, 1e6].
+        noise_multiplier: of the sum, over its sensitivity (2 C under replace-one), in [1e-6, 1e6].
         count_noise_multiplier: standard deviation of the count's noise over the count's sensitivity, which is 1/2 for
             a count of ±1/2 when an example comes or goes, and 1 when one is replaced; in [1e-6, 1e6].
         sampling_probability: chance that an example joins the sample, in (0, 1].

@@ -74,15 +74,22 @@ class Repeated(Event):
         δ(ε) <= m δ_run(ε - log 1/c),   c = min φ'(F') / φ'(F),  for ε >= 0.
 
     For Poisson ``c >= e^(-m δ_run(0))``; for the others c follows from ``1 - F' <= e^ε (1 - F) + δ_run(ε)``, every ε.
+    For ``p φ'(F) - e^ε p' φ'(F') <= φ'(F) (p - e^ε c p')`` and ``φ' <= m``; that no run happens is as likely on both.
     Ties are broken at random, which changes nothing. Only an upper bound; the lower one is trivial.
+
+    What ranks the runs must itself be part of what a run releases (or be public): the accuracy on private examples is
+    an event of its own among the releases.
 
     Args:
         releases: what one run releases: pairs (event, how often).
         mean: expected number of runs, above 0 for Poisson (none may happen), above 1 else.
         distribution: of K: "poisson", "geometric" or "logarithmic" (truncated negative binomial, η = 1 or 0).
 
+    Guarantees:
+        - for runs that are (ε, 0)-private: 3 ε for "geometric", 2 ε for "logarithmic", the published (2 + η) ε.
     Source: the proof is the one of Koskela, Redberg & Wang (2024), arXiv:2402.06701, in terms of ranks; distributions
-        and their need for a random K from Liu & Talwar (2019) and Papernot & Steinke (2022), arXiv:2110.03620.
+        and their need for a random K from Liu & Talwar (2019), arXiv:1811.07971, and Papernot & Steinke (2022),
+        arXiv:2110.03620.
 
     Example:
         >>> from torch_privacy.privacy import SubsampledGaussian
@@ -108,7 +115,7 @@ class Repeated(Event):
 
     @property
     def assumption(self) -> str:
-        return "only the best run is released, and never the number of runs"
+        return "only the best run is released, ranked by what the runs release, and never the number of runs"
 
     def __post_init__(self) -> None:
         one_of("Repeated", DISTRIBUTIONS, distribution=self.distribution)

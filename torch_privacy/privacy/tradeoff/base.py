@@ -24,9 +24,17 @@ class TradeOff(ABC):
     Source: Dong, Roth & Su (2022), JRSS-B, Propositions 1 and 6.
     """
 
-    @abstractmethod
     def __call__(self, alpha: float | Array) -> float | Array:
-        """Smallest type II error at type I error ``alpha`` in [0, 1]."""
+        """Smallest type II error at type I error ``alpha``, a number or an array.
+
+        Raises:
+            ValueError: some alpha lies outside [0, 1].
+        """
+        return self.at(rates("tradeoff", alpha))
+
+    @abstractmethod
+    def at(self, alpha: float | Array) -> float | Array:
+        """The same for an ``alpha`` that certainly lies in [0, 1]: what a new trade-off function defines."""
 
     @abstractmethod
     def delta(self, epsilon: float | Array) -> float | Array:
@@ -44,6 +52,15 @@ class TradeOff(ABC):
     def __le__(self, other: "TradeOff") -> bool:
         """No test is harder than under ``other``: ``f(α) <= g(α)`` for all α, see `compare`."""
         return compare(self, other).holds
+
+
+def rates(where: str, alpha: float | Array) -> float | Array:
+    """``alpha`` if every one is a rate; what exceeds [0, 1] by rounding is cut off."""
+    values = np.asarray(alpha, float)
+    outside = values[~((values >= -ROUNDING) & (values <= 1 + ROUNDING))]
+    if outside.size:
+        raise ValueError(f"{where}: alpha={float(outside.flat[0])!r} must lie in [0, 1]. It is a rate of false alarms.")
+    return np.clip(values, 0, 1)[()]
 
 
 class Comparison(NamedTuple):

@@ -23,10 +23,6 @@ class Priced(Protocol):
         """Curves with ``delta(epsilon)``, as brackets, by "remove" and "add", or as "both" if they are the same."""
         ...
 
-    def delta(self, epsilon: float) -> Bracket[float]:
-        """The larger δ of both directions."""
-        ...
-
     def epsilon(self, delta: float) -> Bracket[float]:
         """The larger ε of both directions."""
         ...
@@ -37,11 +33,11 @@ def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[Piecewis
 
     Args:
         profile: what `privacy.compose` returned.
-        pieces: how many thresholds are asked for; each costs some milliseconds.
+        pieces: how many thresholds are asked for, in each direction once.
 
     Returns:
-        "remove" (without the example against with it) and "add", unless they are the same; and "symmetrized", the
-        price whichever direction is dearer, which is what to report.
+        "symmetrized", the price whichever direction is dearer, which is what to report; and "remove" (without the
+        example against with it) and "add", unless they are the same or only their maximum is known.
 
     Example:
         >>> from torch_privacy import privacy
@@ -51,10 +47,12 @@ def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[Piecewis
     """
     furthest = min(max(profile.epsilon(NEGLIGIBLE).low, 1e-6), FURTHEST)
     thresholds = np.linspace(0, furthest, pieces + 1)
-    curves = {"symmetrized": from_bounds(profile.delta, thresholds=thresholds)}
-    if len(profile.directions) == 2:
-        remove, add = (profile.directions[name].delta for name in ("remove", "add"))
-        curves |= {"remove": from_bounds(remove, add, thresholds), "add": from_bounds(add, remove, thresholds)}
+    asked = {name: _asked(curve.delta, thresholds) for name, curve in profile.directions.items()}
+    either = np.maximum.reduce(list(asked.values()))
+    curves = {"symmetrized": _enclosed(thresholds, either, either)}
+    if len(asked) == 2:
+        remove, add = asked["remove"], asked["add"]
+        curves |= {"remove": _enclosed(thresholds, remove, add), "add": _enclosed(thresholds, add, remove)}
     return curves
 
 
@@ -87,10 +85,18 @@ def from_bounds(
     epsilon = np.asarray(thresholds, float)
     if epsilon.ndim != 1 or len(epsilon) < 3 or epsilon[0] != 0 or not (np.diff(epsilon) > 0).all():
         raise ValueError("tradeoff.from_bounds: thresholds must be at least three numbers that rise from 0.")
-    low, high = np.array([profile(value) for value in epsilon.tolist()]).T
-    other_low, other_high = low, high
-    if reverse is not None:
-        other_low, other_high = np.array([reverse(value) for value in epsilon.tolist()]).T
+    bounds = _asked(profile, epsilon)
+    return _enclosed(epsilon, bounds, bounds if reverse is None else _asked(reverse, epsilon))
+
+
+def _asked(profile: Callable[[float], Bracket[float]], thresholds: Array) -> Array:
+    """Lower and upper bounds of δ, a row each."""
+    return np.array([profile(value) for value in thresholds.tolist()]).T
+
+
+def _enclosed(epsilon: Array, bounds: Array, reverse: Array) -> Bracket[PiecewiseLinear]:
+    """What `from_bounds` returns, from the bounds at the thresholds in both directions."""
+    (low, high), (other_low, other_high) = bounds, reverse
     below = highest_of_lines(epsilon, high, epsilon, other_high)
     corners, other_corners = _under(epsilon, low, high, other_high), _under(epsilon, other_low, other_high, high)
     return Bracket(below, highest_of_lines(*corners, *other_corners))

@@ -35,7 +35,7 @@ class Gaussian(TradeOff):
     def __post_init__(self) -> None:
         positive("tradeoff.Gaussian", mu=self.mu)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return ndtr(-ndtri(alpha) - self.mu)  # -Φ⁻¹(α) = Φ⁻¹(1 - α), without losing small α
 
     def delta(self, epsilon: float | Array) -> float | Array:
@@ -72,7 +72,7 @@ class EpsilonDelta(TradeOff):
         non_negative("tradeoff.EpsilonDelta", epsilon=self.epsilon, budget=self.budget)
         in_range("tradeoff.EpsilonDelta", 0, 1, one_minus_budget=1 - self.budget)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         rest, x = 1 - self.budget, np.exp(min(self.epsilon, LARGEST))
         alpha = np.asarray(alpha, float)[()]
         return np.maximum(np.maximum(rest - x * alpha, (rest - alpha) / x), 0)
@@ -123,7 +123,7 @@ class Laplace(TradeOff):
     def __post_init__(self) -> None:
         positive("tradeoff.Laplace", epsilon=self.epsilon)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         alpha, low = np.asarray(alpha, float)[()], np.exp(-min(self.epsilon, LARGEST))
         middle = low / (4 * np.clip(alpha, low / 2, 0.5))
         return np.where(alpha < low / 2, 1 - alpha / low, np.where(alpha > 0.5, low * (1 - alpha), middle))[()]

@@ -43,7 +43,7 @@ class FromProfile(TradeOff):
     profile: Delta
     reverse: Delta | None = None
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return highest_line(self.delta, self.inverse().delta, np.asarray(alpha, float))
 
     def delta(self, epsilon: float | Array) -> float | Array:
@@ -68,7 +68,7 @@ class Minimum(TradeOff):
     f: TradeOff
     g: TradeOff
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return highest_line(self.delta, self.inverse().delta, np.asarray(alpha, float))
 
     def delta(self, epsilon: float | Array) -> float | Array:

@@ -100,7 +100,7 @@ class PiecewiseLinear(TradeOff):
     def corners(self) -> tuple[Array, Array]:
         return self.alpha, self.beta
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return np.interp(alpha, self.alpha, self.beta)
 
     def delta(self, epsilon: float | Array) -> float | Array:

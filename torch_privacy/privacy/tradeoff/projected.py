@@ -45,7 +45,7 @@ class JL(TradeOff):
         positive("tradeoff.JL", noise_multiplier=self.noise_multiplier)
         whole("tradeoff.JL", at_least=1, num_projections=self.num_projections)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         alpha = np.asarray(alpha, float)
         low, high = np.full(alpha.shape, -FURTHEST), np.full(alpha.shape, FURTHEST)
         for _ in range(HALVINGS):

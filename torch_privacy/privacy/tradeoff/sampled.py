@@ -36,7 +36,7 @@ class Subsampled(TradeOff):
     def __post_init__(self) -> None:
         in_range("tradeoff.Subsampled", 0, 1, probability=self.probability)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return self.probability * self.f(alpha) + (1 - self.probability) * (1 - alpha)
 
     def delta(self, epsilon: float | Array) -> float | Array:
@@ -62,7 +62,7 @@ class SubsampledInverse(TradeOff):
     def __post_init__(self) -> None:
         in_range("tradeoff.SubsampledInverse", 0, 1, probability=self.probability)
 
-    def __call__(self, alpha: float | Array) -> float | Array:
+    def at(self, alpha: float | Array) -> float | Array:
         return highest_line(self.delta, self.inverse().delta, np.asarray(alpha, float))
 
     def delta(self, epsilon: float | Array) -> float | Array:
