@@ -95,7 +95,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
 def differentiable_twice(model: nn.Module) -> Iterator[None]:
     """Attention and recurrent layers by backends that have a forward mode and a backward of their backward."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    backends = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
     before = [backend.enabled for backend in backends]
     try:
         for backend in backends:
