@@ -128,11 +128,34 @@ class _Tilted(NamedTuple):
 
     def log_phi(self, t: Array) -> tuple[Array, Array]:
         """Real and imaginary part of ``log E e^(i t (l - mean))`` under the tilt."""
-        angle = t[:, None] * self.offsets
-        real = -2 * (np.sin(angle / 2) ** 2 @ self.mass)
-        imaginary = np.sin(angle) @ self.mass
-        size = np.maximum(2 * real + real**2 + imaginary**2, -1 + 2e-15)  # |φ|² - 1; less is rounding
-        return np.log1p(size) / 2, np.arctan2(imaginary, 1 + real)
+        return _log_parts(self._turned(t) @ self.mass)
+
+    def log_phi_at_multiples(self, spacing: float, count: int) -> tuple[Array, Array]:
+        """The same for t = 0, spacing, 2 spacing, ..., by ``e^(i(a + b)) - 1 = A B + A + B``: few sines, one product.
+
+        With A = e^(ia) - 1 and B = e^(ib) - 1 no digit of φ - 1 is lost, as φ itself would lose them.
+        """
+        width = math.isqrt(count - 1) + 1
+        fine = self._turned(spacing * np.arange(width))
+        coarse = self._turned(spacing * width * np.arange(math.ceil(count / width))) * self.mass
+        excess = coarse @ fine.T + coarse.sum(1)[:, None] + fine @ self.mass
+        return _log_parts(excess.ravel()[:count])
+
+    def _turned(self, t: Array) -> Array:
+        """``e^(i t (l - mean)) - 1``, a row for each t."""
+        half = t[:, None] * (self.offsets / 2)
+        sine = np.sin(half)
+        turned = np.empty(half.shape, complex)
+        turned.real = -2 * sine**2
+        turned.imag = 2 * sine * np.cos(half)
+        return turned
+
+
+def _log_parts(excess: Array) -> tuple[Array, Array]:
+    """Real and imaginary part of ``log(1 + excess)``."""
+    real, imaginary = excess.real, excess.imag
+    size = np.maximum(2 * real + real**2 + imaginary**2, -1 + 2e-15)  # |φ|² - 1; less is rounding
+    return np.log1p(size) / 2, np.arctan2(imaginary, 1 + real)
 
 
 def _tilted(term: _Term, c: float) -> _Tilted:
@@ -163,7 +186,7 @@ class _Line:
             end *= 1.25
         t = spacing * np.arange(max(math.ceil(end / spacing) + 1, 8))
         parts = [_refined(term, part, c, float(t[-1]), swapped)[0] for term, part in zip(terms, parts, strict=True)]
-        logs = [(part.times, *part.log_phi(t)) for part in parts]
+        logs = [(part.times, *part.log_phi_at_multiples(spacing, len(t))) for part in parts]
         log_size = sum((times * real for times, real, _ in logs), np.zeros(len(t)))
         phase = sum((times * imaginary for times, _, imaginary in logs), np.zeros(len(t)))
         self._log_moment = sum(part.times * part.log_moment for part in parts)
