@@ -1307,3 +1307,20 @@ def test_parameter_that_a_later_batch_misses_has_zero_rows():
     assert training.step_count == 6
     with pytest.raises(tp.Refused, match=r"never reach parameter 'g\.weight', 'g\.bias'"):
         train(training_of(model))
+
+
+def test_training_stops_by_itself_before_a_budget_is_exceeded():
+    budget = tp.privacy.Budget(epsilon=3.0, delta=1e-3)
+    training = training_of(num_steps=10_000, noise_multiplier=2.0, budget=budget)
+    train(training)
+    (event, made), *others = training.ledger.events
+    assert not others
+    assert 0 < made == training.step_count < 10_000
+    assert training.spent(1e-3).epsilon.high <= 3.0 < tp.privacy.compose([(event, made + 1)]).epsilon(1e-3).high
+    assert list(training) == []
+    assert training.statement()["budget"] == {"epsilon": 3.0, "delta": 1e-3}
+
+
+def test_budget_that_allows_no_step_is_refused():
+    with pytest.raises(tp.Refused, match="does not allow one step"):
+        training_of(noise_multiplier=0.3, budget=tp.privacy.Budget(epsilon=0.1, delta=1e-6))

@@ -83,6 +83,8 @@ class PrivateTraining:
         noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        budget: ``privacy.Budget(epsilon, delta)`` at which training stops by itself: before the step that would exceed
+            it, should that come before ``num_steps``.
         memory_budget: peak memory that a step may take, in units of what non-private training needs (up to 100) or in
             bytes: what is kept for the clipped sum is chosen accordingly.
         microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
@@ -148,6 +150,7 @@ class PrivateTraining:
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         delta: float | None = None,
+        budget: privacy.Budget | None = None,
         microbatch_size: int | None = None,
         memory_budget: float = MEMORY_BUDGET,
         jacobian: Sketched | None = None,
@@ -205,6 +208,9 @@ class PrivateTraining:
         self.event = self._event(self.noise_multiplier)
         self._noise_stddev()  # refuses noise that an adaptive rule cannot split
         self.ledger = _open_ledger(run_folder)
+        self.budget = budget
+        if not self._num_steps_allowed():
+            raise Refused(f"{where}: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget.")
         self._layouts = Layouts()
         self._divisors = Divisors()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
@@ -228,8 +234,9 @@ class PrivateTraining:
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        batches = self._batches(self._parts_from(self.step_count))
-        while self.step_count < self.num_steps:
+        num_steps = self._num_steps_allowed()
+        batches = self._batches(self._parts_between(self.step_count, num_steps))
+        while self.step_count < num_steps:
             self._clipped_sum = {}
             parts = self._parts(self.step_count)
             for i, part in enumerate(parts):
@@ -348,6 +355,7 @@ class PrivateTraining:
             "noise_multiplier": self.noise_multiplier,
             "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
             "target_epsilon": self.target_epsilon,
+            "budget": None if self.budget is None else {"epsilon": self.budget.epsilon, "delta": self.budget.delta},
             "delta": self.delta,
             "epsilon": self._epsilon_as_json(),
             "releases": [
@@ -491,9 +499,17 @@ class PrivateTraining:
     def _parts(self, step: int) -> list[np.ndarray]:
         return list(split(self._indices(step), self.microbatch_size))
 
-    def _parts_from(self, step: int) -> Iterator[np.ndarray]:
-        for later in range(step, self.num_steps):
+    def _parts_between(self, step: int, end: int) -> Iterator[np.ndarray]:
+        for later in range(step, end):
             yield from self._parts(later)
+
+    def _num_steps_allowed(self) -> int:
+        """Steps in all: as many as planned, or as the budget allows."""
+        if self.budget is None:
+            return self.num_steps
+        released = self.ledger.events
+        made = sum(count for _, count in released)
+        return min(self.num_steps, made + self.budget.remaining(self.event, after=released, most=self.num_steps))
 
     def _settings(self) -> dict[str, Any]:
         return {
