@@ -173,7 +173,9 @@ def _first_height(law: Continuous, bottom: float, spacing: float) -> float:
     """
     start = height = law.ends[0]
     for _ in range(100):
-        height = max(law.mean_height(bottom, height + spacing / 2), start)
+        before, height = height, max(law.mean_height(bottom, height + spacing / 2), start)
+        if abs(height - before) <= 1e-16 * abs(height):
+            break
     return height
 
 

@@ -131,7 +131,7 @@ class Continuous(Law):
 def normal_mass(low: Array, high: Array) -> Array:
     """Mass of N(0, 1) in [low, high], low <= high, with relative accuracy in both tails."""
     on_the_right = low > 0
-    return np.where(on_the_right, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
+    return ndtr(np.where(on_the_right, -low, high)) - ndtr(np.where(on_the_right, -high, low))
 
 
 class Subsampled(Continuous):
