@@ -10,7 +10,8 @@ from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy._layout import Codes, Layouts
+from torch_privacy._fitting import Codes
+from torch_privacy._layout import Layouts
 from torch_privacy._tape import Tape
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

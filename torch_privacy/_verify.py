@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import Refused
-from ._layout import Merging, fresh_generator
+from ._fitting import fresh_generator
+from ._layout import Merging
 from .jacobian import Jacobian
 
 PIECE = 2**16  # entries that are sketched at once

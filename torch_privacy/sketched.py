@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map
 
 from ._calls import Reached
 from ._check import Refused, whole
+from ._fitting import fresh_generator
 from ._graph import Graph
-from ._layout import Measurement, Merging, fresh_generator
+from ._layout import Measurement, Merging
 from ._pushforward import WAYS, Project, Run, differentiable_twice, edge_of
 from ._rewind import RandomState
 from ._tape import check_losses
