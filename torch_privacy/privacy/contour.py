@@ -153,7 +153,7 @@ class _Tilted(NamedTuple):
 
 def _log_parts(excess: Array) -> tuple[Array, Array]:
     """Real and imaginary part of ``log(1 + excess)``."""
-    real, imaginary = excess.real, excess.imag
+    real, imaginary = np.real(excess), np.imag(excess)
     size = np.maximum(2 * real + real**2 + imaginary**2, -1 + 2e-15)  # |φ|² - 1; less is rounding
     return np.log1p(size) / 2, np.arctan2(imaginary, 1 + real)
 
