@@ -99,6 +99,16 @@ def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
     assert bool(measured) == wrong
 
 
+def test_looking_again_asks_whose_data_as_well(monkeypatch):
+    (model, x), layouts = CASES["linear, one position"](), Layouts()
+    for _ in range(PROOFS):
+        clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
+    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: True)
+    monkeypatch.setattr("torch_privacy._shadow.Shadows.verdict", lambda *args: False)
+    with pytest.raises(tp.Refused, match="depend on each other's part"):
+        clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
+
+
 @pytest.mark.parametrize("bad", [False, True])
 def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
     """The norms come first, and then the sum by a backward of its own; by rows where some are left out."""

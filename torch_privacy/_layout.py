@@ -196,10 +196,10 @@ class Measurement:
                 if look is not None:
                     look(number, g, options[0])
 
-    def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]]) -> bool:
+    def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]], look: Look) -> bool:
         """Whether one of the portions, drawn at random, has the layouts that are known."""
         portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator()))]
-        self.run(portion)
+        self.run(portion, look)
         return all(known[number] in options for number, options in self.options.items())
 
     def _gradients_of(self, c: Tensor, portion: Sequence[int]) -> list[Tensor]:

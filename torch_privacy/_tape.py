@@ -304,16 +304,21 @@ class Tape(TorchFunctionMode):
             return _gradients(losses, [targets[k] for k in some], c, retain_graph=True)
 
         measurement = Measurement(calls, self._names_of, gradients, losses, leaves, reached.dtypes)
-        if known is not None:
-            if not self.layouts.spot_check_is_due() or measurement.agrees_in_part(known, self._portions(reached)):
-                return known, False
         verdicts = Verdicts(self._shadows, self._names_of, n, self._probed)
+
+        def judge(number: int, b: Tensor, layout: AnyLayout) -> None:
+            verdicts.look(calls[number], b, layout)
+
+        if known is not None:
+            due = self.layouts.spot_check_is_due()
+            if not due or measurement.agrees_in_part(known, self._portions(reached), judge):
+                return known, False
         portions = [[*range(len(targets))]] if self._reorders else self._portions(reached)
         activations, least = self._activations(reached), 0.0
 
         def look(number: int, b: Tensor, layout: AnyLayout) -> None:
             nonlocal least
-            verdicts.look(calls[number], b, layout)
+            judge(number, b, layout)
             with torch.no_grad():
                 for use in calls[number].uses:
                     least += least_bytes(make_op(use, b, layout, self._names_of(use.weight)))
