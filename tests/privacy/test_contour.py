@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 from scipy.special import ndtr
@@ -72,8 +72,7 @@ def test_contour_and_lattice_agree_wherever_both_run(law, noise, log_q, projecti
     try:
         low, high = contour.curve(steps, swapped=swapped).epsilon(10**log_delta)
     except Unresolved:
-        assume(False)
-        raise
+        return  # the lattice answers there
     below, above = fourier.Shared(steps).curve(swapped=swapped).epsilon(10**log_delta)
     assert low <= high
     assert low <= above + 1e-10 * (1 + above)
@@ -81,17 +80,19 @@ def test_contour_and_lattice_agree_wherever_both_run(law, noise, log_q, projecti
 
 
 @settings(max_examples=10)
-@given(st.floats(0.5, 5), st.floats(-3, -0.3), st.floats(2.5, 5), st.floats(0.0, 6.0), st.booleans())
-def test_delta_and_epsilon_of_one_curve_are_inverse(noise, log_q, log_steps, target, swapped):
+@given(st.floats(0.5, 5), st.floats(-3, -0.3), st.floats(2.5, 5), st.floats(-9, -0.5), st.booleans())
+def test_delta_and_epsilon_of_one_curve_are_inverse(noise, log_q, log_steps, log_delta, swapped):
+    delta = 10**log_delta
     try:
         curve = contour.curve([(SubsampledNormal(1 / noise, 10**log_q), int(10**log_steps))], swapped=swapped)
+        target = curve.epsilon(delta).high
         low, high = curve.delta(target)
-        assume(1e-12 < low and high < 0.5)
-        assert low <= high <= low * (1 + 1e-6)
-        assert curve.epsilon(high * (1 + 1e-9)).low <= target * (1 + 1e-9) + 1e-10
-        assert curve.epsilon(low * (1 - 1e-9)).high >= target * (1 - 1e-9) - 1e-10
     except Unresolved:
-        assume(False)
+        return  # the lattice answers there
+    assert low <= high <= low * (1 + 1e-5)
+    assert low <= delta * (1 + 1e-9)
+    if target > 0:  # where delta does not exceed delta(0)
+        assert high >= delta * (1 - 1e-5)
 
 
 def test_both_directions_mirror_each_other():
