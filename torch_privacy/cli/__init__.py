@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``torch-privacy``: parses, calls the library, prints. Only ``train`` and ``explain`` wait for torch."""
+
+import re
+import sys
+
+import typer
+from typer.exceptions import TyperException
+
+from torch_privacy.cli import accounting, explain, train
+from torch_privacy.cli._shared import app, say
+
+__all__ = ["accounting", "explain", "main", "run", "train"]
+
+USER_MISTAKE = 2
+
+OPTIONS = {  # names that differ between library and command
+    "target_epsilon": "--epsilon",
+    "expected_batch_size": "--batch-size",
+    "num_steps": "--steps",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            "noise_multiplier", "sampling_probability", "delta", "learning_rate", "clip_norm", "epochs", "hidden_units",
+            "seed", "alpha",
+        )
+    },
+}  # fmt: skip
+
+
+def _with_option_names(message: str) -> str:
+    """The library's words for what is wrong, with its arguments by the names that they have on the command line."""
+    return re.sub(rf"(?<![\w(])({'|'.join(OPTIONS)})=", lambda found: f"{OPTIONS[found[1]]} ", message)
+
+
+def _complain(message: str) -> int:
+    """One line on stderr, and the exit code of a user's mistake."""
+    say(f"torch-privacy: {' '.join(message.split())}")
+    return USER_MISTAKE
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of one command line: 0, 1 if ``explain`` found a problem, 2 after a mistake of the user's, 130 or
+    143 when interrupted.
+    """
+    try:
+        return app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0
+    except BrokenPipeError:  # as in `torch-privacy tradeoff ... | head -1`
+        sys.stdout = None
+        return 0
+    except TyperException as error:
+        return _complain(f"{error.format_message().rstrip('.')}; torch-privacy --help lists what there is.")
+    except OSError as error:
+        return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
+    except ValueError as error:
+        return _complain(_with_option_names(str(error)))
+    except OverflowError as error:
+        return _complain(f"a number given is too large or too small to compute with ({error}).")
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(run(sys.argv[1:]))

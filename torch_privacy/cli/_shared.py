@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: the app, options that several take, and how a result is printed."""
+
+import errno
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+app = typer.Typer(
+    name="torch-privacy",
+    help="Differentially private deep learning with a certified epsilon.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def folder_named(text: str) -> Path:
+    """A path as given; the empty one, which would be the current folder, is refused."""
+    if not text:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(text)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """An ``OSError`` that does not say which file it is about, such as a full disk, names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(folder)) from error
+
+
+def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:
+    """Print a result for a program or for people."""
+    from torch_privacy._display import lines_table
+
+    if as_json:
+        typer.echo(json.dumps(content, indent=2, allow_nan=False))
+    else:
+        Console(highlight=False).print(lines_table(shown) if isinstance(shown, list) else shown)
+
+
+def say(message: str) -> None:
+    """A line on stderr."""
+    typer.echo(message, err=True)

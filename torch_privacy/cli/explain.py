@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``explain``: a model looked at before it is trained."""
+
+from typing import Annotated
+
+import typer
+
+from torch_privacy.cli._shared import AsJson, app, print_result
+from torch_privacy.experiments import EXPERIMENTS
+
+PROBLEM = 1
+KNOWN = ", ".join(EXPERIMENTS)
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help=f"An experiment ({KNOWN}), or package.module:factory, a function that returns (model, loss_fn, batch).",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def explain(model: ModelName, as_json: AsJson = False) -> None:
+    """How the gradients of a model's parameters are bounded and summed, and what training would refuse.
+
+    Nothing is trained. The exit code is 1 if there is a problem.
+    """
+    from torch_privacy._display import checkup_view
+    from torch_privacy._subjects import load_subject
+    from torch_privacy.checkup import check
+
+    subject = load_subject(model)
+    checkup = check(subject.model, subject.loss_fn, subject.batch)
+    print_result(checkup.as_json(), checkup_view(checkup, prices=True), as_json)
+    raise typer.Exit(0 if checkup.ok else PROBLEM)

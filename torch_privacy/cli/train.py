@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``train``: one private training in a run folder, started or resumed."""
+
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torch_privacy._signals import DeferredSignals
+from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+from torch_privacy.experiments import EXPERIMENTS
+
+KNOWN = ", ".join(EXPERIMENTS)
+
+# The options of train have no defaults here: what is not given is the experiment's own (torch_privacy/experiments).
+Name = Annotated[str | None, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
+TrainNoise = Annotated[
+    float | None,
+    typer.Option(help="Noise's standard deviation over the clip norm; no unit, above 0.", show_default="0.55"),
+]
+TrainTarget = Annotated[
+    float | None,
+    typer.Option(help="Epsilon that is never exceeded, no unit: calibrates the noise; in place of --noise-multiplier."),
+]
+TrainDelta = Annotated[
+    float | None, typer.Option(help="Delta of (epsilon, delta), a probability below 1/n.", show_default="1e-5")
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Expected batch size, in examples; every step draws its own number.", show_default="256"),
+]
+LearningRate = Annotated[
+    float | None, typer.Option(help="Step length per unit of gradient, above 0.", show_default="0.15")
+]
+ClipNorm = Annotated[
+    float | None, typer.Option(help="Bound on the L2 norm of each example's gradient, in its unit.", show_default="1")
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        help="Passes over the data, on average; epochs x n / batch size rounded is the steps.", show_default="18"
+    ),
+]
+HiddenUnits = Annotated[int | None, typer.Option(help="Width of the hidden layer, in units.", show_default="16")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Public seed, an integer: data split and first weights; not noise, not batches.", show_default="0"
+    ),
+]
+Baseline = Annotated[
+    bool | None,
+    typer.Option("--baseline/--no-baseline", help="Also train without privacy, to compare.", show_default="baseline"),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        parser=folder_named,
+        help="Folder with adult/a9a.xz or a9a.xz.",
+        metavar="DIR",
+        show_default="the package's copy",
+    ),
+]
+RunPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", parser=folder_named, help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME"
+    ),
+]
+ResumePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", parser=folder_named, help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER"
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+
+@app.command()
+def train(
+    experiment: Name = None,
+    noise_multiplier: TrainNoise = None,
+    epsilon: TrainTarget = None,
+    delta: TrainDelta = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    clip_norm: ClipNorm = None,
+    epochs: Epochs = None,
+    hidden_units: HiddenUnits = None,
+    seed: Seed = None,
+    baseline: Baseline = None,
+    data: Data = None,
+    run: RunPath = None,
+    resume: ResumePath = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train privately on real data; write a folder with the model, its privacy statement and a report.
+
+    Ctrl-C leaves a run that --resume continues.
+    """
+    options = {
+        "noise_multiplier": noise_multiplier,
+        "target_epsilon": epsilon,
+        "delta": delta,
+        "expected_batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "clip_norm": clip_norm,
+        "epochs": epochs,
+        "hidden_units": hidden_units,
+        "seed": seed,
+        "baseline": baseline,
+        "data": None if data is None else str(data.absolute()),
+    }
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if resume is not None:
+        _check_alone("--resume", experiment, run, *chosen)
+        _train_in(resume, None, {}, quiet=quiet, as_json=as_json)
+        return
+    if experiment is None:
+        raise ValueError(f"train: name an experiment ({KNOWN}), or continue a run with --resume FOLDER.")
+    if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
+        raise ValueError("train: --noise-multiplier and --epsilon exclude each other; give one of them.")
+    folder = run or Path("runs") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
+    _train_in(folder, experiment, chosen, quiet=quiet, as_json=as_json)
+
+
+def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
+    """Start a run, or resume one if no experiment is named, and see it through or leave it resumable."""
+    with DeferredSignals() as signals:
+        from torch_privacy._display import TrainingDisplay
+        from torch_privacy.experiments.runner import Run
+        from torch_privacy.summary import accuracy_lines, privacy_lines
+
+        with (
+            naming(folder),
+            closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
+        ):
+            with TrainingDisplay(Console(stderr=True), silent=quiet or as_json) as display:
+                for progress in job.steps():
+                    display.show(progress, job.epsilon_high)
+                    if signals.received:
+                        break
+            if signals.received:
+                job.checkpoint()
+                say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
+                say(f"  torch-privacy train --resume {folder}")
+                raise typer.Exit(128 + signals.received)
+            results = job.finish()
+    lines = [*accuracy_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
+    print_result({**results, "run": str(folder)}, lines, as_json)
+
+
+def _check_alone(option: str, *others: Any) -> None:
+    """Raise a ``ValueError`` if anything was given beside an option that stands alone."""
+    if any(other is not None for other in others):
+        raise ValueError(
+            f"train: {option} takes every setting from the run; give no experiment, --run or settings with it."
+        )
