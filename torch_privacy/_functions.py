@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -44,13 +44,15 @@ SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Tensors among the values, lists and tuples included."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            found += tensors_in(value)
+    return found
 
 
 def makes_constant(func: Callable, out: Any, num_examples: int | None) -> bool:

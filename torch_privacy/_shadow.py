@@ -92,7 +92,7 @@ class Shadows:
 
         Tensors that are neither shadowed nor in ``data`` hold nobody's.
         """
-        if not any(id(t) in self._known for t in data):
+        if not self._known or not any([id(t) in self._known for t in data]):
             return None
         rule = _rule(func)
         if rule is None:

@@ -72,12 +72,6 @@ class Source:
     direct: bool
     rearranged: bool  # the entries of one parameter, only moved about
     half: bool  # it or a parameter behind it is in half precision
-    before_expansion: Tensor | None = None
-
-
-def _before(source: Source) -> Tensor:
-    """The tensor that a chain of ``expand`` began with."""
-    return source.tensor if source.before_expansion is None else source.before_expansion
 
 
 class Tape(TorchFunctionMode):
@@ -106,6 +100,7 @@ class Tape(TorchFunctionMode):
             id(p): Source(p, p._version, (name,), direct=True, rearranged=True, half=is_half(p))
             for name, p in self.parameters.items()
         }
+        self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
         self._constants = {id(t): (t, t._version) for t in constants}
         self._inputs: list[Tensor] = []
@@ -155,13 +150,13 @@ class Tape(TorchFunctionMode):
 
     def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The tensors among arguments: all, those that are sources, and those that hold data of the batch."""
-        tensors, met, data = list(tensors_in(values)), [], []
+        tensors, met, data = tensors_in(values), [], []
+        sources, constants = self._sources, self._constants
         for t in tensors:
             key = id(t)
-            source = self._sources.get(key)
-            if source is not None and source.version == t._version:
+            if key in sources and sources[key].version == t._version:
                 met.append(t)
-            elif key not in self._constants or not self._is_constant(t):
+            elif key not in constants or not self._is_constant(t):
                 data.append(t)
         return tensors, met, data
 
@@ -380,17 +375,17 @@ class Tape(TorchFunctionMode):
         before = (args[0].detach().clone(), *args[1:]) if copied else args
         out = func(*args, **kwargs)
         result = args[0] if changed else out
-        results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
+        results = [result] if isinstance(result, Tensor) else tensors_in((result,))
         outputs = [t for t in results if t.grad_fn is not None]
         if not outputs:
             return out
-        op = getattr(func, "__name__", str(func))
+        op = getattr(func, "__name__", None) or str(func)
         noted: list[tuple[Tensor, tuple[Use, ...]]] = []
         if not any([t.is_complex() for t in (*outputs, *data, *met)]):
             wanted = [t for t in met if t.requires_grad]
-            uses = self._uses(func, result, before, kwargs, met)
-            if sorted(map(id, wanted)) == sorted([id(use.weight) for use in uses]):
-                noted = [(result, tuple(map(self._before_expansion, uses)))]
+            uses = self._uses(func, result, before, kwargs, wanted)
+            if uses is not None:
+                noted = [(result, tuple(map(self._before_expansion, uses)) if self._expanded else uses)]
             else:
                 noted = self._by_fallback(func, before, kwargs, wanted, results, changed)
         for y, uses in noted:
@@ -432,21 +427,23 @@ class Tape(TorchFunctionMode):
     def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
         return tuple(sorted({name for t in met for name in self._names_of(t)}))
 
-    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, met: list[Tensor]) -> tuple[Use, ...]:
-        """The uses of sources that the op's recorder finds; none where the op is unknown."""
+    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, wanted: list[Tensor]) -> tuple[Use, ...] | None:
+        """A use of each of the wanted sources, as the op's recorder finds them; None where it does not find all."""
         recorder = OPS.get(func)
         if recorder is None:
-            return ()
-        sources = {id(t) for t in met if t.requires_grad}
+            return None
+        ids = [id(t) for t in wanted]
         try:
-            return tuple([use for use in recorder(y, *args, **kwargs) if id(use.weight) in sources])
+            uses = [use for use in recorder(y, *args, **kwargs) if id(use.weight) in ids]
         except Refused as error:
-            names = ", ".join(map(repr, self._names_behind(met)))
+            names = ", ".join(map(repr, self._names_behind(wanted)))
             raise Refused(f"{error} Met by parameter {names}.") from None
+        found = [id(use.weight) for use in uses]
+        return tuple(uses) if found == ids or sorted(found) == sorted(ids) else None
 
     def _before_expansion(self, use: Use) -> Use:
         """Adding or multiplying broadcasts by itself: an expanded parameter is as good as the one before ``expand``."""
-        before = self._sources[id(use.weight)].before_expansion
+        before = self._expanded.get(id(use.weight))
         if before is None or not isinstance(use, (EntrywiseUse, ContractionUse)):
             return use
         return replace(use, weight=before)
@@ -465,8 +462,11 @@ class Tape(TorchFunctionMode):
             direct=False,
             half=is_half(result) or any(source.half for source in sources),
             rearranged=len(met) == 1 and sources[0].rearranged and rearranges(func, args),
-            before_expansion=_before(sources[0]) if func in EXPANSIONS else None,
         )
+        if func in EXPANSIONS:
+            self._expanded[key] = self._expanded.get(id(met[0]), met[0])
+        else:
+            self._expanded.pop(key, None)
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
         """The nodes between the losses and the first noted calls on every path."""
