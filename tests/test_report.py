@@ -6,9 +6,9 @@ import pytest
 
 from torch_privacy import _plots
 from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.log import Metrics
+from torch_privacy.experiments.log import Measure, Metrics
 from torch_privacy.report import render
-from torch_privacy.summary import compose_steps, privacy_lines, round_down, round_up, summarize
+from torch_privacy.summary import compose_steps, equal_releases, privacy_lines, round_down, round_up, summarize
 
 EVENTS = 1.1, 0.01, 100
 ROWS = [
@@ -41,9 +41,10 @@ def page(tmp_path_factory):
         "experiment": "<tiny>",
         "num_examples": 1000,
         "num_test_examples": 100,
-        "test_accuracy": 0.81,
-        "baseline_test_accuracy": 0.86,
-        "privacy": summarize(*EVENTS, 1e-5).as_json(),
+        "score": {"name": "accuracy", "percent": True},
+        "test_score": 0.81,
+        "baseline_test_score": 0.86,
+        "privacy": summarize(equal_releases(*EVENTS), 1e-5).as_json(),
     }
     folder.write_json(folder.results, results)
     folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"]})
@@ -74,7 +75,7 @@ def test_report_shows_four_plots_that_follow_the_page_colors(page):
 
 
 def test_report_has_the_numbers_of_the_closing_table(parsed):
-    for line in privacy_lines(summarize(*EVENTS, 1e-5)):
+    for line in privacy_lines(summarize(equal_releases(*EVENTS), 1e-5)):
         assert all(text in parsed.text for text in line)
     assert "81.0 %" in parsed.text
     assert "86.00 %" in parsed.text
@@ -93,12 +94,12 @@ def test_metrics_survive_the_file(tmp_path):
 
 def test_plots_work_without_a_baseline_and_after_part_of_an_epoch():
     rows = [Metrics("private", 0.5, 10, 0.6, 0.7, 0.71, 0.9, 1.0)]
-    assert "non-private" not in _plots.accuracy_plot(rows)
+    assert "non-private" not in _plots.score_plot(rows, Measure("accuracy", percent=True))
     assert "at most 1.000" in _plots.epsilon_plot(rows, 1e-5)
 
 
 def test_tradeoff_plot_marks_what_the_attacker_misses():
-    summary = summarize(*EVENTS, 1e-5)
+    summary = summarize(equal_releases(*EVENTS), 1e-5)
     missed = round_down(100 * (1 - summary.true_positive_rate_high), 1)
     assert f"at least {missed} % are missed" in _plots.tradeoff_plot(compose_steps(*EVENTS), summary)
 

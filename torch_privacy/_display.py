@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command shows: a live bar on a terminal, a line per epoch elsewhere, plain tables. For ``cli.py``."""
+"""What the command shows: a live bar on a terminal, a line per epoch elsewhere, plain tables. For ``cli``."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ class TrainingDisplay:
 
     def _state(self, step: Step, price: Price) -> str:
         """Epsilon first, and alone where there is no room for more."""
-        parts = [f"loss {step.loss:.3f}", f"accuracy {100 * step.accuracy:.1f} %"]
+        parts = [f"loss {step.loss:.3f}", f"{step.measure.name} {step.measure.text(step.score)}"]
         if step.training == "private":
             # No further ahead than the end of the epoch, whose price is due for the metrics anyway.
             latest = max(step.step, step.epoch_end or step.num_steps)
             parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, latest, price))}")
         state = "  ".join(parts if self._console.width >= 60 else parts[:1])
-        return state if self._console.width >= 70 else state.replace("accuracy ", "")
+        return state if self._console.width >= 70 else state.replace(f"{step.measure.name} ", "")
 
 
 def _columns(width: int) -> tuple[ProgressColumn, ...]:
@@ -132,7 +132,7 @@ def _epoch_line(step: Step) -> str:
     row = step.metrics
     assert row is not None
     text = f"{row.training:<11} epoch {row.epoch:<4g} step {row.step:>5}/{step.num_steps}  loss {row.loss:.3f}"
-    text += f"  test accuracy {100 * row.test_accuracy:.1f} %"
+    text += f"  test {step.measure.name} {step.measure.text(row.test_score)}"
     return text if row.epsilon_high is None else f"{text}  epsilon <= {round_up(row.epsilon_high)}"
 
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
-from torch_privacy.experiments.log import Metrics
-from torch_privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary, round_down, round_up
+from torch_privacy.experiments.log import Measure, Metrics
+from torch_privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary, equal_steps, round_down, round_up
 
 Point = tuple[float, float]
 
@@ -41,23 +41,35 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def accuracy_plot(rows: Sequence[Metrics]) -> str:
-    """Test accuracy of the private and the non-private training over epochs."""
-    figure, axes = _new("Accuracy on held-out examples", "epoch", "test accuracy (%)")
+def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
+    """The test score of the private and the non-private training over epochs."""
+    figure, axes = score_axes(measure)
     for training, color in {"private": FIRST, "non-private": SECOND}.items():
-        course = [(row.epoch, 100 * row.test_accuracy) for row in rows if row.training == training]
+        course = [row for row in rows if row.training == training]
         if course:
-            axes.plot(*zip(*course, strict=True), color=color, marker="o", markersize=3)
-    values = [100 * row.test_accuracy for row in rows]
-    _label_ends(axes, rows)
-    axes.set_ylim(min(values) - 1.5, max(values) + 1.5)
+            plot_course(axes, course, measure, color)
+    _label_ends(axes, rows, measure)
+    axes.margins(y=0.15)
+    return as_svg(figure)
+
+
+def score_axes(measure: Measure) -> tuple[Figure, Axes]:
+    """Where a test score is drawn over epochs."""
+    name = measure.name[0].upper() + measure.name[1:]
+    figure, axes = new_axes(f"{name} on held-out examples", "epoch", f"test {measure.name}{' (%)' * measure.percent}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _svg(figure)
+    return figure, axes
+
+
+def plot_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, color: str, **style: Any) -> None:
+    """One training's test score after every epoch."""
+    values = [(100 if measure.percent else 1) * row.test_score for row in rows]
+    axes.plot([row.epoch for row in rows], values, color=color, marker="o", markersize=3, **style)
 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     """Epsilon spent over epochs, as a certified bracket."""
-    figure, axes = _new("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
+    figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
     rows = [row for row in rows if row.training == "private"]
     epochs = [row.epoch for row in rows]
     low, high = (np.array([getattr(row, end) for row in rows], float) for end in ("epsilon_low", "epsilon_high"))
@@ -66,12 +78,12 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
     axes.set_ylim(0, 1.15 * max(high[np.isfinite(high)], default=1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
     """How many members an attacker must miss at each rate of false alarms, against perfect privacy."""
-    figure, axes = _new("What an attacker can do", "false positives (%)", "members missed (%)")
+    figure, axes = new_axes("What an attacker can do", "false positives (%)", "members missed (%)")
     alpha = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
     curve = profile.tradeoff(alpha)
     axes.plot([0, 100], [100, 0], color=FAINT, linestyle="--", linewidth=1.2)
@@ -85,31 +97,32 @@ def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
     axes.plot([100 * FALSE_POSITIVE_RATE, 44], [missed, 88], color=SECOND, linewidth=0.8)
     axes.text(46, 88, label, color=SECOND, va="center")
     axes.set(xlim=(0, 100), ylim=(0, 100))
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
     """Epsilon as a function of delta: certified, by the central limit theorem, and by the moments accountant."""
-    figure, axes = _new("Epsilon at every delta", "delta", "epsilon")
+    figure, axes = new_axes("Epsilon at every delta", "delta", "epsilon")
     delta = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
-    events = summary.noise_multiplier, summary.sampling_probability, summary.num_steps
-    limit = privacy.clt(*events)
     low, high = np.array([profile.epsilon(float(d)) for d in delta], float).T
     axes.fill_between(delta, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(delta, high, color=FIRST, label="certified bracket")
-    approximation = [limit.epsilon(float(d)) for d in delta]
-    axes.plot(delta, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
-    moments = [privacy.moments(*events, float(d)) for d in delta]
-    axes.plot(delta, moments, color=THIRD, linestyle=":", label="moments accountant")
+    steps = equal_steps(summary.releases)
+    if steps is not None:
+        approximation = [privacy.clt(*steps).epsilon(float(d)) for d in delta]
+        axes.plot(delta, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
+        moments = [privacy.moments(*steps, float(d)) for d in delta]
+        axes.plot(delta, moments, color=THIRD, linestyle=":", label="moments accountant")
     axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="y", nbins=6)
     axes.legend(frameon=False, labelcolor="linecolor", loc="lower left", handlelength=2.4)
-    return _svg(figure)
+    return as_svg(figure)
 
 
-def _new(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """An empty plot in the page's style."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.3), layout="constrained")
         axes = figure.subplots()
@@ -117,13 +130,13 @@ def _new(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _label_ends(axes: Axes, rows: Sequence[Metrics]) -> None:
+def _label_ends(axes: Axes, rows: Sequence[Metrics], measure: Measure) -> None:
     """Name each curve at its end, the higher one above and the lower one below."""
-    ends = sorted({row.training: row for row in rows}.values(), key=lambda row: row.test_accuracy, reverse=True)
+    ends = sorted({row.training: row for row in rows}.values(), key=lambda row: row.test_score, reverse=True)
     for row, (shift, align) in zip(ends, [(8, "bottom"), (-8, "top")], strict=False):
         color = FIRST if row.training == "private" else SECOND
-        text = f"{row.training} {100 * row.test_accuracy:.1f} %"
-        _label(axes, text, (row.epoch, 100 * row.test_accuracy), (0, shift), color, ha="right", va=align)
+        text, value = f"{row.training} {measure.text(row.test_score)}", (100 if measure.percent else 1) * row.test_score
+        _label(axes, text, (row.epoch, value), (0, shift), color, ha="right", va=align)
 
 
 def _label(axes: Axes, text: str, point: Point, shift: Point, color: str, **align: Any) -> None:
@@ -131,7 +144,7 @@ def _label(axes: Axes, text: str, point: Point, shift: Point, color: str, **alig
     axes.annotate(text, point, shift, textcoords="offset points", color=color, **align)
 
 
-def _svg(figure: Figure) -> str:
+def as_svg(figure: Figure) -> str:
     """The figure as an ``<svg>`` element, its placeholder colors replaced by the page's."""
     text = io.StringIO()
     nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])

@@ -8,16 +8,17 @@ from html import escape
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _plots
+from torch_privacy import _plots, privacy
+from torch_privacy.experiments.log import Measure
 from torch_privacy.summary import (
     FALSE_POSITIVES,
     RELATION,
     Summary,
-    accuracy_lines,
-    compose_steps,
     privacy_lines,
+    releases_from_json,
     round_down,
     round_up,
+    score_lines,
     summarize,
 )
 
@@ -72,14 +73,16 @@ def render(folder: RunFolder) -> str:
     """The report on a finished run, as HTML; reads the folder's results, metrics, settings and privacy statement."""
     results, statement, settings = map(folder.read_json, (folder.results, folder.privacy, folder.settings))
     stated = results["privacy"]
-    events = stated["noise_multiplier"], stated["sampling_probability"], stated["num_steps"]
-    summary, profile = summarize(*events, stated["delta"]), compose_steps(*events)
+    releases = releases_from_json(stated)
+    summary, profile = summarize(releases, stated["delta"]), privacy.compose(releases)
     return PAGE.substitute(
         title=f"Private training: {escape(results['experiment'])}",
         headline=_headline(results, summary),
         words=escape(_words(results, summary)),
-        plots="".join(f"<figure>{plot}</figure>" for plot in _draw(folder, profile, summary)),
-        numbers=_table(accuracy_lines(results) + privacy_lines(summary)),
+        plots="".join(
+            f"<figure>{plot}</figure>" for plot in _draw(folder, Measure(**results["score"]), profile, summary)
+        ),
+        numbers=_table(score_lines(results) + privacy_lines(summary)),
         settings=_table(
             (name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None
         ),
@@ -87,10 +90,10 @@ def render(folder: RunFolder) -> str:
     )
 
 
-def _draw(folder: RunFolder, profile: Profile, summary: Summary) -> list[str]:
+def _draw(folder: RunFolder, measure: Measure, profile: Profile, summary: Summary) -> list[str]:
     rows = folder.read_metrics()
     return [
-        _plots.accuracy_plot(rows),
+        _plots.score_plot(rows, measure),
         _plots.epsilon_plot(rows, summary.delta),
         _plots.tradeoff_plot(profile, summary),
         _plots.profile_plot(profile, summary),
@@ -100,8 +103,9 @@ def _draw(folder: RunFolder, profile: Profile, summary: Summary) -> list[str]:
 def _headline(results: dict[str, Any], summary: Summary) -> str:
     """The two numbers that matter, large."""
     bracket = f"certified to lie in [{round_down(summary.epsilon_low)}, {round_up(summary.epsilon_high)}]"
+    measure = Measure(**results["score"])
     figures = [
-        (f"{100 * results['test_accuracy']:.1f} %", "test accuracy"),
+        (measure.text(results["test_score"]), f"test {measure.name}"),
         (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {summary.delta:g}; {bracket}"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
+from torch_privacy.experiments.log import Measure
 
 FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
-EVENT = privacy.SubsampledGaussian  # the one that is summarized
-RELATION = "add or remove one example"  # EVENT's neighboring relation, in words
+RELATION = "add or remove one example"  # the neighboring relation of all that is trained here, in words
+
+Releases = Sequence[tuple[privacy.Event, int]]  # events, and how often each
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,25 @@ class Summary:
           best attacker's power. Nothing of the sort holds for ``clt_epsilon``, which is an approximation.
     """
 
-    noise_multiplier: float  # noise_stddev / sensitivity
-    sampling_probability: float
-    num_steps: int
+    releases: Releases
     delta: float
     epsilon_low: float
     epsilon_high: float
-    clt_epsilon: float
-    moments_epsilon: float
-    mu: float  # of the central limit theorem
+    clt_epsilon: float | None  # these three: None unless the releases are equal steps of one subsampled Gaussian
+    moments_epsilon: float | None
+    mu: float | None  # of the central limit theorem
     true_positive_rate_low: float  # at FALSE_POSITIVE_RATE
     true_positive_rate_high: float
 
     def as_json(self) -> dict[str, Any]:
         """Nested plain values, as in ``results.json`` and under ``--json``; null stands for infinity."""
+        profile, steps = privacy.compose(self.releases), equal_steps(self.releases)
         return {
-            "neighboring_relation": EVENT.neighboring_relation.value,
-            "sampler": EVENT.sampler,
-            "noise_multiplier": self.noise_multiplier,
-            "sampling_probability": self.sampling_probability,
-            "num_steps": self.num_steps,
+            "neighboring_relation": profile.neighboring_relation.value,
+            "sampler": profile.sampler,
+            **({} if steps is None else dict(zip(("noise_multiplier", "sampling_probability"), steps, strict=False))),
+            "num_steps": sum(count for _, count in self.releases),
+            "releases": [{"event": privacy.event_to_dict(event), "count": count} for event, count in self.releases],
             "delta": self.delta,
             "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
             "clt": {
@@ -61,31 +62,47 @@ class Summary:
         }
 
 
-def _or_none(value: float) -> float | None:
-    return value if isfinite(value) else None
+def _or_none(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def equal_releases(noise_multiplier: float, sampling_probability: float, num_steps: int) -> Releases:
+    """Equal steps of the Poisson-subsampled Gaussian."""
+    return [(privacy.SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)]
+
+
+def equal_steps(releases: Releases) -> tuple[float, float, int] | None:
+    """(noise multiplier, sampling probability, number) of releases that are `equal_releases`; None of any others."""
+    (event, count), *others = releases
+    if others or not isinstance(event, privacy.SubsampledGaussian):
+        return None
+    return event.noise_multiplier, event.sampling_probability, count
+
+
+def releases_from_json(content: dict[str, Any]) -> Releases:
+    """The releases that ``Summary.as_json`` wrote."""
+    return [(privacy.event_from_dict(release["event"]), release["count"]) for release in content["releases"]]
 
 
 def compose_steps(noise_multiplier: float, sampling_probability: float, num_steps: int) -> privacy.Profile:
-    """Privacy profile of equal steps of the Poisson-subsampled Gaussian."""
-    return privacy.compose([(EVENT(noise_multiplier, sampling_probability), num_steps)])
+    """Privacy profile of `equal_releases`."""
+    return privacy.compose(equal_releases(noise_multiplier, sampling_probability, num_steps))
 
 
-def summarize(noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> Summary:
-    """Every number that one reports about ``num_steps`` equal steps, at one delta."""
-    profile = compose_steps(noise_multiplier, sampling_probability, num_steps)
+def summarize(releases: Releases, delta: float) -> Summary:
+    """Every number that one reports about some releases, at one delta."""
+    profile, steps = privacy.compose(releases), equal_steps(releases)
     epsilon = profile.epsilon(delta)
     power = profile.true_positive_rate(FALSE_POSITIVE_RATE)
-    limit = privacy.clt(noise_multiplier, sampling_probability, num_steps)
+    limit = None if steps is None else privacy.clt(*steps)
     return Summary(
-        noise_multiplier=noise_multiplier,
-        sampling_probability=sampling_probability,
-        num_steps=num_steps,
+        releases=releases,
         delta=delta,
         epsilon_low=float(epsilon.low),
         epsilon_high=float(epsilon.high),
-        clt_epsilon=float(limit.epsilon(delta)),
-        moments_epsilon=float(privacy.moments(noise_multiplier, sampling_probability, num_steps, delta)),
-        mu=float(limit.mu),
+        clt_epsilon=None if limit is None else float(limit.epsilon(delta)),
+        moments_epsilon=None if steps is None else float(privacy.moments(*steps, delta)),
+        mu=None if limit is None else float(limit.mu),
         true_positive_rate_low=float(power.low),
         true_positive_rate_high=float(power.high),
     )
@@ -95,14 +112,17 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
     """The summary as lines of a table: what, and how much."""
     low, high = round_down(summary.epsilon_low), round_up(summary.epsilon_high)
     power = round_up(100 * summary.true_positive_rate_high, 1)
-    return [
+    lines = [
         (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
-        *_what(summary.noise_multiplier, summary.sampling_probability, summary.num_steps),
-        ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
-        ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
-        ("mu of the central limit theorem", f"{summary.mu:.4g}"),
-        (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks"),
+        *_what(summary.releases),
     ]
+    if summary.clt_epsilon is not None and summary.moments_epsilon is not None:
+        lines += [
+            ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
+            ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
+            ("mu of the central limit theorem", f"{summary.mu:.4g}"),
+        ]
+    return [*lines, (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks")]
 
 
 def delta_lines(
@@ -114,18 +134,20 @@ def delta_lines(
     bracket = f"[{scientific(low, ROUND_FLOOR)}, {scientific(high)}]; report {scientific(high)}"
     return [
         (f"delta at epsilon = {epsilon:g}, certified", bracket),
-        *_what(noise_multiplier, sampling_probability, num_steps),
+        *_what(equal_releases(noise_multiplier, sampling_probability, num_steps)),
         ("delta by the central limit theorem", f"{limit:.2e}, an approximation, not a bound"),
     ]
 
 
-def _what(noise_multiplier: float, sampling_probability: float, num_steps: int) -> list[tuple[str, str]]:
+def _what(releases: Releases) -> list[tuple[str, str]]:
     """What was released, and for which neighbors."""
-    return [
-        ("neighboring relation", RELATION),
-        ("sampler", f"{EVENT.sampler}, probability {sampling_probability:.6g} a step"),
-        ("releases", f"{num_steps} steps at noise multiplier {noise_multiplier:.6g}"),
-    ]
+    profile, steps = privacy.compose(releases), equal_steps(releases)
+    if steps is None:
+        sampler, released = profile.sampler, "; ".join(f"{count} x {event!r}" for event, count in releases)
+    else:
+        sampler = f"{profile.sampler}, probability {steps[1]:.6g} a step"
+        released = f"{steps[2]} steps at noise multiplier {steps[0]:.6g}"
+    return [("neighboring relation", RELATION), ("sampler", sampler), ("releases", released)]
 
 
 def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
@@ -174,12 +196,13 @@ def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[d
     ]
 
 
-def accuracy_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """A run's accuracies, from its ``results.json``, as lines of a table."""
-    baseline = results["baseline_test_accuracy"]
-    without = "not trained (--no-baseline)" if baseline is None else f"{100 * baseline:.2f} %"
-    private = f"{100 * results['test_accuracy']:.2f} % of {results['num_test_examples']:,} held-out examples"
-    lines = [("test accuracy, private", private), ("test accuracy, same network, not private", without)]
+def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """A run's scores, from its ``results.json``, as lines of a table."""
+    measure, baseline = Measure(**results["score"]), results["baseline_test_score"]
+    digits = 2 if measure.percent else 4
+    without = "not trained (--no-baseline)" if baseline is None else measure.text(baseline, digits)
+    private = f"{measure.text(results['test_score'], digits)} of {results['num_test_examples']:,} held-out examples"
+    lines = [(f"test {measure.name}, private", private), (f"test {measure.name}, same network, not private", without)]
     if results.get("diverged"):
         advice = "the loss is not a finite number; try a smaller learning rate"
         lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))

@@ -98,7 +98,7 @@ def test_finished_run_has_metrics_for_every_epoch_of_both_trainings(finished):
         ("non-private", "1.0", "15"),
         ("non-private", "1.5", "22"),
     ]
-    assert all(0.5 < float(row["test_accuracy"]) <= 1 for row in rows)
+    assert all(0.5 < float(row["test_score"]) <= 1 for row in rows)
     assert float(rows[0]["epsilon_high"]) < float(rows[1]["epsilon_high"])
     assert rows[2]["epsilon_high"] == ""
 
@@ -121,8 +121,8 @@ def test_finished_run_saved_the_model_whose_accuracy_it_reports(finished):
     model = task.new_model()
     model.load_state_dict(safetensors.torch.load_file(finished.model))
     inputs, targets = task.test.tensors
-    accuracy = float(task.correct(model(inputs), targets).mean())
-    assert accuracy == pytest.approx(json.loads(finished.results.read_text())["test_accuracy"], abs=1e-6)
+    accuracy = float(task.score.of_each(model(inputs), targets).mean())
+    assert accuracy == pytest.approx(json.loads(finished.results.read_text())["test_score"], abs=1e-6)
 
 
 def test_finished_run_cannot_be_resumed(finished, capsys):
@@ -137,7 +137,7 @@ def test_json_output_is_one_object(tmp_path, capfd):
     shown = capfd.readouterr()
     assert shown.err == ""
     results = json.loads(shown.out)
-    assert results["baseline_test_accuracy"] is None
+    assert results["baseline_test_score"] is None
     assert results["run"] == str(tmp_path / "r")
 
 

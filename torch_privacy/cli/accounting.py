@@ -55,10 +55,10 @@ def epsilon(
 
     Poisson sampling; neighboring data sets differ by one example, added or removed.
     """
-    from torch_privacy.summary import privacy_lines, summarize
+    from torch_privacy.summary import equal_releases, privacy_lines, summarize
 
     _check_steps("epsilon", steps)
-    summary = summarize(noise_multiplier, sampling_probability, steps, delta)
+    summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
     if plot is not None:
         from torch_privacy import _pictures, privacy
 
@@ -109,11 +109,11 @@ def calibrate(
 ) -> None:
     """The smallest noise multiplier whose certified epsilon does not exceed a target."""
     from torch_privacy import privacy
-    from torch_privacy.summary import privacy_lines, summarize
+    from torch_privacy.summary import equal_releases, privacy_lines, summarize
 
     _check_steps("calibrate", steps)
     noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling_probability, num_steps=steps)
-    summary = summarize(noise, sampling_probability, steps, delta)
+    summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
     lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
     if plot is not None:
         from torch_privacy import _pictures

@@ -133,7 +133,7 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
     with DeferredSignals() as signals:
         from torch_privacy._display import TrainingDisplay
         from torch_privacy.experiments.runner import Run
-        from torch_privacy.summary import accuracy_lines, privacy_lines
+        from torch_privacy.summary import privacy_lines, score_lines
 
         with (
             naming(folder),
@@ -150,7 +150,7 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
                 say(f"  torch-privacy train --resume {folder}")
                 raise typer.Exit(128 + signals.received)
             results = job.finish()
-    lines = [*accuracy_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
+    lines = [*score_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
     print_result({**results, "run": str(folder)}, lines, as_json)
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_privacy import _check
+from torch_privacy.experiments import log
 
 NOISE_RANGE = 1e-3, 100.0  # beyond, float32 noise or the accountant's lattice ends
 LARGEST_SCALE = 1e30  # what float32 holds, with room for the noise
@@ -16,6 +18,7 @@ LARGEST_SEED = 2**63 - 1
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
 
@@ -43,15 +46,46 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True)
+class Score:
+    """How well outputs fit targets: a number for each example, its mean over them, and a function of that."""
+
+    measure: log.Measure
+    of_each: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,)
+    of_mean: Callable[[float], float] = float
+
+
+def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Where the largest output is the right one, as float32 of shape (n,)."""
+    return (outputs.argmax(1) == targets).float()
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Squared differences of shape (n,)."""
+    return (outputs - targets).square()
+
+
+ACCURACY = Score(log.ACCURACY, is_correct)
+RMSE = Score(log.Measure("RMSE", larger_is_better=False), squared_error, math.sqrt)
+
+
+def _nothing(model: nn.Module) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
 class Task:
-    """A learning problem, ready to run: data, the network, and what its outputs are scored by."""
+    """A learning problem, ready to run: data, the network, how it is trained, and what its outputs are scored by."""
 
     train: Dataset[Any]  # map-style, of (input, target)
     test: Dataset[Any]
     new_model: Callable[[], nn.Module]  # equal weights at every call
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
-    correct: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), 1 where the prediction is right
+    score: Score = ACCURACY
+    new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # of the number of steps; moves every step
+    private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
+    released: Mapping[str, Tensor] = field(default_factory=dict)  # before the first step; a resumed run gets it back
+    device: str = "cpu"
     data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
     num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
 
@@ -62,7 +96,7 @@ class Experiment(Protocol):
     @property
     def Settings(self) -> Callable[..., Any]: ...
     @property
-    def build_task(self) -> Callable[[Any], Task]: ...
+    def build_task(self) -> Callable[..., Task]: ...  # of the settings; of a resumed run's ``released``, if any
 
 
 def check_numbers(settings: Settings) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -56,7 +56,6 @@ def build_task(settings: Settings) -> Task:
         new_model=partial(new_model, settings.hidden_units, settings.seed),
         new_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=settings.learning_rate),
         losses=partial(F.cross_entropy, reduction="none"),
-        correct=is_correct,
         data_files={FILES["train"].name: FILES["train"].sha256},
         num_threads=1,
     )
@@ -68,8 +67,3 @@ def new_model(hidden_units: int, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         layers = nn.Linear(NUM_FEATURES, hidden_units), nn.ReLU(), nn.Linear(hidden_units, 2)
         return nn.Sequential(*layers).float()  # as the features, whatever torch's default is
-
-
-def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Where the larger output is the right one, as float32 of shape (n,)."""
-    return (outputs.argmax(1) == targets).float()

@@ -4,13 +4,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+COUNTERS = ("num_examples", "loss_sum", "score_sum", "seconds")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a score is called, and how it is written."""
+
+    name: str
+    percent: bool = False  # a share of the examples, shown in percent
+    larger_is_better: bool = True
+
+    def text(self, value: float, digits: int | None = None) -> str:
+        """A score for a reader.
+
+        Example:
+            >>> Measure("accuracy", percent=True).text(0.8475), Measure("RMSE").text(0.9149)
+            ('84.8 %', '0.915')
+        """
+        if self.percent:
+            return f"{100 * value:.{1 if digits is None else digits}f} %"
+        return f"{value:.{3 if digits is None else digits}f}"
+
+
+ACCURACY = Measure("accuracy", percent=True)
 
 
 @dataclass(frozen=True)
@@ -21,8 +46,8 @@ class Metrics:
     epoch: float
     step: int
     loss: float  # mean over the examples drawn in this epoch
-    train_accuracy: float  # over the same examples, while training; in [0, 1]
-    test_accuracy: float  # in [0, 1]
+    train_score: float  # over the same examples, while training
+    test_score: float  # such as the accuracy, in [0, 1]
     epsilon_low: float | None = None  # None for non-private training
     epsilon_high: float | None = None
 
@@ -35,9 +60,10 @@ class Progress:
     step: int
     num_steps: int
     loss: float
-    accuracy: float
+    score: float
     metrics: Metrics | None = None
     epoch_end: int | None = None  # the step that ends the epoch under way
+    measure: Measure = ACCURACY  # of the score
 
 
 @dataclass
@@ -50,14 +76,16 @@ class Log:
     rows: list[Metrics] = field(default_factory=list)
     num_examples: int = 0  # these three: in this epoch
     loss_sum: float = 0.0
-    correct_sum: float = 0.0
+    score_sum: float = 0.0
     seconds: float = 0.0
+    measure: Measure = ACCURACY
+    finish: Callable[[float], float] = float  # from the mean over examples to the score
 
-    def add(self, losses: Tensor, correct: Tensor) -> None:
-        """Count the examples of one batch."""
+    def add(self, losses: Tensor, scores: Tensor) -> None:
+        """Count the examples of one batch: the loss and the score of each."""
         self.num_examples += len(losses)
         self.loss_sum += float(losses.detach().sum())
-        self.correct_sum += float(correct.sum())
+        self.score_sum += float(scores.sum())
 
     def has_diverged(self) -> bool:
         """Whether the loss of some epoch is not a finite number."""
@@ -71,17 +99,18 @@ class Log:
         """Whether ``step`` steps finish an epoch that has no row yet."""
         return not self.is_complete() and step >= self._epoch_end()
 
-    def end_epoch(self, step: int, test_accuracy: float, *epsilon: float) -> Progress:
+    def end_epoch(self, step: int, test_score: float, *epsilon: float) -> Progress:
         """Add a row for the epoch that ``step`` finished, and begin the next one."""
-        loss, accuracy = self._means()
+        loss, score = self._means()
         epoch = min(len(self.rows) + 1.0, self.epochs)
-        self.rows.append(Metrics(self.training, epoch, step, loss, accuracy, test_accuracy, *epsilon))
-        self.num_examples, self.loss_sum, self.correct_sum = 0, 0.0, 0.0
-        return Progress(self.training, step, self.num_steps, loss, accuracy, self.rows[-1])
+        self.rows.append(Metrics(self.training, epoch, step, loss, score, test_score, *epsilon))
+        self.num_examples, self.loss_sum, self.score_sum = 0, 0.0, 0.0
+        return Progress(self.training, step, self.num_steps, loss, score, self.rows[-1], measure=self.measure)
 
     def progress(self, step: int) -> Progress:
         """Where the training stands in the middle of an epoch."""
-        return Progress(self.training, step, self.num_steps, *self._means(), epoch_end=self._epoch_end())
+        end = self._epoch_end()
+        return Progress(self.training, step, self.num_steps, *self._means(), epoch_end=end, measure=self.measure)
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """The same steps, with the time spent in them added up; the time between them is the caller's."""
@@ -93,17 +122,17 @@ class Log:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in COUNTERS} | {"rows": [asdict(row) for row in self.rows]}
 
-    @staticmethod
-    def from_state_dict(state: dict[str, Any]) -> Log:
-        """The log that ``state_dict`` described."""
-        rows: Any = [Metrics(**row) for row in state["rows"]]
-        return Log(**{**state, "rows": rows})
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.rows = [Metrics(**row) for row in state["rows"]]
 
     def _epoch_end(self) -> int:
         return round(min((len(self.rows) + 1) / self.epochs, 1) * self.num_steps)
 
     def _means(self) -> tuple[float, float]:
         n = max(self.num_examples, 1)
-        return self.loss_sum / n, self.correct_sum / n
+        return self.loss_sum / n, self.finish(self.score_sum / n)

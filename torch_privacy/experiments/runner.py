@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -15,19 +16,23 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 import torch_privacy as tp
-from torch_privacy import report
+from torch_privacy import privacy, report
 from torch_privacy._batches import Batches, split
 from torch_privacy.experiments import load_experiment
 from torch_privacy.experiments._protocol import Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Log, Progress
-from torch_privacy.summary import Summary, compose_steps, summarize
+from torch_privacy.summary import Releases, Summary, summarize
 
 TEST_BATCH_SIZE = 4096
-CHECKPOINT_KEYS = {"experiment", "settings", "model", "optimizer", "training", "log", "random_state"}
+CHECKPOINT_KEYS = {
+    "experiment", "settings", "released", "model", "optimizer", "scheduler", "training", "log", "random_state",
+}  # fmt: skip
 
 
 @dataclass
@@ -47,8 +52,6 @@ class Run:
     experiment: str
     settings: Any
     task: Task
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     training: tp.PrivateTraining
     private: Log
     baseline: Log
@@ -69,7 +72,7 @@ class Run:
         check_numbers(settings)
         task = module.build_task(settings)
         check_settings(settings, _length(task.train))
-        _check_priced(settings, _length(task.train))
+        _check_priced(settings, task)
         folder.create()
         run = cls._build(folder, experiment, settings, task)
         folder.write_json(folder.settings, run._all_settings())
@@ -91,30 +94,23 @@ class Run:
         folder.check_settings({"experiment": state["experiment"], **state["settings"]})
         module = load_experiment(state["experiment"])
         settings = module.Settings(**state["settings"])
-        run = cls._build(folder, state["experiment"], settings, module.build_task(settings))
+        released = (state["released"],) if state["released"] else ()
+        run = cls._build(folder, state["experiment"], settings, module.build_task(settings, *released))
         run._restore(state)
         return run
 
     @classmethod
     def _build(cls, folder: RunFolder, experiment: str, settings: Any, task: Task) -> Run:
         torch.manual_seed(settings.seed)  # what the network draws, such as dropout; never the batches, never the noise
-        model = task.new_model()
-        optimizer = task.new_optimizer(model)
-        num_steps = number_of_steps(settings, _length(task.train))
-        training = tp.PrivateTraining(
-            model,
-            optimizer,
-            task.train,
-            expected_batch_size=settings.expected_batch_size,
-            num_steps=num_steps,
-            clipping=tp.Flat(clip_norm=settings.clip_norm),
-            noise_multiplier=settings.noise_multiplier,
-            target_epsilon=settings.target_epsilon,
-            delta=settings.delta,
-            run_folder=folder.path,
-        )
-        logs = Log("private", num_steps, settings.epochs), Log("non-private", num_steps, settings.epochs)
-        return cls(folder, experiment, settings, task, model, optimizer, training, *logs)
+        training = _new_training(settings, task, folder.path)
+        score = {"measure": task.score.measure, "finish": task.score.of_mean}
+        log = partial(Log, num_steps=training.num_steps, epochs=settings.epochs, **score)
+        return cls(folder, experiment, settings, task, training, log("private"), log("non-private"))
+
+    @property
+    def model(self) -> nn.Module:
+        """The network that is trained privately."""
+        return self.training.model
 
     def steps(self) -> Iterator[Progress]:
         """Train to the end, privately and then, unless switched off, without privacy; yields after every step."""
@@ -128,8 +124,10 @@ class Run:
         state = {
             "experiment": self.experiment,
             "settings": asdict(self.settings),  # settings.json must not change under a run
+            "released": dict(self.task.released),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.training.optimizer.state_dict(),
+            "scheduler": None if self.training.scheduler is None else self.training.scheduler.state_dict(),
             "training": self.training.state_dict(),
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
@@ -162,15 +160,11 @@ class Run:
 
     def epsilon_high(self, num_steps: int) -> float:
         """Certified epsilon of ``num_steps`` steps, never below the true one; grows with the number of steps."""
-        profile = compose_steps(self.training.noise_multiplier, self.training.sampling_probability, num_steps)
-        return float(profile.epsilon(self.settings.delta).high)
+        return privacy.compose(_releases(self.training, num_steps)).epsilon_high(self.settings.delta)
 
     def summary(self) -> Summary:
         """The privacy of what has been released so far, in the numbers that one reports."""
-        training = self.training
-        return summarize(
-            training.noise_multiplier, training.sampling_probability, training.step_count, self.settings.delta
-        )
+        return summarize(self.training.ledger.events, self.settings.delta)
 
     def _all_settings(self) -> dict[str, Any]:
         """What ``settings.json`` holds."""
@@ -178,18 +172,22 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.training.optimizer.load_state_dict(state["optimizer"])
+        if self.training.scheduler is not None:
+            self.training.scheduler.load_state_dict(state["scheduler"])
         self.training.load_state_dict(state["training"])
-        self.private = Log.from_state_dict(state["log"])
+        self.private.load_state_dict(state["log"])
         torch.set_rng_state(state["random_state"])
 
     def _private_steps(self) -> Iterator[Progress]:
-        for inputs, targets in self.training:
+        for batch in self.training:
+            inputs, targets = _moved(batch, self.task.device)
             outputs = self.model(inputs)
             losses = self.task.losses(outputs, targets)
-            self.training.step(losses)
-            self.private.add(losses, self.task.correct(outputs, targets))
-            yield self._private_progress()
+            made = self.training.step(losses)
+            self.private.add(losses, self.task.score.of_each(outputs.detach(), targets))
+            if made:  # False between the microbatches of a step
+                yield self._private_progress()
         if not self.private.is_complete():  # the last steps drew nobody: the loop above never saw them
             yield self._private_progress()
 
@@ -199,28 +197,28 @@ class Run:
         if not self.private.is_epoch_over(step):
             return self.private.progress(step)
         epsilon = map(float, self.training.spent().epsilon)
-        progress = self.private.end_epoch(step, accuracy(self.task, self.model), *epsilon)
+        progress = self.private.end_epoch(step, test_score(self.task, self.model), *epsilon)
         self.folder.write_metrics(self.private.rows)
         self.checkpoint()
         return progress
 
     def _baseline_steps(self) -> Iterator[Progress]:
         """The same network, settings and number of steps with shuffled batches, no clipping and no noise."""
-        model = self.task.new_model()
-        optimizer = self.task.new_optimizer(model)
-        for step, (inputs, targets) in zip(
-            range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False
-        ):
+        model, optimizer, scheduler = _new_parts(self.task, self.baseline.num_steps)
+        for step, batch in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
+            inputs, targets = _moved(batch, self.task.device)
             outputs = model(inputs)
             losses = self.task.losses(outputs, targets)
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-            self.baseline.add(losses, self.task.correct(outputs, targets))
+            if scheduler is not None:
+                scheduler.step()
+            self.baseline.add(losses, self.task.score.of_each(outputs.detach(), targets))
             if not self.baseline.is_epoch_over(step):
                 yield self.baseline.progress(step)
                 continue
-            progress = self.baseline.end_epoch(step, accuracy(self.task, model))
+            progress = self.baseline.end_epoch(step, test_score(self.task, model))
             self.folder.write_metrics(self.private.rows + self.baseline.rows)
             yield progress
 
@@ -251,22 +249,52 @@ class Run:
             "experiment": self.experiment,
             "num_examples": _length(self.task.train),
             "num_test_examples": _length(self.task.test),
-            "test_accuracy": last.test_accuracy,
-            "baseline_test_accuracy": self.baseline.rows[-1].test_accuracy if self.baseline.rows else None,
+            "score": asdict(self.task.score.measure),
+            "test_score": last.test_score,
+            "baseline_test_score": self.baseline.rows[-1].test_score if self.baseline.rows else None,
             "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }
 
 
-def _check_priced(settings: Any, num_examples: int) -> None:
+def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
+    """A fresh network, its optimizer and the schedule of its learning rate."""
+    model = task.new_model().to(task.device)
+    optimizer = task.new_optimizer(model)
+    return model, optimizer, None if task.new_scheduler is None else task.new_scheduler(optimizer, num_steps)
+
+
+def _new_training(settings: Any, task: Task, run_folder: Path | None) -> tp.PrivateTraining:
+    num_steps = number_of_steps(settings, _length(task.train))
+    model, optimizer, scheduler = _new_parts(task, num_steps)
+    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model)}
+    return tp.PrivateTraining(
+        model,
+        optimizer,
+        task.train,
+        expected_batch_size=settings.expected_batch_size,
+        num_steps=num_steps,
+        noise_multiplier=settings.noise_multiplier,
+        target_epsilon=settings.target_epsilon,
+        delta=settings.delta,
+        scheduler=scheduler,
+        run_folder=run_folder,
+        **arguments,
+    )
+
+
+def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:
+    """What ``num_steps`` steps of a training release."""
+    return [(training.event, num_steps)]
+
+
+def _check_priced(settings: Any, task: Task) -> None:
     """Raise a ``ValueError`` if no epsilon can be told for these settings, before hours are spent on training."""
-    if settings.noise_multiplier is None:
-        return  # calibration tells
-    num_steps, probability = number_of_steps(settings, num_examples), settings.expected_batch_size / num_examples
+    training = _new_training(settings, task, None)
     try:
-        for steps in (max(1, round(num_steps / max(1, settings.epochs))), num_steps):
-            summarize(settings.noise_multiplier, probability, steps, settings.delta)
+        for steps in (max(1, round(training.num_steps / max(1, settings.epochs))), training.num_steps):
+            summarize(_releases(training, steps), settings.delta)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(
             f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
@@ -285,15 +313,20 @@ def number_of_threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def accuracy(task: Task, model: nn.Module) -> float:
-    """Share of the test examples that the model gets right, in [0, 1]."""
+def test_score(task: Task, model: nn.Module) -> float:
+    """The score over all test examples."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        numbers = split(np.arange(_length(task.test)), TEST_BATCH_SIZE)
-        correct = [task.correct(model(x), y) for x, y in Batches(task.test, None, 0)(iter(numbers))]
+        batches = Batches(task.test, None, 0)(iter(split(np.arange(_length(task.test)), TEST_BATCH_SIZE)))
+        scores = [task.score.of_each(model(x), y) for x, y in (_moved(batch, task.device) for batch in batches)]
     model.train(was_training)
-    return float(torch.cat(correct).mean())
+    return task.score.of_mean(float(torch.cat(scores).mean()))
+
+
+def _moved(batch: Any, device: str) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch
+    return inputs.to(device), targets.to(device)
 
 
 def _length(dataset: Dataset[Any]) -> int:
