@@ -117,6 +117,22 @@ class Repeated(Event):
     def assumption(self) -> str:
         return "only the best run is released, ranked by what the runs release, and never the number of runs"
 
+    def draw(self, generator: np.random.Generator) -> int:
+        """A number K of runs, which must stay secret; so must the generator's seed.
+
+        Example:
+            >>> from torch_privacy.privacy import Laplace
+            >>> search = Repeated(((Laplace(1.0), 1),), mean=5, distribution="geometric")
+            >>> draws = [search.draw(np.random.default_rng(seed)) for seed in range(4000)]
+            >>> min(draws), round(sum(draws) / 4000)
+            (1, 5)
+        """
+        if self.distribution == "poisson":
+            return int(generator.poisson(self.mean))
+        if self.distribution == "geometric":
+            return int(generator.geometric(_stopping(self)))
+        return int(generator.logseries(1 - _stopping(self)))
+
     def __post_init__(self) -> None:
         one_of("Repeated", DISTRIBUTIONS, distribution=self.distribution)
         positive("Repeated", mean=self.mean)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private search, against the price that its event states."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import torch_privacy as tp
+from torch_privacy.privacy import FinitePair, Laplace, Repeated, compose
+from torch_privacy.search import search_privately
+
+ONE_RUN = ((Laplace(1.0), 1),)
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
+def test_the_number_of_runs_has_the_law_that_is_priced(distribution):
+    mean, generator = 4.0, np.random.default_rng(0)
+    event = Repeated(ONE_RUN, mean, distribution)
+    draws = np.array([event.draw(generator) for _ in range(10_000)])
+    assert draws.mean() == pytest.approx(mean, abs=5 * draws.std() / 100)
+    assert draws.min() == (0 if distribution == "poisson" else 1)
+    if distribution == "geometric":
+        assert (draws == 1).mean() == pytest.approx(1 / mean, abs=0.01)
+    if distribution == "poisson":
+        assert (draws == 0).mean() == pytest.approx(math.exp(-mean), abs=0.005)
+
+
+def test_candidates_are_drawn_alike_and_the_best_is_kept():
+    event, tried = Repeated(ONE_RUN, 30.0, "geometric"), Counter()
+
+    def run(candidate):
+        tried[candidate] += 1
+        return float(candidate), f"model {candidate}"
+
+    found = [search_privately(run, [1, 2, 3], event) for _ in range(200)]
+    assert all(f is not None and f.result == f"model {f.candidate}" and f.score == f.candidate for f in found)
+    assert sum(f is not None and f.candidate == 3 for f in found) > 150
+    share = np.array([tried[k] for k in (1, 2, 3)]) / tried.total()
+    assert share == pytest.approx([1 / 3] * 3, abs=0.05)
+
+
+def test_equal_scores_are_decided_by_chance():
+    event = Repeated(ONE_RUN, 50.0, "geometric")
+    chosen = Counter(search_privately(lambda c: (0.0, c), ["a", "b"], event).result for _ in range(400))  # type: ignore[union-attr]
+    assert min(chosen["a"], chosen["b"]) > 130
+
+
+def test_a_poisson_number_may_be_none():
+    event = Repeated(ONE_RUN, 0.01)
+    assert None in [search_privately(lambda c: (0.0, c), [1], event) for _ in range(20)]
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
+def test_what_the_search_gives_away_is_within_its_price(distribution):
+    """A run that tells a bit with probability 3/4: the search keeps the larger bit, and its frequencies are compared."""
+    p, q = (0.25, 0.75), (0.75, 0.25)
+    event = Repeated(((FinitePair(p, q), 1),), 3.0, distribution)
+    bit, n = np.random.default_rng(1), 6000
+
+    def released(chance):
+        found = [search_privately(lambda _: (float(bit.random() < chance), None), [0], event) for _ in range(n)]
+        counts = Counter("none" if f is None else f.score for f in found)
+        return np.array([counts[outcome] / n for outcome in ("none", 0.0, 1.0)])
+
+    here, there = released(p[1]), released(q[1])
+    profile = compose([(event, 1)])
+    for epsilon in (0.0, 0.5, 1.0, 1.5):
+        for one, other in ((here, there), (there, here)):
+            assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= profile.delta(epsilon).high + 0.03
+
+
+def test_scores_without_rank_and_no_candidates_are_refused():
+    event = Repeated(ONE_RUN, 2.0, "geometric")
+    with pytest.raises(tp.Refused, match="not a number"):
+        search_privately(lambda c: (math.nan, c), [1], event)
+    with pytest.raises(ValueError, match="empty"):
+        search_privately(lambda c: (0.0, c), [], event)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing hyper-parameters on the private data themselves: a secret number of private runs, only the best released."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ._check import Refused
+from .privacy import Repeated
+
+Candidate = TypeVar("Candidate")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Found(Generic[Candidate, Result]):
+    """The best of the runs: what it was made with, its score, and what it gave. All of it is released, and no more."""
+
+    candidate: Candidate
+    score: float
+    result: Result
+
+
+def search_privately(
+    run: Callable[[Candidate], tuple[float, Result]], candidates: Sequence[Candidate], event: Repeated
+) -> Found[Candidate, Result] | None:
+    """Run with candidates drawn at random, as often as a secret draw says, and give back the best.
+
+    Trying candidates on private data and keeping the best costs privacy, even if each run is private. The number K of
+    runs drawn from ``event.distribution`` bounds that price: the whole search is one ``event``, often not much more
+    than twice the epsilon of one run. It holds for every number of candidates, even infinitely many.
+
+    Args:
+        run: candidate -> (score, result). One call must release no more than ``event.releases`` **for any candidate**:
+            score and result are functions of these releases and public data alone. It must leave nothing else behind:
+            no files, logs or prints of runs that did not win.
+        candidates: the settings to draw from, each equally likely; chosen without looking at the data.
+        event: what one run releases and the law of K. To be recorded in a ledger, once.
+
+    Returns:
+        The best run, ties broken at random; None where no run happened (Poisson only), which is part of the price.
+
+    Raises:
+        Refused: a score that is not a number. Nothing of the search is released then.
+
+    Source: Liu & Talwar (2019), arXiv:1811.07971; Papernot & Steinke (2022), arXiv:2110.03620.
+
+    Example:
+        >>> from torch_privacy.privacy import Laplace, Repeated
+        >>> event = Repeated(((Laplace(1.0), 1),), mean=100, distribution="geometric")
+        >>> found = search_privately(lambda c: (-abs(c - 3), f"trained with {c}"), [3], event)
+        >>> found.score, found.result
+        (0, 'trained with 3')
+    """
+    if not candidates:
+        raise ValueError("search_privately: candidates is empty; give at least one.")
+    generator = np.random.default_rng(secrets.randbits(256))
+    best: Found[Candidate, Result] | None = None
+    ties = 0
+    for _ in range(event.draw(generator)):
+        candidate = candidates[int(generator.integers(len(candidates)))]
+        score, result = run(candidate)
+        if not score == score:  # NaN has no rank
+            raise Refused(
+                "search_privately: a score is not a number. Rank runs that failed below all others, by -inf, so that "
+                "the search does not end where they fail."
+            )
+        ties = ties + 1 if best is not None and score == best.score else 1
+        if best is None or score > best.score or (score == best.score and generator.integers(ties) == 0):
+            best = Found(candidate, score, result)
+    return best
