@@ -54,7 +54,7 @@ def test_a_poisson_number_may_be_none():
 
 @pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
 def test_what_the_search_gives_away_is_within_its_price(distribution):
-    """A run that tells a bit with probability 3/4: the search keeps the larger bit, and its frequencies are compared."""
+    """A run tells a bit with probability 3/4; the search keeps the larger bit, and its frequencies are compared."""
     p, q = (0.25, 0.75), (0.75, 0.25)
     event = Repeated(((FinitePair(p, q), 1),), 3.0, distribution)
     bit, n = np.random.default_rng(1), 6000
