@@ -19,7 +19,8 @@ PINS = dict(
 
 def required():
     extras = PROJECT["optional-dependencies"]
-    lines = PROJECT["dependencies"] + extras["test"] + extras["docs"] + extras["compare"]
+    lines = [line for extra in ("test", "docs", "compare", "sklearn") for line in extras[extra]]
+    lines += PROJECT["dependencies"]
     return [re.split(r"[\[<>=]", line)[0].lower() for line in lines if not line.startswith("torch-privacy[")]
 
 
@@ -34,9 +35,11 @@ def test_package_imports_only_what_it_declares():
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module}
     foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"torch_privacy"}
+    imported_as = {"scikit-learn": "sklearn"}
+    extras = PROJECT["optional-dependencies"]
     needed, optional = (
-        {re.split(r"[<>=]", line)[0].replace("-", "_") for line in lines}
-        for lines in (PROJECT["dependencies"], PROJECT["optional-dependencies"]["compare"])
+        {imported_as.get(name, name.replace("-", "_")) for name in (re.split(r"[<>=]", line)[0] for line in lines)}
+        for lines in (PROJECT["dependencies"], extras["compare"] + extras["sklearn"])
     )
     assert needed <= foreign <= needed | optional
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
     from .jacobian import Jacobian as Jacobian
+    from .pca import PrivatePCA as PrivatePCA
     from .sketched import Sketched as Sketched
     from .training import PrivateTraining as PrivateTraining
     from .training import Spent as Spent
@@ -39,6 +40,7 @@ _HOME = {
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
     "PerLayer": "clipping",
+    "PrivatePCA": "pca",
     "PrivateTraining": "training",
     "Refused": "_check",
     "Sketched": "sketched",
@@ -59,6 +61,7 @@ __all__ = [
     "Jacobian",
     "MicroBatches",
     "PerLayer",
+    "PrivatePCA",
     "PrivateTraining",
     "Refused",
     "Sketched",

@@ -8,7 +8,7 @@ import math
 import platform
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +91,8 @@ class PrivateTraining:
             the clipped sum the same up to rounding.
         jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
             projections, which costs epsilon. By default norms are exact.
+        prior_releases: what was released of the same data before and is used here, such as ``[pca.release_]`` of a
+            `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
         not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
         collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
         num_workers: processes that fetch examples, as of ``DataLoader``.
@@ -154,6 +156,7 @@ class PrivateTraining:
         microbatch_size: int | None = None,
         memory_budget: float = MEMORY_BUDGET,
         jacobian: Sketched | None = None,
+        prior_releases: Sequence[privacy.Release] = (),
         not_for_release: bool = False,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
@@ -193,6 +196,11 @@ class PrivateTraining:
         self._planned_clipping = self.clipping
         self.memory_budget = memory_budget
         self.jacobian, self.not_for_release = jacobian, not_for_release
+        self.prior_releases = tuple(prior_releases)
+        if strangers := [release for release in self.prior_releases if not isinstance(release, privacy.Release)]:
+            raise ValueError(
+                f"{where}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is."
+            )
         self._sketching = None if jacobian is None else Sketching(jacobian)
         self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
         self.microbatch_size = microbatch_size
@@ -207,7 +215,10 @@ class PrivateTraining:
         self.target_epsilon = target_epsilon
         self.event = self._event(self.noise_multiplier)
         self._noise_stddev()  # refuses noise that an adaptive rule cannot split
+        privacy.compose([*self._prior(), (self.event, self.num_steps)])  # refuses what cannot be priced together
         self.ledger = _open_ledger(run_folder)
+        for step, release in enumerate(self.prior_releases):
+            self.ledger.record(release.event, step, release.fingerprint)
         self.budget = budget
         if not self._num_steps_allowed():
             raise Refused(f"{where}: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget.")
@@ -331,7 +342,11 @@ class PrivateTraining:
     @property
     def _warning(self) -> str | None:
         """Why there is no privacy, if there is none."""
-        return NOT_PRIVATE if self.test_seed is not None else NOT_FOR_RELEASE if self.not_for_release else None
+        if self.test_seed is not None:
+            return NOT_PRIVATE
+        if self.not_for_release:
+            return NOT_FOR_RELEASE
+        return next((release.warning for release in self.prior_releases if release.warning), None)
 
     def profile(self) -> privacy.Profile:
         """Privacy profile of the releases so far."""
@@ -411,7 +426,8 @@ class PrivateTraining:
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.
         """
-        early = {"memory_budget": self.memory_budget, "jacobian": repr(None)}  # states from before these were settings
+        # states from before these were settings
+        early = {"memory_budget": self.memory_budget, "jacobian": repr(None), "prior_releases": []}
         saved = early | state["settings"]
         differing = {key: (value, saved.get(key)) for key, value in self._settings().items() if saved.get(key) != value}
         if differing:
@@ -440,7 +456,8 @@ class PrivateTraining:
             private_sum[COUNT] = self._clipped_sum.get(COUNT, torch.zeros(1)) * (stddev / count_stddev)
         self._noise.add_to(self.step_count, private_sum, stddev)
         self._clipped_sum = {}
-        self.ledger.record(self.event, self.step_count, self._fingerprint(private_sum))
+        number = len(self.prior_releases) + self.step_count
+        self.ledger.record(self.event, number, self._fingerprint(private_sum))
         self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         for name, p in parameters.items():
@@ -508,7 +525,7 @@ class PrivateTraining:
         if self.budget is None:
             return self.num_steps
         released = self.ledger.events
-        made = sum(count for _, count in released)
+        made = sum(count for _, count in released) - len(self.prior_releases)
         return min(self.num_steps, made + self.budget.remaining(self.event, after=released, most=self.num_steps))
 
     def _settings(self) -> dict[str, Any]:
@@ -520,6 +537,7 @@ class PrivateTraining:
             "clipping": repr(self._planned_clipping),
             "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
             "jacobian": repr(self.jacobian),
+            "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
 
@@ -546,11 +564,24 @@ class PrivateTraining:
             target_epsilon, self.delta, sampling_probability=self.sampling_probability, num_steps=self.num_steps
         )
         self._check_price(exact)
-        if self.jacobian is None:
+        if self.jacobian is None and not self.prior_releases:
             return exact
+        prior = privacy.compose(self._prior()).epsilon_high(self.delta)
+        if prior >= target_epsilon:
+            raise ValueError(
+                f"PrivateTraining: target_epsilon={target_epsilon!r} is spent by prior_releases, which cost "
+                f"{prior:.4g}. Ask for more, or put more noise into those."
+            )
         return privacy.calibrate_schedule(
-            lambda noise: [(self._event(noise), self.num_steps)], target_epsilon, self.delta, start=exact
+            lambda noise: [*self._prior(), (self._event(noise), self.num_steps)],
+            target_epsilon,
+            self.delta,
+            start=exact,
         )
+
+    def _prior(self) -> list[tuple[privacy.Event, int]]:
+        """The prior releases, as the accountant takes them."""
+        return [(release.event, 1) for release in self.prior_releases]
 
     def _check_price(self, noise_multiplier: float) -> None:
         if self.jacobian is not None and not self.not_for_release:

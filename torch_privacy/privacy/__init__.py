@@ -38,6 +38,7 @@ from .interop import ledger_from_dp_event as ledger_from_dp_event
 from .interop import statement_schema as statement_schema
 from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger
+from .ledger import Release as Release
 from .own import FinitePair as FinitePair
 from .own import KnownProfile as KnownProfile
 from .repetition import Repeated as Repeated

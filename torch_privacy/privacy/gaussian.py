@@ -230,11 +230,12 @@ class SubsampledAdaptiveClip(Event):
 class NoisyCovariance(Event):
     """``Σ xᵢ xᵢᵀ`` of rows with norm at most 1 plus symmetric Gaussian noise, as of private principal components.
 
-    The noise is drawn independently on and above the diagonal and mirrored. There one row changes the matrix by at most
-    ‖xxᵀ‖ = ‖x‖² <= 1, so the release is one Gaussian.
+    The noise is drawn independently on and above the diagonal and mirrored, its standard deviation noise_multiplier on
+    the diagonal and at least noise_multiplier / √2 beside it. In the coordinates ``(A₁₁, √2·A₁₂, ..., A₂₂, ...)`` that
+    is noise of one size, and one row changes the matrix by the length ‖xxᵀ‖ = ‖x‖² <= 1: the release is one Gaussian.
 
     Args:
-        noise_multiplier: standard deviation of each entry's noise, the sensitivity being 1, in [1e-6, 1e6].
+        noise_multiplier: noise over sensitivity, which is 1, in [1e-6, 1e6].
         sampling_probability: chance that a row joins, in (0, 1]; all rows by default.
     Source: Abadi et al. (2016), arXiv:1607.00133, §4; Dwork, Talwar, Thakurta & Zhang (2014), Algorithm 1.
     """

@@ -4,6 +4,7 @@
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ from .event import Event, event_from_dict, event_to_dict
 
 FORMAT = 1
 SECONDS_BETWEEN_SYNCS = 1.0
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release made outside of a training, for the ledger of the training that builds on it.
+
+    Args:
+        event: what was released.
+        fingerprint: tells it from any other release of the same event, such as a digest of what was released.
+        warning: why it is not private after all; "" if it is.
+    """
+
+    event: Event
+    fingerprint: str
+    warning: str = ""
 
 
 class Ledger:

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private principal components: the leading eigenvectors of a noisy second-moment matrix, as a scikit-learn transform.
+
+Three short functions are the mechanism: `second_moment` sums, `add_symmetric_noise` makes the sum public,
+`leading_eigenvectors` is post-processing. `PrivatePCA` joins them with sampling and the accountant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import numbers
+import secrets
+from typing import Any, cast
+
+import numpy as np
+import scipy.linalg
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+try:
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils import Tags
+    from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError("PrivatePCA needs scikit-learn. Install it with: pip install 'torch-privacy[sklearn]'") from error
+
+from . import privacy
+from ._check import positive, strictly_between, whole
+from .noise import KEY_BYTES, Noise, key_from_test_seed
+from .sampling import Poisson
+from .training import NOT_PRIVATE, Spent
+
+Array = NDArray[Any]
+
+_CHUNK = 2048  # rows turned into float64 at a time
+
+
+class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Projects onto the principal directions of the rows, found with differential privacy.
+
+    ``fit`` releases ``A = Σᵢ uᵢuᵢᵀ + noise_multiplier·Z`` over the rows i of one Poisson sample, with ``uᵢ = xᵢ/‖xᵢ‖``
+    and Z symmetric with independent normal entries, of variance 1 on the diagonal and 1/2 beside it. The k leading
+    eigenvectors V of A are the components, and ``transform(X) = X Vᵀ``. Rows are not centered, and only ``fit`` brings
+    them to length one.
+
+    Args:
+        n_components: number of components k, at most the number of features d; None keeps all d.
+        noise_multiplier: noise over sensitivity; or give ``target_epsilon`` and ``delta``.
+        target_epsilon: calibrates the noise multiplier so that this release alone spends at most this at ``delta``.
+        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        sampling_probability: chance that a row takes part, in (0, 1]. By default all rows do.
+        test_seed: fixes noise and sample, for tests only; every statement then says NOT PRIVATE.
+
+    Attributes:
+        components_: (k, d) orthonormal rows, float64; the largest entry of each is positive.
+        eigenvalues_: (d,) all eigenvalues of A, the largest first.
+        noise_edge_: ``noise_multiplier·√(2d)``, about the largest eigenvalue of noise alone: components whose
+            eigenvalue is not above it are random directions.
+        noise_multiplier_: the one given or calibrated.
+        event_: what was released, for the accountant.
+        release_: the event with its fingerprint, for ``PrivateTraining(..., prior_releases=[pca.release_])``.
+        n_features_in_: number of features d; ``feature_names_in_`` where the data name them.
+
+    Guarantees:
+        - One row more or less changes ``Σ uᵢuᵢᵀ`` by ``uuᵀ``, to the last bit, whose Frobenius norm is 1 (0 for a row
+          of zeros). A row in place of another changes it by at most √2. Entries are counted on both sides of the
+          diagonal, as in the noise, whose density depends on nothing but that norm.
+        - Everything kept by the fitted estimator comes from A: it may be published, pickled or cloned.
+        - Every ``fit`` draws sample and noise anew from the operating system's secret generator, and forgets the keys.
+
+    Edge cases: a row of zeros counts as nothing. A sample of no rows releases noise alone. A takes 8 d² bytes:
+        800 MB for 10,000 features.
+
+    Raises:
+        ValueError: NaN or infinite entries, sparse data, another number of features than in ``fit``, k > d, or a
+            number out of range; nothing was released.
+        ImportError: scikit-learn is not installed (``pip install 'torch-privacy[sklearn]'``).
+
+    Source: Abadi et al. (2016), arXiv:1607.00133, section 4, after Dwork, Talwar, Thakurta & Zhang (2014), "Analyze
+    Gauss", Algorithm 1. There all entries on and above the diagonal have variance 1, at the same price; half of it off
+    the diagonal is what symmetrizing noise on all d² entries gives, as the code of 2016 did.
+
+    Example:
+        >>> import torch_privacy as tp
+        >>> x = np.random.default_rng(0).normal(size=(10_000, 20)) * np.linspace(3, 0.1, 20)
+        >>> pca = tp.PrivatePCA(n_components=5, noise_multiplier=16.0, delta=1e-5)
+        >>> pca.fit_transform(x).shape
+        (10000, 5)
+        >>> print(pca.spent())
+        epsilon in [0.2041, 0.2042] at delta = 1e-05 (add/remove one example, full batch sampling)
+    """
+
+    def __init__(
+        self,
+        n_components: int | None = None,
+        *,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        sampling_probability: float = 1.0,
+        test_seed: int | None = None,
+    ):
+        self.n_components = n_components
+        self.noise_multiplier = noise_multiplier
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.sampling_probability = sampling_probability
+        self.test_seed = test_seed
+
+    def fit(self, X: Any, y: None = None) -> PrivatePCA:
+        """Release the noisy matrix of the rows of X, (n, d), and find its leading eigenvectors. One call, one release.
+
+        Args:
+            X: numpy array, torch tensor, data frame or nested list of finite numbers. Its size counts as public.
+            y: ignored.
+        """
+        rows = cast(Array, validate_data(self, as_array(X), dtype=[np.float64, np.float32, np.uint8]))
+        num_rows, num_features = rows.shape
+        k = self._num_components(num_features)
+        self.noise_multiplier_ = self._choose_noise(num_rows)
+        self.event_ = privacy.NoisyCovariance(self.noise_multiplier_, self.sampling_probability)
+        sampler = Poisson(num_rows, self.sampling_probability, self._key("sampling"))
+        released = second_moment(rows, sampler.indices(step=0))
+        add_symmetric_noise(released, self.noise_multiplier_, Noise(self._key("noise")))
+        fingerprint = hashlib.blake2b(released.tobytes(), digest_size=8).hexdigest()
+        self.release_ = privacy.Release(self.event_, fingerprint, "" if self.test_seed is None else NOT_PRIVATE)
+        self.eigenvalues_, self.components_ = leading_eigenvectors(released, k)
+        self.noise_edge_ = self.noise_multiplier_ * (2 * num_features) ** 0.5
+        self._n_features_out = k
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """Coordinates of the rows of X, (n, d), along the components: (n, k), float32 for float32 and else float64.
+
+        A torch tensor gives a tensor on the same device, of its own type if that is floating-point.
+        """
+        check_is_fitted(self)
+        rows = cast(Array, validate_data(self, as_array(X), dtype=[np.float64, np.float32], reset=False))
+        return _like(X, rows @ self.components_.T.astype(rows.dtype))
+
+    def inverse_transform(self, X: Any) -> Any:
+        """The points with these coordinates, (n, k), along the components: (n, d)."""
+        check_is_fitted(self)
+        coordinates = check_array(as_array(X), dtype=[np.float64, np.float32])  # pyright: ignore[reportArgumentType]
+        return _like(X, coordinates @ self.components_.astype(coordinates.dtype))
+
+    def to_layer(self) -> nn.Linear:
+        """``transform`` as the first layer of a network: frozen, float32, without a bias."""
+        check_is_fitted(self)
+        num_components, num_features = self.components_.shape
+        layer = nn.Linear(num_features, num_components, bias=False, device="meta")  # draws no random numbers
+        weight = torch.tensor(self.components_, dtype=torch.float32, device="cpu")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return layer
+
+    def spent(self, delta: float | None = None) -> Spent:
+        """Privacy spent by this release alone, at ``delta`` (by default the one given at the start)."""
+        check_is_fitted(self)
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("PrivatePCA.spent: delta=None; pass one below 1/n here or to PrivatePCA.")
+        profile = privacy.compose([(self.event_, 1)])
+        warning = f"{self.release_.warning}: " if self.release_.warning else ""
+        return Spent(profile.epsilon(delta), delta, warning + profile.statement(delta))
+
+    def _num_components(self, num_features: int) -> int:
+        if self.n_components is None:
+            return num_features
+        is_integer = isinstance(self.n_components, numbers.Integral) and not isinstance(self.n_components, bool)
+        k = int(self.n_components) if is_integer else self.n_components  # numpy's integers come with grid searches
+        whole("PrivatePCA", at_least=1, n_components=k)
+        if k > num_features:
+            raise ValueError(f"PrivatePCA: n_components={k} must be at most the number of features, {num_features}.")
+        return k
+
+    def _choose_noise(self, num_rows: int) -> float:
+        if self.delta is not None:
+            hint = f"It must be below 1/n for the {num_rows} rows; 1 / (10 n) or less is usual."
+            strictly_between("PrivatePCA", 0, 1 / num_rows, delta=self.delta, hint=hint)
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise ValueError(
+                f"PrivatePCA: noise_multiplier={self.noise_multiplier!r} and target_epsilon={self.target_epsilon!r}: "
+                "give exactly one of the two."
+            )
+        if self.target_epsilon is None:
+            assert self.noise_multiplier is not None
+            positive("PrivatePCA", noise_multiplier=self.noise_multiplier)
+            return float(self.noise_multiplier)
+        if self.delta is None:
+            raise ValueError("PrivatePCA: target_epsilon needs delta, a number below 1/n such as 1e-5.")
+        probability = self.sampling_probability
+        return privacy.calibrate(self.target_epsilon, self.delta, sampling_probability=probability, num_steps=1)
+
+    def _key(self, purpose: str) -> bytes:
+        """Fresh secret bytes; with a test seed the same ones again, of no other use than this."""
+        return (
+            secrets.token_bytes(KEY_BYTES)
+            if self.test_seed is None
+            else key_from_test_seed(self.test_seed, f"PrivatePCA {purpose}")
+        )
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = self.test_seed is None
+        assert tags.transformer_tags is not None
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+def second_moment(rows: Array, chosen: Array) -> NDArray[np.float64]:
+    """``Σ uuᵀ`` over the chosen rows x, with ``u = x/‖x‖``: (n, d), (m,) -> (d, d).
+
+    Each u is cut toward zero to multiples of 2^-b, ``b = ⌊(53 - log₂ n)/2⌋`` (18 for 60,000 rows): then products and
+    sums are exact in float64 in whatever order they are made. Hence rounding has no part in what one row changes, and
+    the sum is the same, bit for bit, for any number of threads.
+
+    Guarantees:
+        - ``‖u‖ <= 1`` (to 1e-12), whatever the size of the entries; a row of zeros has u = 0.
+    """
+    unit = 2.0 ** -((53 - len(rows).bit_length()) // 2)
+    total = np.zeros((rows.shape[1], rows.shape[1]))
+    for start in range(0, len(chosen), _CHUNK):
+        u = rows[chosen[start : start + _CHUNK]].astype(np.float64)
+        for length in (_largest, _norm):  # first to entries of at most 1, whose squares neither overflow nor vanish
+            lengths = length(u)
+            u /= np.where(lengths > 0, lengths, 1.0)[:, None]
+        u /= unit
+        np.trunc(u, out=u)
+        u *= unit
+        total += u.T @ u
+    return total
+
+
+def _largest(rows: Array) -> Array:
+    return np.maximum(rows.max(axis=1), -rows.min(axis=1))
+
+
+def _norm(rows: Array) -> Array:
+    return np.sqrt(np.einsum("ij,ij->i", rows, rows))
+
+
+def add_symmetric_noise(matrix: NDArray[np.float64], stddev: float, noise: Noise) -> None:
+    """Add a symmetric Gaussian matrix in place: ``stddev`` on the diagonal, ``stddev/√2`` beside it.
+
+    ``(A₁₁, √2·A₁₂, ..., A₂₂, ...)`` are coordinates in which the Euclidean length is the Frobenius norm. In them the
+    noise is independent and of one size, so that the price depends on nothing but the norm of a change.
+    """
+    above = np.triu_indices(len(matrix), 1)
+    diagonal, off_diagonal = (torch.zeros(size, dtype=torch.float64) for size in (len(matrix), len(above[0])))
+    noise.add_to(0, {"diagonal": diagonal, "off_diagonal": off_diagonal}, stddev)
+    added = np.zeros_like(matrix)
+    added[above] = off_diagonal.numpy() / 2**0.5
+    matrix += added + added.T + np.diag(diagonal.numpy())
+
+
+def leading_eigenvectors(matrix: NDArray[np.float64], k: int) -> tuple[Array, Array]:
+    """All eigenvalues of a symmetric matrix, the largest first, and the first k eigenvectors: (d,), (k, d)."""
+    eigenvalues, vectors = scipy.linalg.eigh(matrix, driver="evd")
+    components = vectors.T[::-1][:k]
+    largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
+    return eigenvalues[::-1].copy(), np.ascontiguousarray(components * np.sign(largest))
+
+
+def as_array(x: Any) -> Any:
+    """A tensor as numpy has it, whatever its device and type; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _like(x: Any, result: Array) -> Any:
+    """The result in the kind, device and floating-point type of the input x."""
+    if not isinstance(x, Tensor):
+        return result
+    dtype = x.dtype if x.is_floating_point() else torch.float64
+    return torch.from_numpy(result).to(x.device, dtype)
