@@ -21,6 +21,7 @@ from .ops.dense import Rows
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
 # costs this many times as much.
 FRESH, FRESH_BYTES = 5, 2**25
+EXAMPLES = 32  # at least, in a product with directions that do not fit the cache
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,21 @@ def rows_and_norms(op: Op, method: Method) -> tuple[Rows, Tensor]:
         values[i : i + size] = part
         norms.append(Rows(part).squared_norms())
     return Rows(values), torch.cat(norms)
+
+
+def projections(op: Op, v: Tensor) -> Tensor:
+    """J v (n, k) for k directions (k, *shape): by the op's own way, some directions at a time, or from its rows.
+
+    Where an example has several positions, one product with its row is cheaper than one with every position.
+    """
+    n, k, size = op.num_examples, len(v), op.shape.numel()
+    if isinstance(op, Rows) or not n or k == 1:
+        return op.project(v)
+    if op.sum_flops < 2 * n * size:
+        some = max(1, CHUNK_FLOATS // (n * op.shape[-1]))
+        return torch.cat([op.project(part) for part in v.split(some)], 1)
+    flat, step = v.reshape(k, size).mT, max(chunk_size(n, n * size), min(k, EXAMPLES))
+    return torch.cat([op.select(slice(i, i + step)).rows().reshape(-1, size) @ flat for i in range(0, n, step)])
 
 
 def _norms_of(method: Method, answer: Tensor) -> Tensor:

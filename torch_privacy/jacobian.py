@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, rows_and_norms, squared_norms
+from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
 from .ops import Op
 from .ops._base import in_sum_dtype
 from .ops.dense import Rows, squared_lengths, sum_rows
@@ -124,6 +124,8 @@ class Block:
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows by name, (n, *shape): the rows in the parameters behind the weight."""
+        if self.dropped:
+            raise NothingKept
         rows = sum_rows(self.ops).values
         return {self.names[0]: rows} if self.direct else self._pull_back(rows, parameters, batched=True)
 
@@ -149,8 +151,10 @@ class Block:
 
     def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """(n, k): J v, with the directions pushed forward from the parameters to the weight."""
+        if self.dropped:
+            raise NothingKept
         pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
-        first, *others = (op.project(pushed.to(op.dtype)) for op in self.ops)
+        first, *others = (projections(op, pushed.to(op.dtype)) for op in self.ops)
         return sum(others, first)
 
     def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
@@ -306,7 +310,8 @@ class Jacobian:
         if missing:
             raise ValueError(f"Jacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
         k = len(next(iter(v.values())))
-        others = {name: p.new_zeros(k, *p.shape) for name, p in self._all.items() if name not in v}
+        met = {name for block in self._blocks for name in block.names}
+        others = {name: p.new_zeros(k, *p.shape) for name, p in self._all.items() if name in met - set(v)}
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._dtype)
         for block in self._blocks:
