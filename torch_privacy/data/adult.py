@@ -1,56 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adult census income (LIBSVM a9a): 123 binary features, and whether a person earns more than 50,000 dollars a year."""
+"""Adult census income: 123 binary features, and whether a person earns more than 50,000 dollars a year."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
 
-from torch_privacy import _check
-from torch_privacy.data.files import DataFile, chosen_folder
+from torch_privacy.data.adult_csv import encode
+from torch_privacy.data.dataset import Data, random_split, rows
+from torch_privacy.data.files import File, Folder, Source, digests
 
 NUM_FEATURES = 123
-SHIPPED = Path(__file__).parent / "adult_files"
-LICENCE = "CC BY 4.0, B. Becker and R. Kohavi, UCI Machine Learning Repository"
-FILES = {
-    "train": DataFile("adult", "a9a.xz", "cea7c541c650d123ac692cb8e2244d1c2e82f67c75cbfeccdb25a4b6fc88ef72", LICENCE),
-    "test": DataFile("adult", "a9a.t.xz", "11dcdf09d2c3502c1e972986b8d8022b5adf895311e41e37e06e26ebc1ef45f3", LICENCE),
-}
+COLUMNS = {f"{i + 1}:1": i for i in range(NUM_FEATURES)}  # what sets a feature in LIBSVM's form
+LABELS = {"-1": 0, "+1": 1, "1": 1}
+SOURCE = Source(
+    name="Adult",
+    folders=("adult",),
+    checksums={
+        "a9a.xz": "sha256:f5d5ffd8d865ff41328e7ee043e4b020816914ff6843ff15b98905ddbedce906",
+        "a9a.t.xz": "sha256:1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9",
+        "adult.data": "md5:5d7c39d7b8804f071cdd1f2a7c460872",
+        "adult.test": "md5:35238206dfdf7f1fe215bbb874adecdc",
+    },
+    origin="https://doi.org/10.24432/C5XW20 or, as a9a, https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/",
+    licence="CC BY 4.0, B. Becker and R. Kohavi, UCI Machine Learning Repository",
+    shipped=Path(__file__).parent / "adult_files",
+)
 
 
-def load_adult(folder: Path | None = None, *, part: str = "train") -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Features and labels of Adult, read from the files shipped with the package unless told otherwise.
+def load_adult(
+    folder: str | Path | None = None, *, test_fraction: float | None = None, seed: int = 0, verify: bool = True
+) -> Data:
+    """Adult, read from the files shipped with the package unless told otherwise.
+
+    Either of two forms is read: LIBSVM's ``a9a`` and ``a9a.t``, or the census bureau's own ``adult.data`` and
+    ``adult.test``, which are turned into the same features, digit for digit.
 
     Args:
-        folder: Where to read instead: ``folder/adult/a9a.xz`` or ``folder/a9a.xz``. Without it the environment variable
-            ``TORCH_PRIVACY_DATA`` may name such a folder.
-        part: ``"train"``, the 32,561 people that the papers split at random, or ``"test"``, the 16,281 others.
+        folder: Where to read instead: the folder of all data, with the files in ``adult/`` or in itself. Without it
+            the environment variable ``TORCH_PRIVACY_DATA`` may name one.
+        test_fraction: Share of the training file's 32,561 people to hold out at random, as the papers do (0.1); None
+            takes the 16,281 people of the test file.
+        seed: Public seed of that split.
+        verify: Whether a file must be the published one, byte for byte.
 
     Returns:
-        Features, float32 of shape (n, 123), each 0 or 1, and labels, int64 of shape (n,), 1 for a high income.
+        Features, float32 of shape (n, 123), each 0 or 1, and labels, 1 for an income above 50,000 dollars.
 
     Guarantees:
-        - The file's SHA-256 is checked before anything is parsed.
+        - The content's checksum is verified before anything is parsed, unless ``verify`` is off.
 
     Raises:
-        DataError: If the file is missing, truncated or changed; the message says where it belongs.
+        DataError: If a file is missing, truncated, changed or malformed; the message says where it belongs.
 
-    Source: B. Becker and R. Kohavi (1996), UCI Machine Learning Repository; licence CC BY 4.0.
+    Source: B. Becker and R. Kohavi (1996), UCI Machine Learning Repository, CC BY 4.0; features by J. Platt (1998).
 
     Example:
-        >>> features, labels = load_adult()
-        >>> features.shape, int(labels.sum())
-        ((32561, 123), 7841)
+        >>> data = load_adult(test_fraction=0.1)
+        >>> len(data.train), len(data.test), data.num_classes
+        (29305, 3256, 2)
     """
-    _check.one_of("load_adult", FILES, part=part)
-    lines = FILES[part].read_text(chosen_folder(folder, SHIPPED)).splitlines()
-    return _parse(lines)
+    place = SOURCE.folder(folder, verify=verify)
+    read, names = _form(place)
+    train = place.read(names[0])
+    features, labels = map(torch.from_numpy, read(train))
+    shared = {"name": "Adult", "classes": ("<=50K", ">50K"), "licence": SOURCE.licence}
+    if test_fraction is not None:
+        split = random_split(len(labels), test_fraction=test_fraction, seed=seed)
+        parts = [rows(features, labels, chosen) for chosen in split]
+        return Data(**shared, train=parts[0], test=parts[1], files=digests(train))
+    test = place.read(names[1])
+    parts = TensorDataset(features, labels), TensorDataset(*map(torch.from_numpy, read(test)))
+    return Data(**shared, train=parts[0], test=parts[1], files=digests(train, test))
 
 
-def _parse(lines: list[str]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def _form(place: Folder) -> tuple[Callable[[File], tuple[NDArray[np.float32], NDArray[np.int64]]], tuple[str, str]]:
+    """How the files in this folder are read, and what they are called."""
+    if not place.has("a9a.xz") and place.has("adult.data"):
+        return encode, ("adult.data", "adult.test")
+    return read_libsvm, ("a9a.xz", "a9a.t.xz")
+
+
+def read_libsvm(file: File) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Lines of ``label index:1 index:1 ...``, indices from 1, as a dense matrix and a vector."""
-    rows = [line.split() for line in lines]
-    features = np.zeros((len(rows), NUM_FEATURES), np.float32)
-    for i, (_, *fields) in enumerate(rows):
-        features[i, [int(field.partition(":")[0]) - 1 for field in fields]] = 1
-    return features, np.array([label == "+1" for label, *_ in rows], np.int64)
+    lines = [line.split() for line in file.content.decode("ascii", "replace").splitlines()]
+    features, labels = np.zeros((len(lines), NUM_FEATURES), np.float32), np.zeros(len(lines), np.int64)
+    for i, line in enumerate(lines):
+        try:
+            label, *fields = line
+            labels[i] = LABELS[label]
+            features[i, [COLUMNS[field] for field in fields]] = 1
+        except (KeyError, ValueError):
+            file.refuse(f"line {i + 1} is not of the form '+1 3:1 11:1 ...' with indices of 1 to {NUM_FEATURES}")
+    return features, labels

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every data reader shares: finding a file, proving that it is the right one, splitting its examples."""
+"""What every data reader shares: finding a file, unpacking it, and proving that it is the right one."""
 
+import bz2
+import gzip
 import hashlib
 import lzma
 import os
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-
-from torch_privacy import _check
+from typing import NoReturn
 
 FOLDER_VARIABLE = "TORCH_PRIVACY_DATA"
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a checkout of this project
+PACKINGS = {
+    ".gz": (b"\x1f\x8b", gzip.decompress),
+    ".xz": (b"\xfd7zXZ\0", lzma.decompress),
+    ".bz2": (b"BZh", bz2.decompress),
+}
 
 
 class DataError(ValueError):
@@ -20,74 +26,133 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True)
-class DataFile:
-    """One xz-compressed text file of a data set, known by its checksum."""
+class File:
+    """A file that was read: its name and SHA-256 as it lies on the disk, and its content, unpacked."""
 
-    dataset: str  # also the name of the subfolder that may hold it
-    name: str
+    path: Path
     sha256: str
-    licence: str
+    content: bytes
+    cure: str
 
-    def read_text(self, folder: Path) -> str:
-        """The file's text, from ``folder/dataset/name`` or ``folder/name``.
+    def refuse(self, what: str) -> NoReturn:
+        """Raise a ``DataError`` that names the file, what is wrong with it, and the cure."""
+        raise DataError(f"{self.path}: {what}. {self.cure}")
+
+    def check(self, is_right: bool, what: str) -> None:
+        """Refuse the file unless it is right."""
+        if not is_right:
+            self.refuse(what)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as its publishers give it: its files' names, where they come from, what may be done with them.
+
+    ``checksums`` gives each file's content, unpacked, as ``"sha256:..."`` or ``"md5:..."`` where it is known. So a file
+    may be packed in any way; MD5 is what some publishers give: it finds accidents, not malice.
+    """
+
+    name: str
+    folders: tuple[str, ...]  # where the files may lie in the folder of all data; the first is named in messages
+    checksums: Mapping[str, str | None]  # name as published, with its packing if any -> checksum of the content
+    origin: str
+    licence: str
+    shipped: Path | None = None  # the copy in this package
+
+    def folder(self, named: str | Path | None, *, verify: bool = True) -> "Folder":
+        """The folder to read from: the caller's, else ``TORCH_PRIVACY_DATA``, else the copy that came along.
 
         Raises:
-            DataError: If the file is missing, cannot be read, or has another SHA-256.
+            DataError: If there is none; the message says where to get the data and under which licence.
         """
-        path = self._find(folder)
+        named = named or os.environ.get(FOLDER_VARIABLE)
+        if named:
+            return Folder(self, Path(named).expanduser(), verify)
+        came_along = self.shipped or SHARED
+        if came_along.is_dir():
+            return Folder(self, came_along, verify)
+        names = ", ".join(self.checksums)
+        raise DataError(
+            f"{self.name}: no folder of data is named. Get {names} from {self.origin} (licence: {self.licence}), put "
+            f"them into DIR/{self.folders[0]} and pass --data DIR, folder=DIR or {FOLDER_VARIABLE}=DIR."
+        )
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that should hold the files of a source; with ``verify`` only the published content is read."""
+
+    source: Source
+    path: Path
+    verify: bool
+
+    def has(self, name: str) -> bool:
+        """Whether the file is there, packed or not."""
+        return self._find(name) is not None
+
+    def path_of(self, name: str) -> Path:
+        """Where the file or folder of this name belongs."""
+        return self.path / self.source.folders[0] / name
+
+    def read(self, name: str) -> File:
+        """The file of this name, packed in any way or not at all, from the first place that has one.
+
+        Raises:
+            DataError: If it is missing, cannot be read or unpacked, or has another content than the published one.
+        """
+        cure = self.cure(name)
+        path = self._find(name)
+        if path is None:
+            raise DataError(f"{self.path_of(name)}: no such file. {cure}")
         try:
             packed = path.read_bytes()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}). {self._cure(folder)}") from None
-        found = hashlib.sha256(packed).hexdigest()
-        if found != self.sha256:
+            raise DataError(f"{path}: cannot be read ({error.strerror}). {cure}") from None
+        try:
+            content = unpack(path.suffix, packed)
+        except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error) as error:
             raise DataError(
-                f"{path}: is truncated or changed ({len(packed)} bytes, SHA-256 {found[:12]}..., "
-                f"expected {self.sha256[:12]}...). {self._cure(folder)}"
-            )
-        return lzma.decompress(packed).decode("ascii")
+                f"{path}: is truncated or damaged, it cannot be unpacked ({str(error).rstrip('.')}). {cure}"
+            ) from None
+        file = File(path, hashlib.sha256(packed).hexdigest(), content, cure)
+        if self.verify:
+            verify_content(file, self.source.checksums.get(name))
+        return file
 
-    def _find(self, folder: Path) -> Path:
-        candidates = [folder / self.dataset / self.name, folder / self.name]
-        for path in candidates:
-            if path.is_file():
-                return path
-        raise DataError(f"{candidates[0]}: no such file. {self._cure(folder)}")
+    def cure(self, name: str) -> str:
+        """What to do about a file that is missing or wrong."""
+        shipped = ", or use the copy in the package" if self.source.shipped else ""
+        return (
+            f"Put the original {name} at {self.path_of(name)} (from {self.source.origin}; "
+            f"licence: {self.source.licence}){shipped}."
+        )
 
-    def _cure(self, folder: Path) -> str:
-        place = folder / self.dataset / self.name
-        return f"Put the original {self.name} at {place} (licence: {self.licence}), or use the copy in the package."
-
-
-def chosen_folder(folder: Path | None, shipped: Path) -> Path:
-    """The folder to read from: the caller's, else the one in ``TORCH_PRIVACY_DATA``, else the one shipped."""
-    if folder is not None:
-        return Path(folder)
-    named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named) if named else shipped
+    def _find(self, name: str) -> Path | None:
+        plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in PACKINGS else name
+        names = dict.fromkeys([name, plain, *(plain + packing for packing in PACKINGS)])
+        folders = [self.path / folder for folder in (*self.source.folders, ".")]
+        return next((path for folder in folders for one in names if (path := folder / one).is_file()), None)
 
 
-def random_split(num_examples: int, *, test_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers of a random training part and of the test part, each in increasing order.
+def unpack(suffix: str, packed: bytes) -> bytes:
+    """The content of a file with this suffix; one that is not packed, whatever its name says, is its own content."""
+    magic, decompress = PACKINGS.get(suffix, (None, None))
+    return decompress(packed) if magic and decompress and packed.startswith(magic) else packed
 
-    The seed is public: it says nothing about any example, only which rows are held out.
 
-    Args:
-        num_examples: How many rows there are, at least 1.
-        test_fraction: Share of rows in the test part, in (0, 1); the count is rounded to the nearest integer.
-        seed: A non-negative integer; equal seeds give equal splits.
+def verify_content(file: File, checksum: str | None) -> None:
+    """Refuse a file whose content is not the published one; without a published checksum all pass."""
+    if checksum is None:
+        return
+    kind, _, expected = checksum.partition(":")
+    found = hashlib.new(kind, file.content, usedforsecurity=False).hexdigest()
+    if found != expected:
+        file.refuse(
+            f"is truncated or changed ({len(file.content)} bytes of content, {kind.upper()} {found[:12]}..., expected "
+            f"{expected[:12]}...; for data of your own in this format pass verify=False)"
+        )
 
-    Returns:
-        Training rows and test rows; together they name every row once.
 
-    Example:
-        >>> train, test = random_split(10, test_fraction=0.2, seed=0)
-        >>> len(train), len(test)
-        (8, 2)
-    """
-    _check.whole("random_split", at_least=1, num_examples=num_examples)
-    _check.whole("random_split", seed=seed)
-    _check.strictly_between("random_split", 0, 1, test_fraction=test_fraction)
-    order = np.random.default_rng(seed).permutation(num_examples)
-    num_test = round(num_examples * test_fraction)
-    return np.sort(order[num_test:]), np.sort(order[:num_test])
+def digests(*files: File) -> dict[str, str]:
+    """Name -> SHA-256 of each file as it lies on the disk, for the privacy statement."""
+    return {file.path.name: file.sha256 for file in files}

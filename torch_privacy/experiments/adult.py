@@ -11,16 +11,13 @@ theorem's approximation.
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from torch_privacy import _check
-from torch_privacy.data.adult import FILES, NUM_FEATURES, load_adult
-from torch_privacy.data.files import random_split
+from torch_privacy.data.adult import NUM_FEATURES, load_adult
 from torch_privacy.experiments._protocol import Task
 
 MOST_UNITS = 65536  # 8 million weights; beyond, memory ends before anything is learned
@@ -48,15 +45,14 @@ def build_task(settings: Settings) -> Task:
     """The random split of Adult, and the perceptron to be trained on it."""
     _check.whole("train", at_least=1, hidden_units=settings.hidden_units)
     _check.in_range("train", 0, MOST_UNITS, hidden_units=settings.hidden_units, hint="The paper's network has 16.")
-    features, labels = map(torch.from_numpy, load_adult(Path(settings.data) if settings.data else None))
-    train, test = random_split(len(labels), test_fraction=settings.test_fraction, seed=settings.seed)
+    data = load_adult(settings.data, test_fraction=settings.test_fraction, seed=settings.seed)
     return Task(
-        train=TensorDataset(features[train], labels[train]),
-        test=TensorDataset(features[test], labels[test]),
+        train=data.train,
+        test=data.test,
         new_model=partial(new_model, settings.hidden_units, settings.seed),
         new_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=settings.learning_rate),
         losses=partial(F.cross_entropy, reduction="none"),
-        data_files={FILES["train"].name: FILES["train"].sha256},
+        data_files=data.files,
         num_threads=1,
     )
 
