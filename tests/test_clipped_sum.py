@@ -82,6 +82,17 @@ def test_merged_examples_are_clipped_by_their_mean(case):
     torch.testing.assert_close(flat(last, 0), expected, rtol=1e-9, atol=1e-9 * max(n, 1))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_views_of_one_example_are_clipped_by_their_mean(case):
+    n = len(CASES[case]()[1])
+    count = next((k for k in range(n - 1, 0, -1) if n % k == 0), 1)  # as many examples, each seen in n / count ways
+    model, x, _, last = sums_after_measuring(case, one_group, clip_to(1.0), merging=Merging.views(count, n // count))
+    rows = one_backward_per_example(model, x, losses_of)
+    means = rows.view(count, n // count, -1).mean(1) if n else rows
+    expected = tp.Flat(1.0).factors(means.norm(dim=1)) @ means
+    torch.testing.assert_close(flat(last, 0), expected, rtol=1e-9, atol=1e-9 * max(n, 1))
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
     (model, x), layouts, measured = CASES["linear, flattened time first"](), Layouts(), []

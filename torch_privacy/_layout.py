@@ -267,21 +267,33 @@ def _kind_of_call(call: Call) -> tuple:
 
 @dataclass(frozen=True)
 class Merging:
-    """Examples taken together: ``assignment`` (n,) has the number below ``count`` of each one's group.
+    """Losses taken together: ``assignment`` (m,) has the number below ``count`` of each one's group.
 
-    A group's row is the mean of its examples' rows.
+    A group's row is the mean of its members' rows. Groups of ``together`` consecutive losses each have regular layouts.
     """
 
     assignment: Tensor
     count: int
+    together: int | None = None
 
-    def layout(self, layout: AnyLayout) -> Ragged:
-        """Where the groups sit, given where the examples do."""
+    @classmethod
+    def views(cls, count: int, views: int) -> Merging:
+        """Of so many examples, each seen in as many ways, one behind the other."""
+        return cls(torch.arange(count).repeat_interleave(views), count, views)
+
+    def of_views(self, views: int) -> Merging:
+        """The same groups where each member is seen in so many ways, one behind the other."""
+        return Merging(self.assignment.repeat_interleave(views), self.count)
+
+    def layout(self, layout: AnyLayout) -> AnyLayout:
+        """Where the groups sit, given where the members do."""
+        if self.together is not None and isinstance(layout, Layout):
+            return Layout(layout.dim, layout.before, self.count, self.together * layout.after)
         numbers = torch.cat([self.assignment.cpu(), torch.tensor([-1])])  # the last is nobody's, also by the index -1
         return Ragged(layout.dim, self.count, numbers[layout.owners()])
 
     def weights(self) -> Tensor:
-        """(n,): one over the size of each example's group."""
+        """(m,): one over the size of each member's group."""
         return 1 / torch.bincount(self.assignment, minlength=self.count)[self.assignment]
 
 
