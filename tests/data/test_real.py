@@ -2,13 +2,15 @@
 """The real files, where they are: sizes, balance and first bytes, as their publishers and ../shared/data state them."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
 
-from torch_privacy.data import TrainingWords, load_imdb, load_mnist, load_movielens, load_public_images
+from torch_privacy.data import Vocabulary, encode, load_mnist, load_movielens, load_public_images, tokenize
 from torch_privacy.data.cifar import COMPACT, _read_pixels, _undo_differences
 from torch_privacy.data.files import SHARED
+from torch_privacy.data.imdb import SOURCE, _tokens
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="there is no ../shared/data beside this checkout")
 
@@ -47,11 +49,15 @@ def test_movielens():
     assert labels.unique().tolist() == list(range(10))
 
 
-@pytest.mark.slow
 def test_imdb():
-    data = load_imdb(SHARED, vocabulary=TrainingWords(10000))
-    for part in (data.train, data.test):
-        assert part.tensors[0].shape == (25000, 256)
-        assert part.tensors[1].bincount().tolist() == [12500, 12500]
-        assert 0 <= int(part.tensors[0].min()) <= int(part.tensors[0].max()) < 10000
-    assert data.num_ids == (10000,)
+    """One file, and the first reviews of it only: all of them take seconds."""
+    file = SOURCE.folder(SHARED).read("imdb_train.tsv.xz")
+    lines = file.content.splitlines(keepends=True)
+    assert (len(lines), sum(line.startswith(b"1\t") for line in lines)) == (25000, 12500)
+    tokens, labels = _tokens(replace(file, content=b"".join(lines[:1000])))
+    assert labels.tolist() == [0, 1] * 500
+    assert tokenize(lines[0].decode())[3:8] == ["story", "of", "a", "man", "who"]
+    vocabulary = Vocabulary.frequent(tokens, size=500, origin="a test", public=False)
+    assert vocabulary.words[:3] == ("the", "and", "a")
+    x = encode(tokens, vocabulary, length=256)
+    assert (x.shape, x.max()) == ((1000, 256), 499)
