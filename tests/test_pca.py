@@ -71,6 +71,11 @@ def test_one_row_changes_the_sum_by_a_matrix_of_unit_norm_to_the_last_bit(row, o
     assert np.linalg.norm(alone) <= 1 + 1e-12
 
 
+def test_no_row_is_longer_than_one_after_rounding():
+    alone = [second_moment(random_rows(200, 50), np.array([i])) for i in range(200)]
+    assert max(map(np.linalg.norm, alone)) <= 1 + 1e-12
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_replacing_a_row_changes_the_sum_by_at_most_root_two(row):
     old, new = (all_of(ROWS[name](7)[None, :]) for name in (row, "one entry"))
