@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks of the benchmarks, each with one batch of random data: name -> function in ``MODELS``.
 
+Those of the papers come from ``torch_privacy.experiments.networks``; the others are here.
+
 Sizes are arguments, so that ``growth.py`` can vary them; the defaults are the benchmarks' own. Random data cost as
 much as real ones. ``load`` puts a network on a device and in a type.
 """
@@ -11,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from torch_privacy.experiments import networks
 
 
 class Problem(NamedTuple):
@@ -28,8 +32,7 @@ def per_example(out: Tensor, y: Tensor) -> Tensor:
 
 
 def adult(batch: int = 256) -> Problem:
-    model = nn.Sequential(nn.Linear(123, 16), nn.ReLU(), nn.Linear(16, 2))
-    return Problem(model, (torch.rand(batch, 123) < 0.11).float(), torch.randint(2, (batch,)))
+    return Problem(networks.adult_perceptron(), (torch.rand(batch, 123) < 0.11).float(), torch.randint(2, (batch,)))
 
 
 def mlp(batch: int = 256, width: int = 1000) -> Problem:
@@ -38,44 +41,17 @@ def mlp(batch: int = 256, width: int = 1000) -> Problem:
 
 
 def mnist_cnn(batch: int = 256) -> Problem:
-    """The two convolutions of the papers' MNIST experiments, 26,010 parameters."""
-    features = [nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU()]
-    head = [nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)]
-    return Problem(nn.Sequential(*features, *head), torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,)))
+    return Problem(networks.mnist_cnn(), torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,)))
 
 
 def cifar_cnn(batch: int = 128) -> Problem:
-    """The eight layers of Papernot et al. (2021, arXiv:2007.14191) with tanh, 550,570 parameters."""
-    layers: list[nn.Module] = []
-    for before, width in [(3, 32), (32, 64), (64, 128)]:
-        layers += [nn.Conv2d(before, width, 3, padding=1), nn.Tanh()]
-        layers += [nn.Conv2d(width, width, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
-    head = [nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 10)]
-    return Problem(nn.Sequential(*layers, *head), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
-
-
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions; where the shape changes the shortcut skips pixels and pads channels, as for CIFAR."""
-
-    def __init__(self, before: int, width: int, stride: int):
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.GroupNorm(8, width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width)
-        self.stride, self.padding = stride, width - before
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
-        return F.relu(h + shortcut)
+    return Problem(networks.papernot_cnn(), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
 
 
 def resnet20_gn(batch: int = 64) -> Problem:
     """ResNet-20 for CIFAR (He et al. 2016, section 4.2) with GroupNorm, 0.27 million parameters."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
-    for before, width, stride in [(16, 16, 1), (16, 32, 2), (32, 64, 2)]:
-        layers += [BasicBlock(before, width, stride), BasicBlock(width, width, 1), BasicBlock(width, width, 1)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    return Problem(nn.Sequential(*layers, *head), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+    model = networks.ResNet20(groups=8, affine=True, normed_shortcut=False)
+    return Problem(model, torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
 
 
 class Attention(nn.Module):
@@ -137,23 +113,10 @@ def gpt2_small_1024(batch: int = 8) -> Problem:
     return gpt2_small(batch, positions=1024)
 
 
-class BiLSTM(nn.Module):
-    """Last states of both directions, one dense layer on top."""
-
-    def __init__(self, vocabulary: int, width: int):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, batch_first=True, bidirectional=True)
-        self.head = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        _, (h, _) = self.lstm(self.embedding(ids))
-        return self.head(h.transpose(0, 1).flatten(1))
-
-
 def bilstm_imdb(batch: int = 256, positions: int = 150) -> Problem:
-    """The IMDb network of Bu et al. (2021), whose 598,274 parameters are those of Keras, with one bias per gate."""
-    return Problem(BiLSTM(8185, 64), torch.randint(8185, (batch, positions)), torch.randint(2, (batch,)))
+    """The IMDb network of Bu et al. (2021), with both of PyTorch's biases per gate."""
+    model = networks.BiLSTM(one_bias=False)
+    return Problem(model, torch.randint(8185, (batch, positions)), torch.randint(2, (batch,)))
 
 
 class ViT(nn.Module):

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_privacy.experiments.networks import AveragedWords, Recommender, cifar_cnn, mnist_cnn
+
 Batch = dict[str, Tensor]
 
 QUIET = [  # what torch says of its own layers, and transformers of what peft calls
@@ -622,25 +624,6 @@ ATTENTION: dict[str, Callable[[], RealModel]] = {
 # Networks of the papers --------------------------------------------------------------------------------------------
 
 
-def mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
-    """26,010 parameters at full width: the network of the MNIST experiments of Bu et al. (2020, 2021)."""
-    first = [nn.Conv2d(1, width, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    second = [nn.Conv2d(width, 2 * width, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    dense = [nn.Flatten(), nn.Linear(32 * width, 2 * width), nn.ReLU(), nn.Linear(2 * width, classes)]
-    return nn.Sequential(*first, *second, *dense)
-
-
-def cifar_cnn(width: int = 32, size: int = 32, classes: int = 10) -> nn.Module:
-    """623,146 parameters at full width: seven convolutions and a dense layer (Papernot et al. 2020)."""
-    layers: list[nn.Module] = []
-    c = 3
-    for e in (width, 2 * width, 4 * width):
-        layers += [nn.Conv2d(c, e, 3, padding=1), nn.Tanh(), nn.Conv2d(e, e, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2)]
-        c = e
-    layers += [nn.Conv2d(c, 2 * c, 3, padding=1), nn.Tanh(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(2 * c * (size // 8) ** 2, classes))
-
-
 class Sentiment(nn.Module):
     """A recurrent network over tokens: the last state, or that of both directions, then dense layers."""
 
@@ -667,45 +650,16 @@ def sentiment(**options: bool) -> RealModel:
     return RealModel(stirred(Sentiment(**options)), batch, of_output)
 
 
-class AveragedWords(nn.Module):
-    """16 numbers a word, averaged over the text, then 16 units (Bu et al. 2020)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.dense(self.embedding(input_ids).mean(1))
-
-
 def averaged_words() -> RealModel:
-    batch = {"input_ids": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.tensor([0, 1, 1])}
-    return RealModel(stirred(AveragedWords()), batch, of_output)
-
-
-class Recommender(nn.Module):
-    """A product of 5 numbers beside 10 more for user and film, then one dense layer (Bu et al. 2020)."""
-
-    def __init__(self, users: int = 11, films: int = 13):
-        super().__init__()
-        self.products = nn.ModuleList([nn.Embedding(users, 5), nn.Embedding(films, 5)])
-        self.others = nn.ModuleList([nn.Embedding(users, 10), nn.Embedding(films, 10)])
-        self.dense = nn.Linear(25, 5)
-
-    def forward(self, user: Tensor, film: Tensor) -> Tensor:
-        product = self.products[0](user) * self.products[1](film)
-        return self.dense(torch.cat([product, self.others[0](user), self.others[1](film)], 1))
+    batch = {"words": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.tensor([0, 1, 1])}
+    return RealModel(stirred(AveragedWords(VOCABULARY)), batch, of_output)
 
 
 def recommender() -> RealModel:
     """Two of the ratings are of one film."""
-    batch = {
-        "user": torch.tensor([3, 7, 0, 10]),
-        "film": torch.tensor([2, 2, 12, 5]),
-        "labels": torch.tensor([4, 0, 2, 3]),
-    }
-    return RealModel(stirred(Recommender()), batch, of_output)
+    pairs = torch.tensor([[3, 2], [7, 2], [0, 12], [10, 5]])
+    batch = {"pairs": pairs, "labels": torch.tensor([4, 0, 2, 3])}
+    return RealModel(stirred(Recommender(users=11, movies=13)), batch, of_output)
 
 
 def table_classifier(*widths: int) -> RealModel:
