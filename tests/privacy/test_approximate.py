@@ -67,6 +67,25 @@ def test_moments_of_a_full_batch_match_the_closed_form():
     assert privacy.moments(3.0, 1.0, 5, delta=1e-5, orders=orders) == pytest.approx(expected, rel=1e-12)
 
 
+def test_moments_of_several_kinds_of_releases_add_up():
+    """Full batches: α(λ) = λ (λ + 1) / (2 σ²), summed over the releases."""
+    orders = np.arange(1.0, 33.0)
+    alpha = orders * (orders + 1) / 2 * (2 / 4**2 + 3 / 5**2 + 2 / 6**2)
+    releases = [
+        (privacy.NoisyCovariance(4.0), 2),
+        (privacy.SubsampledGaussian(5.0, 1.0), 3),
+        (privacy.SubsampledGEP(6.0, 1.0), 1),
+    ]
+    expected = ((alpha + np.log(1e5)) / orders).min()
+    assert privacy.moments_of(releases, 1e-5, orders) == pytest.approx(expected, rel=1e-9)
+    assert privacy.moments_of(releases, 1e-5) > privacy.compose(releases).epsilon(1e-5).high
+
+
+def test_moments_of_releases_that_are_not_gaussian_are_refused():
+    with pytest.raises(ValueError, match=r"SubsampledJL.* is not one Poisson-sampled Gaussian release"):
+        privacy.moments_of([(privacy.SubsampledJL(1.0, 32, 0.01), 1)], 1e-5)
+
+
 @pytest.mark.parametrize("orders", [[], [0.0], [-1.0], [float("nan")]])
 def test_orders_are_refused(orders):
     with pytest.raises(ValueError, match="moments: orders="):

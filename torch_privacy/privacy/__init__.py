@@ -5,6 +5,7 @@ from . import tradeoff as tradeoff
 from .approximate import CLT as CLT
 from .approximate import clt as clt
 from .approximate import moments as moments
+from .approximate import moments_of as moments_of
 from .approximate import rdp as rdp
 from .approximate import sampled_epsilon as sampled_epsilon
 from .approximate import scaled_epsilon as scaled_epsilon

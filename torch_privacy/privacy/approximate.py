@@ -2,10 +2,10 @@
 """What papers and other libraries report: one approximation and three loose bounds, by name. For a guarantee use
 `compose`.
 
-All are about equal Poisson-sampled Gaussian steps, neighbors that differ by one example added or removed.
+All but `moments_of` are about equal Poisson-sampled Gaussian steps; neighbors differ by one example added or removed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,9 @@ from .._check import in_range, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
 from .curve import crossing
-from .event import check_noise
+from .event import LAWS, Event, check_noise
 from .gaussian import SubsampledGaussian
-from .law import LARGEST_SHIFT
+from .law import LARGEST_SHIFT, SubsampledNormal
 from .tradeoff import Gaussian
 
 
@@ -72,12 +72,15 @@ def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) ->
     return CLT(noise_multiplier, sampling_probability, num_steps)
 
 
+MOMENT_ORDERS = tuple(order / 8 for order in range(1, 257))
+
+
 def moments(
     noise_multiplier: float,
     sampling_probability: float,
     num_steps: int,
     delta: float,
-    orders: Sequence[float] | Array = tuple(order / 8 for order in range(1, 257)),
+    orders: Sequence[float] | Array = MOMENT_ORDERS,
 ) -> float:
     """The moments accountant of 2016: a valid but loose upper bound on ε, kept to compare with published numbers.
 
@@ -99,10 +102,37 @@ def moments(
         8.68
     """
     _check("moments", noise_multiplier, sampling_probability, num_steps)
+    return moments_of([(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)], delta, orders)
+
+
+def moments_of(
+    events: Iterable[tuple[Event, int]], delta: float, orders: Sequence[float] | Array = MOMENT_ORDERS
+) -> float:
+    """The moments accountant for releases of several kinds, pairs (event, how often): their α(λ) add up.
+
+    Args:
+        events: each must be one Poisson-sampled or full-batch Gaussian release to the accountant, as a
+            `SubsampledGaussian`, `NoisyCovariance`, `SubsampledBlocks` or `SubsampledGEP` is.
+        delta: as of `moments`.
+        orders: as of `moments`.
+
+    Raises:
+        ValueError: an event of another kind.
+
+    Example:
+        >>> from torch_privacy.privacy import NoisyCovariance
+        >>> print(round(moments_of([(NoisyCovariance(7.0), 1), (SubsampledGaussian(4.0, 0.01), 10_000)], 1e-5), 2))
+        1.45
+    """
     strictly_between("moments", 0, 1, delta=delta)
     values = _check_orders("moments", orders, above=0)
-    alpha = _log_moments(1 / noise_multiplier, sampling_probability, values)
-    return float(((num_steps * alpha - np.log(delta)) / values).min())
+    total = np.zeros(len(values))
+    for event, count in events:
+        law = LAWS[type(event)](event) if type(event) in LAWS else None
+        if not isinstance(law, SubsampledNormal):
+            raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
+        total += count * _log_moments(law.shift, law.probability, values)
+    return float(((total - np.log(delta)) / values).min())
 
 
 DP_ACCOUNTING_ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
