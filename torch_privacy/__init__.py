@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import privacy as privacy
     from ._check import Refused as Refused
+    from ._statement import Spent as Spent
     from ._tape import record as record
     from .checkup import Checkup as Checkup
     from .checkup import check as check
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .pca import PrivatePCA as PrivatePCA
     from .sketched import Sketched as Sketched
     from .training import PrivateTraining as PrivateTraining
-    from .training import Spent as Spent
     from .vmapped import vmapped_jacobian as vmapped_jacobian
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _HOME = {
     "PrivateTraining": "training",
     "Refused": "_check",
     "Sketched": "sketched",
-    "Spent": "training",
+    "Spent": "_statement",
     "check": "checkup",
     "median_norm": "clipping",
     "record": "_tape",

@@ -47,25 +47,27 @@ class Noise:
         if len(self.key) != KEY_BYTES:
             raise ValueError(f"Noise: key of {len(self.key)} bytes; must be {KEY_BYTES} bytes.")
 
-    def add_to(self, step: int, sums: Mapping[str, Tensor], stddev: float) -> None:
+    def add_to(self, step: int, sums: Mapping[str, Tensor], stddev: float | Mapping[str, float]) -> None:
         """Add ``stddev`` times the step's standard normal numbers to the tensors, in place.
 
         Args:
             step: number of the step, 0 or above; one number must never be used for two releases.
             sums: name -> contiguous tensor of any floating-point type.
-            stddev: absolute standard deviation, in the units of the sums.
+            stddev: absolute standard deviation, in the units of the sums; one for all, or by name.
         """
         whole("Noise.add_to", step=step)
+        scales = [np.float32(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums]
         flat = [tensor.view(-1) for tensor in sums.values()]
         ends = list(accumulate(map(len, flat)))
         for start in range(0, ends[-1] if ends else 0, _CHUNK):
             noise = self._normal(step, start, min(_CHUNK, ends[-1] - start))
-            noise *= np.float32(stddev)
-            for tensor, end in zip(flat, ends, strict=True):
+            for tensor, end, scale in zip(flat, ends, scales, strict=True):
                 first = end - len(tensor)
                 low, high = max(start, first), min(start + len(noise), end)
                 if low < high:
-                    _add(tensor[low - first : high - first], noise[low - start : high - start])
+                    piece = noise[low - start : high - start]
+                    piece *= scale
+                    _add(tensor[low - first : high - first], piece)
 
     def _normal(self, step: int, start: int, size: int) -> np.ndarray:
         """Numbers ``start`` (a multiple of the chunk) to ``start + size`` of the step."""

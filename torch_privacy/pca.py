@@ -27,9 +27,9 @@ except ImportError as error:
 
 from . import privacy
 from ._check import positive, strictly_between, whole
+from ._statement import NOT_PRIVATE, Spent
 from .noise import KEY_BYTES, Noise, key_from_test_seed
 from .sampling import Poisson
-from .training import NOT_PRIVATE, Spent
 
 Array = NDArray[Any]
 

@@ -4,66 +4,33 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import platform
 import secrets
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from . import __version__, privacy
+from . import privacy
+from ._arguments import check_numbers, choose_noise, new_mechanism, open_ledger
 from ._batches import Batches, Collate, split
-from ._check import Refused, positive, strictly_between, whole
+from ._check import Refused
 from ._divisor import Divisors
 from ._graph import Graph
-from ._layout import Layouts, Merging
+from ._mechanism import ClippedSum
 from ._model import Seal, check_model, take_census
-from ._tape import MEMORY_BUDGET, Tape, check_losses
-from .clipping import Adaptive, ClippingRule, MicroBatches
+from ._statement import Spent, spent, statement
+from ._switch import Pending, Switch, Watch
+from ._tape import MEMORY_BUDGET, check_losses
+from .clipping import ClippingRule
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
-from .sketched import Directions, Sketch, Sketched, Sketching, check_price, check_rule
-
-NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
-NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Privacy spent so far; prints as one line.
-
-    ``epsilon`` is a certified bracket (low, high) at ``delta``; ``epsilon.high`` is the one to report.
-    """
-
-    epsilon: privacy.Bracket
-    delta: float
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
-
-
-@dataclass
-class _Pending:
-    """The (micro)batch that was handed out and whose losses are awaited."""
-
-    size: int
-    last: bool
-    tape: Tape | Sketch
-    seal: Seal
+from .sketched import Sketched
 
 
 class PrivateTraining:
@@ -164,74 +131,45 @@ class PrivateTraining:
         run_folder: Path | str | None = None,
         test_seed: int | None = None,
     ):
-        where = "PrivateTraining"
         self._batches = Batches(dataset, collate_fn, num_workers)
         self.num_examples = len(dataset)  # type: ignore[arg-type]
-        positive(where, expected_batch_size=expected_batch_size)
-        whole(where, num_steps=num_steps, at_least=1)
-        whole(where, num_workers=num_workers)
-        if microbatch_size is not None:
-            whole(where, microbatch_size=microbatch_size, at_least=1)
-        if expected_batch_size > self.num_examples:
-            raise ValueError(
-                f"{where}: expected_batch_size={expected_batch_size!r} must be at most {self.num_examples} examples."
-            )
-        if delta is not None:
-            hint = f"It must be below 1/n for the {self.num_examples} examples; 1 / (10 n) or less is usual."
-            strictly_between(where, 0, 1 / self.num_examples, delta=delta, hint=hint)
-        if not isinstance(clipping, ClippingRule):
-            raise ValueError(f"{where}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
-        positive(where, memory_budget=memory_budget)
-        if jacobian is not None:
-            check_rule(clipping)
-        if isinstance(clipping, MicroBatches) and microbatch_size is not None:
-            raise ValueError(
-                f"{where}: microbatch_size={microbatch_size!r} would cut through the groups of {clipping!r}. Leave it "
-                "out."
-            )
-        check_model(model, optimizer)
-        self._census = take_census(model, optimizer)
-        self.model, self.optimizer, self.delta = model, optimizer, delta
-        self.clipping = clipping.bind(list(self._census.trained))  # the rule of the next step
-        self._planned_clipping = self.clipping
-        self.memory_budget = memory_budget
+        self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
+        self.delta, self.target_epsilon, self.budget = delta, target_epsilon, budget
+        self.memory_budget, self.prior_releases = memory_budget, tuple(prior_releases)
         self.jacobian, self.not_for_release = jacobian, not_for_release
-        self.prior_releases = tuple(prior_releases)
-        if strangers := [release for release in self.prior_releases if not isinstance(release, privacy.Release)]:
-            raise ValueError(
-                f"{where}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is."
+        self.test_seed = test_seed
+        check_numbers(self, num_workers)
+        check_model(model, optimizer)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._census = take_census(model, optimizer)
+        self._mechanism = new_mechanism(self, clipping, self._census.trained)
+        self.sampling_probability = expected_batch_size / self.num_examples
+        self.noise_multiplier = choose_noise(self, noise_multiplier)
+        self.event = self._mechanism.event(self.noise_multiplier, self.sampling_probability)
+        self._mechanism.stddevs([], self.noise_multiplier)  # refuses noise that an adaptive rule cannot split
+        prior = [(release.event, 1) for release in self.prior_releases]
+        privacy.compose([*prior, (self.event, num_steps)])  # refuses what cannot be priced together
+        self.ledger = open_ledger(run_folder, self.prior_releases)
+        if not self._num_steps_allowed():
+            raise Refused(
+                f"PrivateTraining: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget."
             )
-        self._sketching = None if jacobian is None else Sketching(jacobian)
-        self.expected_batch_size, self.num_steps = expected_batch_size, num_steps
-        self.microbatch_size = microbatch_size
-        self.scheduler = scheduler
+        keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
+        self._set_keys(keys.get("noise"), keys.get("sampling"))
         self.step_count = 0
         self.num_non_finite = 0  # secret: examples left out so far
-        self.test_seed = test_seed
-        keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
-        self.sampling_probability = expected_batch_size / self.num_examples
-        self._set_keys(keys.get("noise"), keys.get("sampling"))
-        self.noise_multiplier = self._choose_noise(noise_multiplier, target_epsilon)
-        self.target_epsilon = target_epsilon
-        self.event = self._event(self.noise_multiplier)
-        self._noise_stddev()  # refuses noise that an adaptive rule cannot split
-        privacy.compose([*self._prior(), (self.event, self.num_steps)])  # refuses what cannot be priced together
-        self.ledger = _open_ledger(run_folder)
-        for step, release in enumerate(self.prior_releases):
-            self.ledger.record(release.event, step, release.fingerprint)
-        self.budget = budget
-        if not self._num_steps_allowed():
-            raise Refused(f"{where}: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget.")
-        self._layouts = Layouts()
         self._divisors = Divisors()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
-        self._pending: _Pending | None = None
-        self._clipped_sum: dict[str, Tensor] = {}
+        self._pending: Pending | None = None
+        self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
-        self._switch = _Switch(self)
-        # First of the hooks before the forward and last of those behind, so that the model's own hooks are seen, too.
-        model.register_forward_pre_hook(self._switch.before, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._switch.after, always_call=True)
+        self._switch = Switch(self)
+        self._switch.watch(model)
+
+    @property
+    def clipping(self) -> ClippingRule | None:
+        """The rule of the next step."""
+        return self._mechanism.rule if isinstance(self._mechanism, ClippedSum) else None
 
     def __len__(self) -> int:
         """Number of steps in all."""
@@ -248,14 +186,15 @@ class PrivateTraining:
         num_steps = self._num_steps_allowed()
         batches = self._batches(self._parts_between(self.step_count, num_steps))
         while self.step_count < num_steps:
-            self._clipped_sum = {}
+            self._sums = {}
             parts = self._parts(self.step_count)
+            self._mechanism.begin(self.model, take_census(self.model, self.optimizer), self._noise.key, self.step_count)
             for i, part in enumerate(parts):
                 batch = next(batches)
                 self._census = take_census(self.model, self.optimizer)
-                tape = self._tape(i, len(part))
-                seal = Seal(self._census, content=not (self._sketching or self._layouts).settled)
-                self._pending = _Pending(len(part), i == len(parts) - 1, tape, seal)
+                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, len(part))
+                seal = Seal(self._census, content=not self._mechanism.settled)
+                self._pending = Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
                 if self._loops != loop:
                     raise Refused(
@@ -293,34 +232,26 @@ class PrivateTraining:
         pending.seal.check(take_census(self.model, self.optimizer))
         graph = Graph(losses)
         self._divisors.check(pending.size, pending.tape.nodes_before_calls(graph))
-        clipped, merging = _Clipped(self.clipping), self._merging(pending.size)
+        summing = self._mechanism.summing(self._sampler, self.step_count, pending.size)
         part = pending.tape.clipped_sum(
             losses,
-            self.clipping.groups(list(pending.tape.parameters)),
-            clipped,
-            merging=merging,
+            self._mechanism.groups(list(pending.tape.parameters)),
+            summing,
+            merging=summing.merging,
             may_miss=self._seen,
             memory_budget=self.memory_budget,
             graph=graph,
         )
         self._seen |= set(pending.tape.parameters)
-        self.num_non_finite += clipped.num_left_out(merging)
-        part |= clipped.count
+        self.num_non_finite += summing.num_left_out
         for name, tensor in part.items():
-            self._clipped_sum[name] = self._clipped_sum[name].add_(tensor) if name in self._clipped_sum else tensor
+            self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
         self._pending = None
         if pending.last:
             self._release()
         return pending.last
 
-    def _tape(self, part: int, size: int) -> Tape | Sketch:
-        """What watches the forward on the next microbatch."""
-        if self._sketching is None:
-            return Tape(self._census.trained, self._census.others.values(), self._layouts, size)
-        directions = Directions(self._noise.key, self.step_count, part)
-        return Sketch(self._sketching, self._census.trained, directions)
-
-    def record(self) -> Tape | Sketch:
+    def record(self) -> Watch:
         """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
@@ -331,22 +262,11 @@ class PrivateTraining:
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
-        profile = self.profile()
-        text = profile.statement(delta)
-        return Spent(profile.epsilon(delta), delta, text if self._warning is None else f"{self._warning}: {text}")
+        return spent(self, delta)
 
     def explain(self) -> str:
-        """How norms are found: by which kind of projections, and why not by faster ones; or exactly."""
-        return "exact norms by the tape" if self._sketching is None else self._sketching.explain()
-
-    @property
-    def _warning(self) -> str | None:
-        """Why there is no privacy, if there is none."""
-        if self.test_seed is not None:
-            return NOT_PRIVATE
-        if self.not_for_release:
-            return NOT_FOR_RELEASE
-        return next((release.warning for release in self.prior_releases if release.warning), None)
+        """How the step is computed: exact norms, or by which kind of projections; in which subspace."""
+        return self._mechanism.explain()
 
     def profile(self) -> privacy.Profile:
         """Privacy profile of the releases so far."""
@@ -354,48 +274,7 @@ class PrivateTraining:
 
     def statement(self) -> dict[str, Any]:
         """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
-        return {
-            "format": 1,
-            "private": self._warning is None,
-            **({} if self._warning is None else {"warning": self._warning}),
-            "neighboring_relation": self.event.neighboring_relation.value,
-            "sampler": self._sampler.name,
-            "unit": "one item of the dataset",
-            "num_examples": self.num_examples,
-            "expected_batch_size": self.expected_batch_size,
-            "sampling_probability": self.sampling_probability,
-            "num_steps_planned": self.num_steps,
-            "clipping": self.clipping.statement(),
-            "sensitivity": self.clipping.sensitivity(self.event.neighboring_relation),
-            "noise_multiplier": self.noise_multiplier,
-            "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
-            "target_epsilon": self.target_epsilon,
-            "budget": None if self.budget is None else {"epsilon": self.budget.epsilon, "delta": self.budget.delta},
-            "delta": self.delta,
-            "epsilon": self._epsilon_as_json(),
-            "releases": [
-                {"event": privacy.event_to_dict(event), "count": count} for event, count in self.ledger.events
-            ],
-            "treated_as_public": ["num_examples", "model architecture", "hyper-parameters", "number of steps"],
-            "not_covered": [
-                "losses, accuracies and counts computed on the training data and shown or logged without noise",
-                "the choice of hyper-parameters by looking at this data",
-                "the test data, on which accuracy is measured",
-            ],
-            "versions": {
-                "torch_privacy": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-    def _epsilon_as_json(self) -> dict[str, float | None] | None:
-        """The bracket at the given delta; null stands for infinity."""
-        if self.delta is None:
-            return None
-        bracket = self.profile().epsilon(self.delta)._asdict()
-        return {side: value if math.isfinite(value) else None for side, value in bracket.items()}
+        return statement(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on after a stop: keys of noise and sampler, step, settings and ledger.
@@ -409,11 +288,10 @@ class PrivateTraining:
             "settings": self._settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
-            "clipping": self.clipping.statement(),
-            "projections": None if self._sketching is None else self._sketching.way,
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
             "ledger": self.ledger.state_dict(),
+            **self._mechanism.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -436,10 +314,7 @@ class PrivateTraining:
         self.ledger.load_state_dict(state["ledger"])
         self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
         self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
-        if isinstance(self.clipping, Adaptive):
-            self.clipping = replace(self.clipping, clip_norm=state["clipping"]["clip_norm"])
-        if self._sketching is not None:
-            self._sketching.way = state["projections"]
+        self._mechanism.load_state(state)
         self._loops += 1
         self._forget_batch()
 
@@ -448,49 +323,23 @@ class PrivateTraining:
         self._switch.unwind()
 
     def _release(self) -> None:
-        """Noise onto the clipped sum, the release into the ledger, the private gradient to the optimizer."""
-        parameters = self._census.trained
-        stddev, count_stddev = self._noise_stddev()
-        private_sum = {name: self._sum_of(name, p) for name, p in parameters.items()}
-        if isinstance(self.clipping, Adaptive):  # on the scale at which the same noise fits it
-            private_sum[COUNT] = self._clipped_sum.get(COUNT, torch.zeros(1)) * (stddev / count_stddev)
-        self._noise.add_to(self.step_count, private_sum, stddev)
-        self._clipped_sum = {}
-        number = len(self.prior_releases) + self.step_count
-        self.ledger.record(self.event, number, self._fingerprint(private_sum))
+        """Noise onto the sums, the release into the ledger, the private gradient to the optimizer."""
+        parameters, step = self._census.trained, self.step_count
+        release = self._mechanism.complete(self._sums, parameters)
+        self._noise.add_to(step, release, self._mechanism.stddevs(release, self.noise_multiplier))
+        self._sums = {}
+        self.ledger.record(self.event, len(self.prior_releases) + step, self._fingerprint(release))
         self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
+        gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
-            p.grad = private_sum[name].div_(self.clipping.divisor(self.expected_batch_size)).to(p.dtype)
-        if isinstance(self.clipping, Adaptive):
-            count = float(private_sum[COUNT]) * count_stddev / stddev
-            self.clipping = self.clipping.updated(count, self.expected_batch_size)
+            p.grad = gradient[name].to(p.dtype)
+        del release, gradient
         self.optimizer.step()
         for p in parameters.values():
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def _noise_stddev(self) -> tuple[float, float]:
-        """Standard deviations of the noise of the clipped sum, and of an adaptive rule's count."""
-        relation = self.event.neighboring_relation
-        if isinstance(self.clipping, Adaptive):
-            split = self.clipping.split(self.noise_multiplier, self.expected_batch_size, relation)
-            return split.gradient_noise_multiplier * self.clipping.sensitivity(relation), split.count_noise_stddev
-        return self.noise_multiplier * self.clipping.sensitivity(relation), 0.0
-
-    def _merging(self, size: int) -> Merging | None:
-        """Which group of a micro-batch rule each example of the step joins: drawn by the sampler's key, data unseen."""
-        if not isinstance(self.clipping, MicroBatches):
-            return None
-        count = self.clipping.num_groups(self.expected_batch_size)
-        return Merging(torch.from_numpy(self._sampler.groups(self.step_count, size, count)), count)
-
-    def _sum_of(self, name: str, p: Tensor) -> Tensor:
-        """The clipped sum in a parameter; zero after an empty batch."""
-        if name in self._clipped_sum:
-            return self._clipped_sum[name].contiguous()
-        return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
 
     def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
         """The generators, from the keys given or from the operating system's."""
@@ -498,7 +347,7 @@ class PrivateTraining:
         self._sampler = Poisson(self.num_examples, self.sampling_probability, sampler_key or secrets.token_bytes(32))
         self._indices = lru_cache(maxsize=64)(self._sampler.indices)  # asked for by loader, loop and fingerprint
 
-    def _fingerprint(self, private_sum: Mapping[str, Tensor]) -> str:
+    def _fingerprint(self, release: Mapping[str, Tensor]) -> str:
         """Tells the step's release from any other without giving it away: keyed digest of step, batch and some entries.
 
         A replay after a crash has the same fingerprint. The same step with other weights, learning rates or losses
@@ -508,7 +357,7 @@ class PrivateTraining:
             self._sampler.key + self.step_count.to_bytes(8, "big"), key=self._noise.key, digest_size=8
         )
         digest.update(self._indices(self.step_count).tobytes())
-        for total in private_sum.values():
+        for total in release.values():
             some = total.view(-1)[:: max(1, total.numel() // 256)]
             digest.update(some.cpu().numpy().tobytes())
         return digest.hexdigest()
@@ -534,135 +383,8 @@ class PrivateTraining:
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "noise_multiplier": self.noise_multiplier,
-            "clipping": repr(self._planned_clipping),
+            **self._mechanism.settings(),
             "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
-            "jacobian": repr(self.jacobian),
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
-
-    def _event(self, noise_multiplier: float) -> privacy.SubsampledGaussian | privacy.SubsampledJL:
-        """What one step releases."""
-        if self.jacobian is None:
-            return privacy.SubsampledGaussian(noise_multiplier, self.sampling_probability)
-        return self.jacobian.event(noise_multiplier, self.sampling_probability)
-
-    def _choose_noise(self, noise_multiplier: float | None, target_epsilon: float | None) -> float:
-        if (noise_multiplier is None) == (target_epsilon is None):
-            raise ValueError(
-                f"PrivateTraining: noise_multiplier={noise_multiplier!r} and target_epsilon={target_epsilon!r}: "
-                "give exactly one of the two."
-            )
-        if noise_multiplier is not None:
-            positive("PrivateTraining", noise_multiplier=noise_multiplier)
-            self._check_price(noise_multiplier)
-            return noise_multiplier
-        if self.delta is None:
-            raise ValueError("PrivateTraining: target_epsilon needs delta, a number below 1/n such as 1e-5.")
-        assert target_epsilon is not None
-        exact = privacy.calibrate(
-            target_epsilon, self.delta, sampling_probability=self.sampling_probability, num_steps=self.num_steps
-        )
-        self._check_price(exact)
-        if self.jacobian is None and not self.prior_releases:
-            return exact
-        prior = privacy.compose(self._prior()).epsilon_high(self.delta)
-        if prior >= target_epsilon:
-            raise ValueError(
-                f"PrivateTraining: target_epsilon={target_epsilon!r} is spent by prior_releases, which cost "
-                f"{prior:.4g}. Ask for more, or put more noise into those."
-            )
-        return privacy.calibrate_schedule(
-            lambda noise: [*self._prior(), (self._event(noise), self.num_steps)],
-            target_epsilon,
-            self.delta,
-            start=exact,
-        )
-
-    def _prior(self) -> list[tuple[privacy.Event, int]]:
-        """The prior releases, as the accountant takes them."""
-        return [(release.event, 1) for release in self.prior_releases]
-
-    def _check_price(self, noise_multiplier: float) -> None:
-        if self.jacobian is not None and not self.not_for_release:
-            event = self.jacobian.event(noise_multiplier, self.sampling_probability)
-            check_price(event, self.num_steps, self.delta or 1 / (10 * self.num_examples))
-
-
-class _Clipped:
-    """Clips one group of parameters after the other, and counts what the rule and the training must know."""
-
-    def __init__(self, rule: ClippingRule):
-        self._rule = rule
-        self._non_finite: set[int] = set()
-        self.count: dict[str, Tensor] = {}
-
-    def num_left_out(self, merging: Merging | None) -> int:
-        """Examples whose row, or that of their micro-batch, was left out of any group of parameters: not finite."""
-        if merging is None:
-            return len(self._non_finite)
-        return int(torch.isin(merging.assignment, torch.tensor(sorted(self._non_finite))).sum())
-
-    @torch.no_grad()
-    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
-        norms = jacobian.squared_norms().sqrt()
-        if isinstance(self._rule, Adaptive):
-            self.count[COUNT] = self._rule.count(norms).reshape(1).cpu()
-        finite = norms.isfinite()
-        if not finite.all():
-            self._non_finite.update((~finite).nonzero().flatten().tolist())
-            kept = finite.nonzero().flatten()
-            jacobian, norms = jacobian.select(kept), norms[kept]
-        return jacobian.weighted_sum(self._rule.factors(norms, group))
-
-
-class _Switch:
-    """Turns the tape on while the model's forward runs on a batch that was handed out, and off again.
-
-    It holds the training weakly and is empty in copies of the model, so that a copied or pickled model is an ordinary
-    one, and evaluation between steps runs untouched.
-    """
-
-    def __init__(self, training: PrivateTraining | None = None):
-        self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[Tape | Sketch | None] = []  # one for every forward under way; None where it runs untouched
-
-    def __deepcopy__(self, memo: dict) -> _Switch:
-        return _Switch()
-
-    def __reduce__(self) -> tuple:
-        return _Switch, ()
-
-    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        training = self._training()
-        if training is None or training._pending is None or not torch.is_grad_enabled():
-            self._active.append(None)
-            return None
-        tape = training._pending.tape
-        probed = tape.probe(args), tape.probe(kwargs)  # on every batch: a resumed run must see the same graph
-        self._active.append(tape)
-        if isinstance(tape, Sketch):
-            tape.begin(model, *probed)
-        else:
-            tape.__enter__()
-        return probed
-
-    def after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        tape = self._active.pop() if self._active else None
-        if isinstance(tape, Sketch):
-            tape.end(output)
-        elif tape is not None:
-            tape.__exit__(None, None, None)
-
-    def unwind(self) -> None:
-        """Turn off what a forward left on that never came to its end, as after Ctrl-C."""
-        while self._active:
-            self.after(nn.Identity(), (), None)
-
-
-def _open_ledger(run_folder: Path | str | None) -> privacy.Ledger:
-    if run_folder is None:
-        return privacy.Ledger()
-    path = Path(run_folder) / "ledger.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return privacy.Ledger.load(path) if path.exists() else privacy.Ledger(path)

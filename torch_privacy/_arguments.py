@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a training's arguments, and what is made of them: mechanism, noise, ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from . import privacy
+from ._check import positive, strictly_between, whole
+from ._mechanism import ClippedSum, Mechanism, SketchedSum
+from .clipping import ClippingRule, MicroBatches
+
+if TYPE_CHECKING:
+    from .training import PrivateTraining
+
+WHERE = "PrivateTraining"
+
+
+def check_numbers(training: PrivateTraining, num_workers: int) -> None:
+    """Raise a ``ValueError`` for what is out of range."""
+    n, delta = training.num_examples, training.delta
+    positive(WHERE, expected_batch_size=training.expected_batch_size, memory_budget=training.memory_budget)
+    whole(WHERE, num_steps=training.num_steps, at_least=1)
+    whole(WHERE, num_workers=num_workers)
+    if training.microbatch_size is not None:
+        whole(WHERE, microbatch_size=training.microbatch_size, at_least=1)
+    if training.expected_batch_size > n:
+        raise ValueError(f"{WHERE}: expected_batch_size={training.expected_batch_size!r} must be at most {n} examples.")
+    if delta is not None:
+        hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
+        strictly_between(WHERE, 0, 1 / n, delta=delta, hint=hint)
+    strangers = [release for release in training.prior_releases if not isinstance(release, privacy.Release)]
+    if strangers:
+        raise ValueError(f"{WHERE}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is.")
+
+
+def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trained: Mapping[str, Tensor]) -> Mechanism:
+    """What a step of the training is to release."""
+    sketched, names = training.jacobian, list(trained)
+    if not isinstance(clipping, ClippingRule):
+        raise ValueError(f"{WHERE}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+    if isinstance(clipping, MicroBatches) and training.microbatch_size is not None:
+        raise ValueError(
+            f"{WHERE}: microbatch_size={training.microbatch_size!r} would cut through the groups of {clipping!r}. "
+            "Leave it out."
+        )
+    if sketched is None:
+        return ClippedSum(clipping, names, training.expected_batch_size)
+    return SketchedSum(
+        sketched, clipping, names, training.expected_batch_size, not_for_release=training.not_for_release
+    )
+
+
+def choose_noise(training: PrivateTraining, noise_multiplier: float | None) -> float:
+    """The noise multiplier: the one given, or the smallest whose steps and prior releases stay within the target."""
+    target, delta = training.target_epsilon, training.delta
+    q, steps = training.sampling_probability, training.num_steps
+    mechanism, prior = training._mechanism, [(release.event, 1) for release in training.prior_releases]
+    if (noise_multiplier is None) == (target is None):
+        raise ValueError(
+            f"{WHERE}: noise_multiplier={noise_multiplier!r} and target_epsilon={target!r}: give exactly one of the "
+            "two."
+        )
+    if noise_multiplier is not None:
+        positive(WHERE, noise_multiplier=noise_multiplier)
+        mechanism.check_price(noise_multiplier, q, steps, delta or 1 / (10 * training.num_examples))
+        return noise_multiplier
+    assert target is not None
+    if delta is None:
+        raise ValueError(f"{WHERE}: target_epsilon needs delta, a number below 1/n such as 1e-5.")
+    exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
+    mechanism.check_price(exact, q, steps, delta)
+    if not prior and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
+        return exact
+    spent = privacy.compose(prior).epsilon_high(delta)
+    if spent >= target:
+        raise ValueError(
+            f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {spent:.4g}. Ask for more, or "
+            "put more noise into those."
+        )
+    return privacy.calibrate_schedule(
+        lambda noise: [*prior, (mechanism.event(noise, q), steps)], target, delta, start=exact
+    )
+
+
+def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.Release]) -> privacy.Ledger:
+    """The ledger of a run, new or begun earlier, with the prior releases first."""
+    path = None if run_folder is None else Path(run_folder) / "ledger.jsonl"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    ledger = privacy.Ledger.load(path) if path is not None and path.exists() else privacy.Ledger(path)
+    for step, release in enumerate(prior_releases):
+        ledger.record(release.event, step, release.fingerprint)
+    return ledger

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step releases: noisy sums over the examples of its batch, and the gradient that is made of these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import privacy
+from ._layout import Layouts, Merging
+from ._model import Census
+from ._switch import Watch
+from ._tape import Tape
+from .clipping import Adaptive, ClippingRule, MicroBatches
+from .privacy import NeighboringRelation
+from .sampling import Poisson
+from .sketched import Directions, Sketch, Sketched, Sketching, check_price, check_rule
+
+RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
+COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
+
+
+class Summing(ABC):
+    """The sums over one (micro)batch: called with the rows of each group of parameters, as soon as these are there."""
+
+    merging: Merging | None = None  # examples whose mean is one row
+
+    @property
+    @abstractmethod
+    def num_left_out(self) -> int:
+        """Examples that were left out, or their micro-batch: some gradient was not finite. Secret."""
+
+    @abstractmethod
+    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        """The sums, by name, to which the rows in one group of parameters give rise. Secret."""
+
+
+class Mechanism(ABC):
+    """What one step releases, under add/remove-one.
+
+    In each step ``begin`` comes first, then ``watch`` and ``summing`` for every (micro)batch. ``complete`` gives all
+    sums. With noise of the standard deviations ``stddevs`` they are the release, of which ``gradient`` is made.
+
+    Args:
+        expected_batch_size: the divisor, a number that no data have a part in.
+    """
+
+    treated_as_public: tuple[str, ...] = ()  # for the statement
+
+    def __init__(self, expected_batch_size: float):
+        self.expected_batch_size = expected_batch_size
+        self._layouts = Layouts()
+
+    @abstractmethod
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
+        """What one step releases, for the accountant."""
+
+    def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:  # noqa: B027
+        """Refuse noise at which there is no privacy to speak of."""
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """Largest L2 change of the sums between neighboring data sets, in the units of ``noise_multiplier``."""
+
+    @abstractmethod
+    def statement(self) -> dict[str, Any]:
+        """Its name and settings, as plain data."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with its state."""
+
+    @abstractmethod
+    def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Partition of the parameters: rows of one group are needed at once."""
+
+    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:  # noqa: B027
+        """A step begins, whose batch may be empty. The key is that of the noise."""
+
+    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
+        """What is to look on at the model's forward on a (micro)batch of so many examples."""
+        return Tape(census.trained, census.others.values(), self._layouts, size)
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough batches were looked at to trust the model."""
+        return self._layouts.settled
+
+    @abstractmethod
+    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
+        """The sums of a (micro)batch of so many examples."""
+
+    @abstractmethod
+    def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All sums of the step, contiguous; zero where no example gave rise to one."""
+
+    @abstractmethod
+    def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
+        """Standard deviation of the noise for each of the sums."""
+
+    @abstractmethod
+    def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean gradient by name, of the noisy sums alone; what they say of the next step is remembered."""
+
+    def explain(self) -> str:
+        """How it is computed."""
+        return "exact norms by the tape"
+
+    def state(self) -> dict[str, Any]:
+        """What the steps so far have changed, beside a training's own state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """The inverse of ``state``, of a whole training's state."""
+
+
+class ClippedSum(Mechanism):
+    """The sum of the clipped rows, and, where the rule is adaptive, a count.
+
+    Args:
+        rule: clips.
+        names: of the trained parameters.
+        expected_batch_size: as of `Mechanism`.
+    """
+
+    def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float):
+        super().__init__(expected_batch_size)
+        self.rule = rule.bind(names)  # of the next step
+        self._planned = self.rule
+
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
+        return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
+
+    @property
+    def sensitivity(self) -> float:
+        return self.rule.sensitivity(RELATION)
+
+    def statement(self) -> dict[str, Any]:
+        return self.rule.statement()
+
+    def settings(self) -> dict[str, Any]:
+        return {"clipping": repr(self._planned), "jacobian": repr(None)}
+
+    def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        return self.rule.groups(names)
+
+    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
+        return _Clipping(self.rule, self._merging(sampler, step, size))
+
+    def _merging(self, sampler: Poisson, step: int, size: int) -> Merging | None:
+        """Which group of a micro-batch rule each example of the step joins: drawn by the sampler's key, data unseen."""
+        if not isinstance(self.rule, MicroBatches):
+            return None
+        count = self.rule.num_groups(self.expected_batch_size)
+        return Merging(torch.from_numpy(sampler.groups(step, size, count)), count)
+
+    def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        complete = sums_or_zeros(sums, parameters)
+        if isinstance(self.rule, Adaptive):
+            complete[COUNT] = sums.get(COUNT, torch.zeros(1))
+        return complete
+
+    def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
+        if not isinstance(self.rule, Adaptive):
+            return dict.fromkeys(names, noise_multiplier * self.sensitivity)
+        split = self.rule.split(noise_multiplier, self.expected_batch_size, RELATION)
+        stddev = split.gradient_noise_multiplier * self.sensitivity
+        return {**dict.fromkeys(names, stddev), COUNT: split.count_noise_stddev}
+
+    def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(self.rule, Adaptive):
+            self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
+        divisor = self.rule.divisor(self.expected_batch_size)
+        return {name: total.div_(divisor) for name, total in release.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {"clipping": self.rule.statement()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.rule, Adaptive):
+            self.rule = replace(self.rule, clip_norm=state["clipping"]["clip_norm"])
+
+
+class SketchedSum(ClippedSum):
+    """The sum of the clipped rows, their norms estimated by random projections.
+
+    Args:
+        setting: the projections.
+        not_for_release: whether few of them will do.
+        rule, names, expected_batch_size: as of `ClippedSum`.
+    """
+
+    def __init__(
+        self,
+        setting: Sketched,
+        rule: ClippingRule,
+        names: Sequence[str],
+        expected_batch_size: float,
+        *,
+        not_for_release: bool,
+    ):
+        check_rule(rule)
+        super().__init__(rule, names, expected_batch_size)
+        self._setting, self._not_for_release = setting, not_for_release
+        self._sketching = Sketching(setting)
+
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledJL:
+        return self._setting.event(noise_multiplier, sampling_probability)
+
+    def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
+        if not self._not_for_release:
+            check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "jacobian": repr(self._setting)}
+
+    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
+        return Sketch(self._sketching, census.trained, Directions(key, step, part))
+
+    @property
+    def settled(self) -> bool:
+        return self._sketching.settled
+
+    def explain(self) -> str:
+        return self._sketching.explain()
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "projections": self._sketching.way}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._sketching.way = state["projections"]
+
+
+class _Clipping(Summing):
+    """Clips one group of parameters after the other, and counts what the rule and the training must know."""
+
+    def __init__(self, rule: ClippingRule, merging: Merging | None):
+        self._rule, self.merging = rule, merging
+        self._non_finite: set[int] = set()
+
+    @property
+    def num_left_out(self) -> int:
+        if self.merging is None:
+            return len(self._non_finite)
+        return int(torch.isin(self.merging.assignment, torch.tensor(sorted(self._non_finite))).sum())
+
+    @torch.no_grad()
+    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        norms = jacobian.squared_norms().sqrt()
+        count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
+        finite = norms.isfinite()
+        if not finite.all():
+            self._non_finite.update((~finite).nonzero().flatten().tolist())
+            kept = finite.nonzero().flatten()
+            jacobian, norms = jacobian.select(kept), norms[kept]
+        return jacobian.weighted_sum(self._rule.factors(norms, group)) | count
+
+
+def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums of the parameters' shapes; zero after an empty batch."""
+    return {
+        name: sums[name].contiguous()
+        if name in sums
+        else torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for name, p in parameters.items()
+    }

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between a batch that is handed out and its losses: hooks that let the model's own forward be watched."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ._model import Seal
+from ._tape import Tape
+from .sketched import Sketch
+
+if TYPE_CHECKING:
+    from .training import PrivateTraining
+
+Watch = Tape | Sketch  # what looks on while the model's forward runs
+
+
+@dataclass
+class Pending:
+    """The (micro)batch that was handed out and whose losses are awaited."""
+
+    size: int
+    last: bool
+    tape: Watch
+    seal: Seal
+
+
+class Switch:
+    """Turns the watch on while the model's forward runs on a batch that was handed out, and off again.
+
+    It holds the training weakly and is empty in copies of the model, so that a copied or pickled model is an ordinary
+    one, and evaluation between steps runs untouched.
+    """
+
+    def __init__(self, training: PrivateTraining | None = None):
+        self._training = weakref.ref(training) if training is not None else lambda: None
+        self._active: list[Watch | None] = []  # one for every forward under way; None where it runs untouched
+
+    def __deepcopy__(self, memo: dict) -> Switch:
+        return Switch()
+
+    def __reduce__(self) -> tuple:
+        return Switch, ()
+
+    def watch(self, model: nn.Module) -> None:
+        """Hook into a model: first of the hooks before the forward and last of those behind, to see what these do."""
+        model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.after, always_call=True)
+
+    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        training = self._training()
+        if training is None or training._pending is None or not torch.is_grad_enabled():
+            self._active.append(None)
+            return None
+        tape = training._pending.tape
+        probed = tape.probe(args), tape.probe(kwargs)  # on every batch: a resumed run must see the same graph
+        self._active.append(tape)
+        if isinstance(tape, Sketch):
+            tape.begin(model, *probed)
+        else:
+            tape.__enter__()
+        return probed
+
+    def after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        tape = self._active.pop() if self._active else None
+        if isinstance(tape, Sketch):
+            tape.end(output)
+        elif tape is not None:
+            tape.__exit__(None, None, None)
+
+    def unwind(self) -> None:
+        """Turn off what a forward left on that never came to its end, as after Ctrl-C."""
+        while self._active:
+            self.after(nn.Identity(), (), None)
