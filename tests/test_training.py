@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 import torch_privacy as tp
 from torch_privacy._batches import Batches
-from torch_privacy.sampling import Poisson
 from torch_privacy._mechanism import COUNT
+from torch_privacy.sampling import Poisson
 
 N = 40
 

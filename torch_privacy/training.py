@@ -94,6 +94,7 @@ class PrivateTraining:
     Source: Abadi et al. (2016), Algorithm 1; Poisson sampling and step counts as the accountant prices them.
 
     Example:
+        >>> import torch
         >>> import torch_privacy as tp
         >>> data = torch.utils.data.TensorDataset(torch.randn(1000, 5), torch.randint(2, (1000,)))
         >>> model = nn.Linear(5, 2)
