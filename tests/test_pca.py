@@ -3,7 +3,9 @@
 
 import json
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch_privacy import privacy
 from torch_privacy.noise import Noise
 from torch_privacy.pca import add_symmetric_noise, leading_eigenvectors, second_moment
 
+ROOT = Path(__file__).parents[1]
 LITTLE = 1e-6  # the least noise that can be priced
 
 
@@ -420,3 +423,10 @@ def test_layer_in_front_of_a_network_is_released_before_and_left_alone_by_the_tr
     train(training, model)
     torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
     assert len(training.ledger) == 3
+
+
+def test_page_runs_and_prints_what_it_says(capsys):
+    torch.set_default_dtype(torch.float32)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pca.md").read_text(), re.DOTALL)
+    exec(block, {})
+    assert f"# {capsys.readouterr().out}" == block.splitlines(keepends=True)[-1]
