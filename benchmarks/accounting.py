@@ -20,7 +20,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from torch_privacy import privacy
-from torch_privacy.privacy import contour, lattice, mixture
+from torch_privacy.privacy import lattice, mixture, tilt
 
 Q, DELTA = 256 / 60000, 1e-5
 Row = tuple[float, int]
@@ -37,7 +37,7 @@ def timed(run: Callable[[], float], repeats: int) -> tuple[float, float]:
 
 
 def ours(events: list[tuple[privacy.Event, int]]) -> privacy.Bracket[float]:
-    for cache in (contour._term, mixture.base, lattice.pessimistic, lattice.optimistic):
+    for cache in (tilt._nodes, tilt.term, mixture.base, lattice.pessimistic, lattice.optimistic):
         cache.cache_clear()
     return privacy.Profile(events).epsilon(DELTA)
 
@@ -114,7 +114,7 @@ def calibration() -> None:
         for steps in (1000, 10_000, 100_000):
 
             def run() -> float:
-                contour._term.cache_clear()
+                tilt._nodes.cache_clear(), tilt.term.cache_clear()
                 return privacy.calibrate(target, DELTA, sampling_probability=Q, num_steps=steps)  # noqa: B023
 
             noise, own = timed(run, 5)

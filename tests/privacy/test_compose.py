@@ -423,7 +423,8 @@ def test_epsilon_asks_the_add_direction_whenever_its_bound_is_higher():
         def epsilon_high(self, delta):
             return self.value
 
-        epsilon_bound = epsilon_high
+        def surely_below(self, epsilon, delta):
+            return self.value <= epsilon
 
     profile = privacy.Profile([])
     for remove, add in ((1.0, 2.0), (2.0, 1.0)):

@@ -14,8 +14,10 @@ from scipy.special import ndtr
 from torch_privacy import privacy
 from torch_privacy.privacy import contour, fourier
 from torch_privacy.privacy.curve import ClosedForm, Unresolved
+from torch_privacy.privacy.decay import log_bound_beyond
 from torch_privacy.privacy.law import PlusMinus, SubsampledNormal
 from torch_privacy.privacy.mixture import Base, Estimate, SubsampledMixture, log_bessel
+from torch_privacy.privacy.tilt import refined, term, tilted
 
 MNIST = 256 / 60000
 
@@ -102,6 +104,29 @@ def test_both_directions_mirror_each_other():
     for epsilon in (0.3, 1.0, 2.0):
         expected = -np.expm1(-epsilon) + np.exp(-epsilon) * remove.delta(epsilon).high
         assert add.delta(-epsilon).low - 1e-9 <= expected <= add.delta(-epsilon).high + 1e-9
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.floats(0.5, 5), st.floats(-3.5, 0), st.floats(0, 5)), min_size=1, max_size=3),
+    st.floats(-1, 1),
+    st.booleans(),
+    st.floats(1, 1.3),
+)
+def test_certificate_lies_above_the_characteristic_function(laws, log_c, swapped, beyond):
+    terms = [term(SubsampledNormal(1 / noise, 10**log_q), int(10**times), swapped) for noise, log_q, times in laws]
+    parts = [tilted(one, 10**log_c) for one in terms]
+    start = beyond * (60 / sum(part.times * part.variance for part in parts)) ** 0.5
+    try:
+        bound = log_bound_beyond(terms, parts, 10**log_c, start, -30.0)
+    except Unresolved:
+        return
+    for frequency in start * np.concatenate([np.linspace(1, 2, 40), np.geomspace(2, 100, 60)]):
+        try:
+            fine = [refined(one, part, 10**log_c, frequency)[0] for one, part in zip(terms, parts, strict=True)]
+        except Unresolved:
+            break
+        assert sum(part.times * part.log_size(frequency) for part in fine) <= bound + 1e-6
 
 
 def test_few_steps_and_unsmooth_laws_are_left_to_the_lattice():

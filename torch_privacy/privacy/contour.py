@@ -7,195 +7,83 @@ as a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(
 aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
 
 Proved, given exact arithmetic: aliasing (the upper bound needs no proof at all: aliases are positive), and what is left
-of the integral beyond the last point (`_log_bound_beyond`: Lipschitz bounds between the points of a grid, and ``mass
-above κ + variation of min(density, κ) / t`` beyond it). Estimated: rounding (`ROUNDING`), the trapezoid rule
-inside K (its spacing makes it converge to 1e-15), and the variation of the density, taken at the rule's own points.
+of the integral beyond the last point (`decay`). Estimated: rounding (`ROUNDING`), the trapezoid rule inside K (its
+spacing makes it converge to 1e-15), and the variation of the density, taken at the rule's own points.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from .bracket import Array, Bracket
-from .curve import Unresolved, bisect
+from .bracket import Bracket
+from .curve import Unresolved
+from .decay import log_bound_beyond
 from .law import Continuous, Law
+from .tilt import Term, Tilted, log_moments, refined, term, tilt_entropy, tilted
 
-ALIAS = 1e-13  # aliases, relative to δ
-REST = -42.0  # log of the integrand, relative to its peak, beyond the last point
+ALIAS = 1e-12  # aliases, relative to δ
+REST = -38.0  # log of the integrand, relative to its peak, beyond the last point
+ROUGHLY = 1e-4, -14.0  # the same two where only an upper bound on δ is asked for
 ROUNDING = 2.0**-53
-LONGEST = 1200  # points of the outer rule; beyond, the lattice is quicker
-CERTIFICATE = 600  # points of the certificate's grid
-ALIAS_OF_ONE = 1e-17  # aliases on a Hellinger line, absolute
-REACHES = (2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # ε up to which Hellinger lines are made
-WIDEST = 1e-4  # half a bracket, relative to ε, beyond which another engine does better
+LONGEST, FEWEST = 1200, 8  # points of the trapezoid rule; beyond, the lattice is quicker
+ALIAS_OF_ONE, REST_OF_ONE = 1e-17, -44.0  # the same on a Hellinger line, relative to 1
+REACHES = (8.0, 32.0, 128.0, 512.0, 2048.0)  # ε up to which Hellinger lines are made
+FARTHEST = 1.0  # half a bracket from a Hellinger line, absolute, beyond which another engine does better
+WIDEST = 1e-4  # half a bracket, relative to ε and to 1 / c, beyond which another engine does better
 NOTHING = 1e-18  # width of a bracket of δ that always suffices
 RARE = 2.0**-10  # how much smaller the candidates are where sampling is rare
 AMPLIFICATION = 5.0  # log of the integrand's peak over δ that is tolerated for a shorter sum
 TILTS = 2.0 ** np.arange(-3, 8.5, 0.4)  # candidates for c, in units of one over the composed deviation
 
 
-class _Term(NamedTuple):
-    """One law's nodes in the chosen direction."""
-
-    law: Continuous
-    times: int
-    losses: Array
-    log_mass: Array
-    mass: Array
-    gaps: Array
-    step: float
-    drift: float  # E_P [e^-l - 1], 0 but for rounding
-
-
-@lru_cache(maxsize=512)
-def _term(law: Law, times: int, swapped: bool, halvings: int = 0) -> _Term:
-    """A law's nodes, their spacing the coarsest over ``2^(halvings / 2)``."""
-    nodes = law.nodes(law.coarsest_step / 2 ** (halvings / 2)) if isinstance(law, Continuous) else None
-    if nodes is None:
-        raise Unresolved
-    assert isinstance(law, Continuous)
-    losses, log_mass, gaps, step = nodes
-    if swapped:
-        losses, log_mass = -losses, log_mass - losses
-    small, mass = np.abs(losses) < 1, np.exp(log_mass)
-    near = np.expm1(-np.where(small, losses, 0.0)) * mass
-    drift = float(np.where(small, near, np.exp(log_mass - losses) - mass).sum())
-    return _Term(law, times, losses, log_mass, mass, gaps, step, drift)
-
-
-def _entropy(s: Array) -> Array:
-    """``H(s) = s log s - (1 + s) log(1 + s)``: ``δ(ε) <= exp(K(s) + H(s) - s ε)`` for every s > 0."""
-    return s * np.log(s) - (1 + s) * np.log1p(s)
-
-
 class _Moments:
     """K(s) on a grid of real s > 0, with the variance of the composed loss under each tilt."""
 
-    def __init__(self, terms: Sequence[_Term], scale: float = 1.0):
-        weights = [term.mass for term in terms]
-        moment = sum(term.times * float(weight @ term.losses**2) for term, weight in zip(terms, weights, strict=True))
+    def __init__(self, terms: Sequence[Term], scale: float = 1.0):
+        moment = sum(one.times * float(one.mass @ one.losses**2) for one in terms)
         if moment < 1e-250:  # out of floating-point range
             raise Unresolved
-        self.tilts = TILTS * scale / math.sqrt(moment)
-        self.log_moment, self.variance = np.zeros(len(TILTS)), np.zeros(len(TILTS))
-        for term, weight in zip(terms, weights, strict=True):
-            log_moment, variance = _log_moments(term, weight, self.tilts)
-            self.log_moment += term.times * log_moment
-            self.variance += term.times * variance
-        usable = np.isfinite(self.log_moment)
+        tilts = TILTS * scale / math.sqrt(moment)
+        log_moment, variance = np.zeros(len(TILTS)), np.zeros(len(TILTS))
+        for one in terms:
+            own_log_moment, own_variance = log_moments(one, tilts)
+            log_moment += one.times * own_log_moment
+            variance += one.times * own_variance
+        usable = np.isfinite(log_moment)
         if not usable.any():
             raise Unresolved
-        self.tilts, self.log_moment = self.tilts[usable], self.log_moment[usable]
-        self.variance = np.maximum(self.variance[usable], 1e-300)
-        self.bound = self.log_moment + _entropy(self.tilts)
+        self.tilts, self.log_moment = tilts[usable], log_moment[usable]
+        self.variance = np.maximum(variance[usable], 1e-300)
+        self.bound = self.log_moment + tilt_entropy(self.tilts)
 
     def epsilon_bound(self, delta: float) -> float:
         return max(float(((self.bound - math.log(delta)) / self.tilts).min()), 0.0)
 
 
-def _log_moments(term: _Term, weight: Array, tilts: Array) -> tuple[Array, Array]:
-    """``log E_P e^(s l)`` and the tilted variance of l for each s; infinite where the nodes do not reach far enough.
-
-    ``E_P [e^-l - 1] = 0``, so ``E_P [e^(s l) - 1 + s (e^-l - 1)]`` is the moment less 1 without cancellation.
-    """
-    exponents = tilts[:, None] * term.losses
-    with np.errstate(over="ignore", invalid="ignore"):
-        grown = np.expm1(exponents)
-        excess = grown @ weight + tilts * term.drift
-        tilted = (grown + 1) * weight
-        total = tilted.sum(1)
-        mean = tilted @ term.losses / total
-        variance = tilted @ term.losses**2 / total - mean**2
-        ends = np.maximum(tilted[:, 0], tilted[:, -1]) / total
-        log_moment = np.log1p(excess)
-    usable = np.isfinite(log_moment) & (ends < 1e-18)
-    return np.where(usable, log_moment, np.inf), np.where(usable, np.maximum(variance, 0), np.inf)
-
-
-class _Tilted(NamedTuple):
-    """One term under the tilt c, trimmed to the nodes that matter."""
-
-    times: int
-    offsets: Array  # losses less their mean
-    mass: Array
-    gaps: Array
-    step: float
-    mean: float
-    log_moment: float
-
-    def log_phi(self, t: Array) -> tuple[Array, Array]:
-        """Real and imaginary part of ``log E e^(i t (l - mean))`` under the tilt."""
-        return _log_parts(self._turned(t) @ self.mass)
-
-    def log_phi_at_multiples(self, spacing: float, count: int) -> tuple[Array, Array]:
-        """The same for t = 0, spacing, 2 spacing, ..., by ``e^(i(a + b)) - 1 = A B + A + B``: few sines, one product.
-
-        With A = e^(ia) - 1 and B = e^(ib) - 1 no digit of φ - 1 is lost, as φ itself would lose them.
-        """
-        width = math.isqrt(count - 1) + 1
-        fine = self._turned(spacing * np.arange(width))
-        coarse = self._turned(spacing * width * np.arange(math.ceil(count / width))) * self.mass
-        excess = coarse @ fine.T + coarse.sum(1)[:, None] + fine @ self.mass
-        return _log_parts(excess.ravel()[:count])
-
-    def _turned(self, t: Array) -> Array:
-        """``e^(i t (l - mean)) - 1``, a row for each t."""
-        half = t[:, None] * (self.offsets / 2)
-        sine = np.sin(half)
-        turned = np.empty(half.shape, complex)
-        turned.real = -2 * sine**2
-        turned.imag = 2 * sine * np.cos(half)
-        return turned
-
-
-def _log_parts(excess: Array) -> tuple[Array, Array]:
-    """Real and imaginary part of ``log(1 + excess)``."""
-    real, imaginary = np.real(excess), np.imag(excess)
-    size = np.maximum(2 * real + real**2 + imaginary**2, -1 + 2e-15)  # |φ|² - 1; less is rounding
-    return np.log1p(size) / 2, np.arctan2(imaginary, 1 + real)
-
-
-def _tilted(term: _Term, c: float) -> _Tilted:
-    excess = float(np.expm1(c * term.losses) @ term.mass) + c * term.drift
-    exponents = term.log_mass + c * term.losses
-    kept = exponents > exponents.max() - 44
-    mass = np.exp(exponents[kept] - exponents.max())
-    mass /= mass.sum()
-    losses = term.losses[kept]
-    mean = float(mass @ losses)
-    return _Tilted(term.times, losses - mean, mass, term.gaps[kept], term.step, mean, math.log1p(excess))
-
-
 class _Line:
     """The integrand on one vertical line: δ at any ε near the one that the line was chosen for."""
 
-    def __init__(self, terms: Sequence[_Term], c: float, period: float, *, swapped: bool):
+    def __init__(self, terms: Sequence[Term], c: float, period: float, rest: float = REST):
         self.c, self.period = c, period
-        parts = [_tilted(term, c) for term in terms]
-        spread = math.sqrt(sum(part.times * float(part.mass @ part.offsets**2) for part in parts))
-        spacing, end = 2 * math.pi / period, math.sqrt(-2 * REST) / spread
-        while True:  # until the integrand is negligible
-            if end > LONGEST * spacing:
-                raise Unresolved
-            parts = [_refined(term, part, c, end, swapped)[0] for term, part in zip(terms, parts, strict=True)]
-            if sum(part.times * float(part.log_phi(np.array([end]))[0][0]) for part in parts) <= REST:
-                break
-            end *= 1.25
-        t = spacing * np.arange(max(math.ceil(end / spacing) + 1, 8))
-        parts = [_refined(term, part, c, float(t[-1]), swapped)[0] for term, part in zip(terms, parts, strict=True)]
-        logs = [(part.times, *part.log_phi_at_multiples(spacing, len(t))) for part in parts]
-        log_size = sum((times * real for times, real, _ in logs), np.zeros(len(t)))
-        phase = sum((times * imaginary for times, _, imaginary in logs), np.zeros(len(t)))
+        spacing = 2 * math.pi / period
+        parts, count = _until_negligible(terms, c, spacing, rest)
+        t = spacing * np.arange(count)
+        log_size, phase = np.zeros(count), np.zeros(count)
+        for part in parts:
+            real, imaginary = part.log_phi_at_multiples(spacing, count)
+            log_size += part.times * real
+            phase += part.times * imaginary
         self._log_moment = sum(part.times * part.log_moment for part in parts)
         self._mean = sum(part.times * part.mean for part in parts)
         s = c + 1j * t
         weights = np.exp(log_size + 1j * phase) / (s * (s + 1)) * (spacing / math.pi)
         weights[0] /= 2
-        self._t, self._weights, self._total = t, weights, float(np.abs(weights).sum())
-        self._rest = math.exp(_log_bound_beyond(terms, parts, c, float(t[-1]), swapped)) / (math.pi * float(t[-1]))
+        self._turns, self._t, self._weights = 1j * t, t, weights
+        self._total, last = float(np.abs(weights).sum()), float(t[-1])
+        self._rest = math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
         steps = sum(part.times for part in parts)
         self._rounding = ROUNDING * (64 + 8 * abs(self._log_moment) + 8 * math.sqrt(steps) + 2 * abs(c * self._mean))
 
@@ -205,94 +93,109 @@ class _Line:
         if abs(log_peak) > 600:
             raise Unresolved
         peak = math.exp(log_peak)
-        turned = self._weights * np.exp(1j * self._t * (self._mean - epsilon))
-        total = peak * float(turned.real.sum()) + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
-        slope = -peak * float((turned * (self.c + 1j * self._t)).real.sum())
+        turned = self._weights * np.exp(self._turns * (self._mean - epsilon))
+        real = float(turned.real.sum())
+        total = peak * real + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
+        slope = -peak * (self.c * real - float(self._t @ turned.imag))
         rounding = self._rounding + 4 * ROUNDING * abs(self.c * epsilon)
         error = peak * (self._rest + rounding * self._total) + 4 * ROUNDING * (self.c < 0)
         return total, slope, error
 
 
-def _refined(
-    term: _Term, part: _Tilted, c: float, frequency: float, swapped: bool, negligible: float = 1e-16
-) -> tuple[_Tilted, float]:
-    """The same part from a rule that is fine enough for oscillations up to a frequency, and its steepest slope.
+def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: float) -> tuple[list[Tilted], int]:
+    """All terms under a tilt, and how many multiples of the spacing it takes until ``Σ times * log |φ| <= rest``."""
+    coarse = [tilted(one, c) for one in terms]
+    end = math.sqrt(-2 * rest / sum(part.times * part.variance for part in coarse))
+    while True:
+        if end > LONGEST * spacing:
+            raise Unresolved
+        last = max(math.ceil(end / spacing), FEWEST - 1)
+        frequency = last * spacing
+        parts = [refined(one, part, c, frequency)[0] for one, part in zip(terms, coarse, strict=True)]
+        if sum(part.times * part.log_size(frequency) for part in parts) <= rest:
+            return parts, last + 1
+        end = 1.25 * frequency
 
-    The nodes of the widest gaps are let be that have no more mass than ``negligible`` together.
+
+class _Root(NamedTuple):
+    """Where a line's sum is δ, nearly; the sum's slope and error there."""
+
+    epsilon: float
+    slope: float
+    error: float
+
+
+def _root(line: _Line, delta: float, epsilon: float, high: float) -> _Root:
+    """Newton in log δ, by halves where that leads out of [0, high]."""
+    low = 0.0
+    for _ in range(80):
+        total, slope, error = line.value(epsilon)
+        low, high = (epsilon, high) if total > delta else (low, epsilon)
+        following = -1.0
+        if total > 0 > slope:
+            following = epsilon + math.log(total / delta) * total / -slope
+        if abs(following - epsilon) <= 1e-8 * epsilon:
+            return _Root(following, slope, error)  # twice the digits
+        if high - low <= 1e-14 * high:
+            return _Root(epsilon, slope, error)
+        if not low < following < high:
+            following = 0.0 if low == 0.0 and following <= 0.0 < epsilon and total > 0 else (low + high) / 2
+        epsilon = following
+    raise Unresolved
+
+
+class _Crossing:
+    """Where δ(ε) certainly crosses a value, next to a root of a line's sum.
+
+    Args:
+        line: its sum is δ(ε) but for aliases.
+        delta: the value.
+        root: where the sum is ``delta``, nearly.
+        added: what the sum may have too much, within ``most`` of the root.
+        missing: what it may lack there.
+        most: the largest distance from the root to try.
+
+    Raises:
+        Unresolved: now or when asked, the bracket would be wider.
     """
-    widest = np.argsort(part.gaps)[::-1]
-    first = int(np.searchsorted(np.cumsum(part.mass[widest]), negligible))
-    slope = float(part.gaps[widest[first]]) / part.step
-    if (frequency * slope + 26.6) * part.step <= 2 * math.pi:
-        return part, slope
-    step = 2 * math.pi / (frequency * slope + 26.6)
-    if term.step / step > 100:
-        raise Unresolved
-    coarsest = term.law.coarsest_step
-    return _tilted(_term(term.law, term.times, swapped, math.ceil(2 * math.log2(coarsest / step))), c), slope
 
+    def __init__(self, line: _Line, delta: float, root: _Root, *, added: float, missing: float, most: float):
+        self._line, self._delta, self._root = line, delta, root.epsilon
+        self._added, self._missing, self._most = added, missing, most
+        self._margin = 1.1 * (root.error + added + missing) / max(-root.slope, 1e-300) + 1e-14 * root.epsilon
+        if self._margin > most:
+            raise Unresolved
 
-def _log_bound_beyond(terms: Sequence[_Term], parts: Sequence[_Tilted], c: float, start: float, swapped: bool) -> float:
-    """Bound on ``Σ times * log |φ(t)|`` for all t >= start, from the easier half of the parts."""
-    share = 1.0 if len(parts) == 1 else 0.5
-    level = math.exp(1.05 * REST / (share * sum(part.times for part in parts)))  # what |φ| must not exceed in the end
-    ends = [_where_variation_suffices(part, level) for part in parts]
-    order = sorted(range(len(parts)), key=ends.__getitem__)
-    reached = np.cumsum([parts[i].times for i in order])
-    chosen = order[: int(np.searchsorted(reached, share * reached[-1])) + 1]  # the easiest half of the steps
-    steps, end = sum(parts[i].times for i in chosen), ends[chosen[-1]]
-    if end <= start:
-        return steps * math.log(level)
-    deviation = max(float(parts[i].mass @ np.abs(parts[i].offsets)) for i in chosen)
-    turn = min(max(2.5 / deviation, start), end)
-    steady = math.ceil(math.log(turn / start) / math.log(1.1)), math.ceil((end - turn) * deviation / 0.25)
-    if sum(steady) > CERTIFICATE:
-        raise Unresolved
-    t = start * (turn / start) ** np.linspace(0, 1, steady[0] + 1)
-    t = np.append(t, turn + (end - turn) * _fractions(steady[1]))
-    total = np.zeros(len(t) - 1)
-    for i in chosen:
-        total += parts[i].times * np.log(_size_between(terms[i], parts[i], c, t, swapped, 0.02 * (1 - level)))
-    largest = max(float(total.max(initial=-math.inf)), steps * math.log(level))
-    if largest > REST / 2:
-        raise Unresolved
-    return largest
+    def low(self) -> float:
+        """An ε where δ(ε) is above the value, or 0."""
+        margin = self._margin
+        while margin < self._root:
+            total, _, error = self._line.value(self._root - margin)
+            if total - error - self._added > self._delta:
+                return self._root - margin
+            margin = self._wider(margin)
+        return 0.0
 
+    def high(self) -> float:
+        """An ε where δ(ε) is at most the value."""
+        margin = self._margin if self._root > 0 else 0.0
+        while True:
+            total, _, error = self._line.value(self._root + margin)
+            if total + error + self._missing <= self._delta:
+                return self._root + margin
+            margin = self._wider(margin)
 
-def _size_between(term: _Term, part: _Tilted, c: float, t: Array, swapped: bool, negligible: float) -> Array:
-    """Bound on |φ| between neighboring t, from its values there and its Lipschitz constants."""
-    deviation, variance = float(part.mass @ np.abs(part.offsets)), float(part.mass @ part.offsets**2)
-    part, slope = _refined(term, part, c, float(t[-1]), swapped, negligible)
-    kept = part.gaps <= slope * part.step * (1 + 1e-9)
-    angle, mass = t[:, None] * part.offsets[kept], part.mass[kept]
-    size = np.hypot(np.cos(angle) @ mass, np.sin(angle) @ mass) + 1 - float(mass.sum())
-    return np.minimum((size[:-1] + size[1:]) / 2 + np.minimum(deviation, variance * t[1:]) * np.diff(t) / 2, 1.0)
-
-
-def _fractions(count: int) -> Array:
-    """1/count, 2/count, ..., 1."""
-    return np.arange(1, count + 1) / max(count, 1)
-
-
-def _where_variation_suffices(part: _Tilted, level: float) -> float:
-    """A frequency from which on ``|φ(t)| <= ∫ (f - κ)+ + variation(min(f, κ)) / t <= level`` for some κ."""
-    density = part.mass / np.maximum(part.gaps, 1e-300)
-    levels = np.sort(density[part.mass > 1e-6])
-    caps = levels[[len(levels) // 2, 7 * len(levels) // 10, 17 * len(levels) // 20, -1], None]
-    cut = np.minimum(density, caps)
-    above = part.mass @ (1 - cut / density).T
-    variation = 1.1 * (np.abs(np.diff(cut, axis=1)).sum(1) + cut[:, 0] + cut[:, -1])
-    with np.errstate(divide="ignore"):
-        ends = np.where(above < level, variation / (level - above), np.inf)
-    return float(ends.min())
+    def _wider(self, margin: float) -> float:
+        if 2 * margin > self._most or margin == 0:
+            raise Unresolved
+        return 2 * margin
 
 
 class SaddleCurve:
     """One direction's curve, from lines near the saddle point: for laws with positive moments."""
 
     def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [_term(law, count, swapped) for law, count in steps]
-        self._swapped = swapped
+        self._terms = [term(law, count, swapped) for law, count in steps]
 
     @cached_property
     def _moments(self) -> _Moments:
@@ -301,24 +204,24 @@ class SaddleCurve:
         except Unresolved:  # rare sampling: a few large losses make up the deviation
             return _Moments(self._terms, RARE)
 
-    def _line(self, epsilon: float, log_delta: float) -> _Line:
+    def _line(self, epsilon: float, log_delta: float, alias: float = ALIAS, rest: float = REST) -> _Line:
         """The line with the shortest sum among those whose integrand is not much larger than δ."""
         moments = self._moments
         tilts, chernoff = moments.tilts, moments.bound - moments.tilts * epsilon
         log_delta = min(log_delta, float(chernoff.min()))
-        log_peak = moments.log_moment - tilts * epsilon - np.log(tilts * (1 + tilts))
-        allowed = log_peak - log_delta <= max(AMPLIFICATION, float((log_peak - log_delta).min()) + 1)
-        log_alias = math.log(ALIAS) + log_delta
-        apart = tilts - tilts[:, None]
+        log_peak = moments.log_moment - tilts * epsilon - np.log(tilts * (1 + tilts)) - log_delta
+        allowed = np.flatnonzero(log_peak <= max(AMPLIFICATION, float(log_peak.min()) + 1))
+        log_alias = math.log(alias) + log_delta
+        c = tilts[allowed]
+        apart = tilts - c[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):
             above = np.where(apart > 0, (chernoff - log_alias) / apart, np.inf).min(1)
-        period = np.maximum(-log_alias / tilts, above)
-        cost = np.where(allowed, np.sqrt(-2 * REST / moments.variance) * period, np.inf)
-        best = int(cost.argmin())
-        return _Line(self._terms, float(tilts[best]), float(period[best]), swapped=self._swapped)
+        period = np.maximum(-log_alias / c, above)
+        best = int((period / np.sqrt(moments.variance[allowed])).argmin())
+        return _Line(self._terms, float(c[best]), float(period[best]), rest)
 
     def _alias(self, line: _Line, epsilon: float) -> float:
-        """Upper bound on what the aliases add at ε."""
+        """Upper bound on what the aliases add at ε and above."""
         moments = self._moments
         below = math.exp(-line.c * line.period)
         usable = moments.tilts > line.c
@@ -341,68 +244,28 @@ class SaddleCurve:
         return Bracket(min(max(low, floor), high), high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        line, root = self._solve(delta)
-        if line is None:
-            return Bracket(0.0, 0.0)
-        return Bracket(self._below(line, root, delta), self._above(line, root, delta))
+        crossing = self._crossing(delta)
+        return Bracket(crossing.low(), crossing.high())
 
     def epsilon_high(self, delta: float) -> float:
-        line, root = self._solve(delta)
-        return 0.0 if line is None else self._above(line, root, delta)
+        return self._crossing(delta).high()
 
-    def epsilon_bound(self, delta: float) -> float:
-        return self._moments.epsilon_bound(delta)
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        if self._moments.epsilon_bound(delta) <= epsilon:
+            return True
+        total, _, error = self._line(epsilon, math.log(delta), *ROUGHLY).value(epsilon)
+        return total + error <= delta
 
-    def _solve(self, delta: float) -> tuple[_Line | None, float]:
-        """A line near the saddle point of ε(δ), and the ε where its sum is δ; no line if ε = 0 is enough."""
-        high = self.epsilon_bound(delta)
-        line = self._line(high, math.log(delta))
-        low, epsilon = 0.0, high
-        for _ in range(80):  # Newton in log δ, by halves where that leads out of [low, high]
-            total, slope, _ = line.value(epsilon)
-            low, high = (epsilon, high) if total > delta else (low, epsilon)
-            following = -1.0
-            if total > 0 and slope < 0:
-                following = epsilon + math.log(total / delta) * total / -slope
-            if abs(following - epsilon) <= 1e-14 * epsilon or high - low <= 1e-14 * high:
-                break
-            if not low < following < high:
-                following = 0.0 if low == 0.0 and following <= 0.0 < epsilon and total > 0 else (low + high) / 2
-            epsilon = following
-        else:
-            raise Unresolved
-        if epsilon < 1e-12:
-            total, _, error = line.value(0.0)
-            if total + error <= delta:
-                return None, 0.0
-            raise Unresolved  # whether ε is 0 cannot be told from rounding
-        return line, epsilon
-
-    @staticmethod
-    def _above(line: _Line, root: float, delta: float) -> float:
-        total, slope, error = line.value(root)
-        if slope >= 0:
-            raise Unresolved
-        margin = 1.5 * (error + abs(total - delta)) / -slope + 1e-15 * root
-        while margin <= WIDEST * root:
-            total, _, error = line.value(root + margin)
-            if total + error <= delta:
-                return root + margin
-            margin *= 2
-        raise Unresolved
-
-    def _below(self, line: _Line, root: float, delta: float) -> float:
-        total, slope, error = line.value(root)
-        if slope >= 0:
-            raise Unresolved
-        margin = 1.5 * (error + self._alias(line, root) + abs(total - delta)) / -slope + 1e-15 * root
-        while margin <= WIDEST * root:
-            epsilon = root - margin
-            total, _, error = line.value(epsilon)
-            if total - error - self._alias(line, epsilon) > delta:
-                return epsilon
-            margin *= 2
-        raise Unresolved
+    def _crossing(self, delta: float) -> _Crossing:
+        """Where a line near the saddle point of ε(δ) crosses δ."""
+        bound = self._moments.epsilon_bound(delta)
+        line = self._line(bound, math.log(delta))
+        root = _root(line, delta, bound, bound)
+        if root.epsilon < 1e-12:
+            root = root._replace(epsilon=0.0)
+        most = min(WIDEST * root.epsilon, WIDEST / line.c) if root.epsilon else math.inf
+        added = self._alias(line, root.epsilon - most) if root.epsilon else 0.0
+        return _Crossing(line, delta, root, added=added, missing=0.0, most=most)
 
 
 class HellingerCurve:
@@ -415,8 +278,7 @@ class HellingerCurve:
     """
 
     def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [_term(law, count, swapped) for law, count in steps]
-        self._swapped = swapped
+        self._terms = [term(law, count, swapped) for law, count in steps]
         self._lines: dict[float, _Line] = {}
 
     def _line(self, reach: float) -> _Line:
@@ -424,52 +286,45 @@ class HellingerCurve:
         if reach not in self._lines:
             size = -math.log(ALIAS_OF_ONE)
             period = reach + 2 * size
-            self._lines[reach] = _Line(self._terms, -size / period, period, swapped=self._swapped)
+            self._lines[reach] = _Line(self._terms, -size / period, period, REST_OF_ONE)
         return self._lines[reach]
 
     @staticmethod
     def _alias(line: _Line, epsilon: float) -> float:
+        """Upper bound on what the aliases take at ε and below."""
         above, log_ratio = math.exp(line.c * line.period), -(1 + line.c) * line.period
         return above / (1 - above) + math.exp(min(epsilon + log_ratio, 0.0)) / -math.expm1(log_ratio)
 
-    def _bounds(self, line: _Line, epsilon: float) -> Bracket[float]:
+    def delta(self, epsilon: float) -> Bracket[float]:
+        reach = next((reach for reach in REACHES if epsilon <= reach), None)
+        if reach is None:
+            raise Unresolved
+        line = self._line(reach)
         total, _, error = line.value(epsilon)
         floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
         high = min(total + error + self._alias(line, epsilon), 1.0)
         return Bracket(min(max(total - error, floor), high), high)
 
-    def delta(self, epsilon: float) -> Bracket[float]:
-        reach = REACHES[int(np.searchsorted(REACHES, epsilon))] if epsilon <= REACHES[-1] else None
-        if reach is None:
-            raise Unresolved
-        return self._bounds(self._line(reach), epsilon)
-
     def epsilon(self, delta: float) -> Bracket[float]:
-        line, reach = self._enough(delta)
-        high = self._crossing(lambda epsilon: self._bounds(line, epsilon).high <= delta, reach)[1]
-        low = self._crossing(lambda epsilon: self._bounds(line, epsilon).low <= delta, reach)[0]
-        return Bracket(min(low, high), high)
+        crossing = self._crossing(delta)
+        return Bracket(crossing.low(), crossing.high())
 
     def epsilon_high(self, delta: float) -> float:
-        line, reach = self._enough(delta)
-        return self._crossing(lambda epsilon: self._bounds(line, epsilon).high <= delta, reach)[1]
+        return self._crossing(delta).high()
 
-    def epsilon_bound(self, delta: float) -> float:
-        return math.inf
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self.delta(epsilon).high <= delta
 
-    def _enough(self, delta: float) -> tuple[_Line, float]:
-        """A line that reaches ε(δ)."""
+    def _crossing(self, delta: float) -> _Crossing:
+        """Where a line that reaches ε(δ) crosses δ."""
         for reach in REACHES:
             line = self._line(reach)
-            if self._bounds(line, reach).high <= delta:
-                return line, reach
+            missing = self._alias(line, reach + FARTHEST)
+            total, _, error = line.value(reach)
+            if total + error + missing <= delta:
+                root = _root(line, delta, 0.0, reach)
+                return _Crossing(line, delta, root, added=0.0, missing=missing, most=FARTHEST)
         raise Unresolved
-
-    @staticmethod
-    def _crossing(holds: Callable[[float], bool], reach: float) -> tuple[float, float]:
-        if holds(0.0):
-            return 0.0, 0.0
-        return bisect(holds, 0.0, reach, 1e-12)
 
 
 def curve(steps: Sequence[tuple[Law, int]], *, swapped: bool) -> SaddleCurve | HellingerCurve:

@@ -32,8 +32,8 @@ class Curve(Protocol):
         """``epsilon(delta).high`` exactly, without the work for ``low``."""
         ...
 
-    def epsilon_bound(self, delta: float) -> float:
-        """A quick upper bound on ε(delta), perhaps infinite, to see whether this direction can matter at all."""
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        """Whether δ(epsilon) is certainly at most ``delta``, cheaper than `epsilon`; False is no answer."""
         ...
 
 
@@ -80,8 +80,8 @@ class Nothing:
     def epsilon_high(self, delta: float) -> float:
         return 0.0
 
-    def epsilon_bound(self, delta: float) -> float:
-        return 0.0
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return epsilon >= 0 or self.delta(epsilon).high <= delta
 
 
 class UpperHalf:
@@ -99,8 +99,8 @@ class UpperHalf:
     def epsilon_high(self, delta: float) -> float:
         return self._dominating.epsilon_high(delta)
 
-    def epsilon_bound(self, delta: float) -> float:
-        return self._dominating.epsilon_bound(delta)
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._dominating.surely_below(epsilon, delta)
 
 
 class Capped:
@@ -118,8 +118,13 @@ class Capped:
     def epsilon(self, delta: float) -> Bracket[float]:
         return self._cut(self._cap.epsilon(delta), lambda: self._engine.epsilon(delta))
 
-    def epsilon_bound(self, delta: float) -> float:
-        return self._smaller(self._cap.epsilon_high(delta), lambda: self._engine.epsilon_bound(delta))
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        if self._cap.surely_below(epsilon, delta):
+            return True
+        try:
+            return self._engine.surely_below(epsilon, delta)
+        except Unresolved:
+            return False
 
     def epsilon_high(self, delta: float) -> float:
         return self._smaller(self._cap.epsilon_high(delta), lambda: self._engine.epsilon_high(delta))
@@ -166,5 +171,5 @@ class ClosedForm:
     def epsilon_high(self, delta: float) -> float:
         return crossing(lambda epsilon: self.delta(epsilon).high <= delta).high
 
-    def epsilon_bound(self, delta: float) -> float:
-        return np.inf  # the answer itself is just as quick
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self.delta(epsilon).high <= delta

@@ -8,6 +8,7 @@ density let the contour converge too slowly; for Gaussian steps also a single st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from .jumps import JumpCurve
 from .law import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
 
 Steps = Sequence[tuple[Law, int]]
+Answer = TypeVar("Answer")
 METHODS = ("auto", "contour", "lattice")
 
 
@@ -40,7 +42,7 @@ class FirstThatCan:
     def __init__(self, make: Sequence[Callable[[], Curve]]):
         self._make, self._made = make, {}
 
-    def _ask(self, question: Callable[[Curve], Bracket[float] | float]) -> Bracket[float] | float:
+    def _ask(self, question: Callable[[Curve], Answer]) -> Answer:
         for index, make in enumerate(self._make):
             try:
                 if index not in self._made:
@@ -52,16 +54,16 @@ class FirstThatCan:
         raise AssertionError("no engine at all")
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        return self._ask(lambda curve: curve.delta(epsilon))  # pyright: ignore[reportReturnType]
+        return self._ask(lambda curve: curve.delta(epsilon))
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        return self._ask(lambda curve: curve.epsilon(delta))  # pyright: ignore[reportReturnType]
+        return self._ask(lambda curve: curve.epsilon(delta))
 
     def epsilon_high(self, delta: float) -> float:
-        return self._ask(lambda curve: curve.epsilon_high(delta))  # pyright: ignore[reportReturnType]
+        return self._ask(lambda curve: curve.epsilon_high(delta))
 
-    def epsilon_bound(self, delta: float) -> float:
-        return self._ask(lambda curve: curve.epsilon_bound(delta))  # pyright: ignore[reportReturnType]
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._ask(lambda curve: curve.surely_below(epsilon, delta))
 
 
 class Tightest:
@@ -79,8 +81,8 @@ class Tightest:
     def epsilon_high(self, delta: float) -> float:
         return min(part.epsilon_high(delta) for part in self._parts)
 
-    def epsilon_bound(self, delta: float) -> float:
-        return min(part.epsilon_bound(delta) for part in self._parts)
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return any(part.surely_below(epsilon, delta) for part in self._parts)
 
 
 class Anything:
@@ -95,8 +97,8 @@ class Anything:
     def epsilon_high(self, delta: float) -> float:
         return np.inf
 
-    def epsilon_bound(self, delta: float) -> float:
-        return np.inf
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return False
 
 
 def _inner(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
@@ -122,8 +124,8 @@ class Extremes:
     def epsilon_high(self, delta: float) -> float:
         return max(curve.epsilon_high(delta) for curve in self._upper)
 
-    def epsilon_bound(self, delta: float) -> float:
-        return max(curve.epsilon_bound(delta) for curve in self._upper)
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return all(curve.surely_below(epsilon, delta) for curve in self._upper)
 
 
 def curves(steps: Sequence[tuple[Law | Between, int]], method: str = "auto") -> tuple[Curve, ...]:

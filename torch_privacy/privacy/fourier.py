@@ -23,6 +23,7 @@ from .bracket import Array
 from .curve import Bracket, Unresolved, bisect, crossing
 from .lattice import Lattice, optimistic, pessimistic
 from .law import Law, Subsampled
+from .tilt import tilt_entropy
 
 TAIL = 1e-17  # tilted mass outside the window, per side
 LONGEST = 2**22  # FFT length, beyond which the spacing is doubled
@@ -39,11 +40,6 @@ Discretise = Callable[[Law, float], Lattice]
 
 class WindowTooLong(Exception):
     """The composed law needs more than LONGEST lattice points at this spacing."""
-
-
-def tilt_entropy(s: Array) -> Array:
-    """``H(s) = s log s - (1 + s) log(1 + s)``, by which ``δ(ε) <= exp(K(s) + H(s) - s ε)`` for every s > 0."""
-    return s * np.log(s) - (1 + s) * np.log1p(s)
 
 
 class Grouped:
@@ -316,8 +312,10 @@ class LatticeCurve:
         upper = self._composed(pessimistic, lambda family: family.at_delta(delta))
         return crossing(lambda epsilon: upper.at_most(epsilon) <= delta).high
 
-    def epsilon_bound(self, delta: float) -> float:
-        return self._family(pessimistic).epsilon_bound(delta)
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        if self._family(pessimistic).epsilon_bound(delta) <= epsilon:
+            return True
+        return self._composed(pessimistic, lambda family: family.at_delta(delta)).at_most(epsilon) <= delta
 
     def _family(self, discretise: Discretise) -> Family:
         if discretise not in self._families:

@@ -71,8 +71,8 @@ class JumpCurve:
     def epsilon_high(self, delta: float) -> float:
         return self._crossing(lambda epsilon: self._above(epsilon) <= delta)[1]
 
-    def epsilon_bound(self, delta: float) -> float:
-        return np.inf
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return epsilon > 0 and self._above(epsilon) <= delta
 
     @staticmethod
     def _crossing(holds) -> tuple[float, float]:
