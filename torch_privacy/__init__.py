@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .clipping import MicroBatches as MicroBatches
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
+    from .embedding import BGEP as BGEP
+    from .embedding import GEP as GEP
+    from .embedding import AnchorSubspace as AnchorSubspace
     from .jacobian import Jacobian as Jacobian
     from .pca import PrivatePCA as PrivatePCA
     from .sketched import Sketched as Sketched
@@ -31,11 +34,14 @@ __version__ = "0.1.0"
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
 _HOME = {
     "Adaptive": "clipping",
+    "AnchorSubspace": "embedding",
     "Automatic": "clipping",
+    "BGEP": "embedding",
     "Checkup": "checkup",
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
+    "GEP": "embedding",
     "Groups": "clipping",
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
@@ -51,7 +57,10 @@ _HOME = {
     "vmapped_jacobian": "vmapped",
 }
 __all__ = [
+    "BGEP",
+    "GEP",
     "Adaptive",
+    "AnchorSubspace",
     "Automatic",
     "Checkup",
     "ClippingRule",

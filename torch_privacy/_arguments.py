@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import privacy
-from ._check import positive, strictly_between, whole
+from ._check import Refused, positive, strictly_between, whole
+from ._embedded import EmbeddedSum
 from ._mechanism import ClippedSum, Mechanism, SketchedSum
 from .clipping import ClippingRule, MicroBatches
+from .embedding import BGEP, GEP
 
 if TYPE_CHECKING:
     from .training import PrivateTraining
@@ -41,6 +43,8 @@ def check_numbers(training: PrivateTraining, num_workers: int) -> None:
 def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trained: Mapping[str, Tensor]) -> Mechanism:
     """What a step of the training is to release."""
     sketched, names = training.jacobian, list(trained)
+    if training.perturbation is not None:
+        return _embedded_sum(training, clipping, trained)
     if not isinstance(clipping, ClippingRule):
         raise ValueError(f"{WHERE}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
     if isinstance(clipping, MicroBatches) and training.microbatch_size is not None:
@@ -53,6 +57,26 @@ def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trai
     return SketchedSum(
         sketched, clipping, names, training.expected_batch_size, not_for_release=training.not_for_release
     )
+
+
+def _embedded_sum(
+    training: PrivateTraining, clipping: ClippingRule | None, trained: Mapping[str, Tensor]
+) -> EmbeddedSum:
+    perturbation = training.perturbation
+    if not isinstance(perturbation, (GEP, BGEP)):
+        raise ValueError(f"{WHERE}: perturbation={perturbation!r} must be a GEP(AnchorSubspace(...)) or BGEP(...).")
+    kind = type(perturbation).__name__
+    if training.jacobian is not None:
+        raise Refused(
+            f"{WHERE}: jacobian={training.jacobian!r} with perturbation={kind}(...) has no price: the residuals' norms "
+            "must be exact. Leave one of the two out."
+        )
+    if clipping is not None:
+        raise Refused(
+            f"{WHERE}: clipping={clipping!r} with perturbation={kind}(...), which clips embedding and residual by "
+            f"rules of their own. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
+        )
+    return EmbeddedSum(perturbation, trained, training.expected_batch_size)
 
 
 def choose_noise(training: PrivateTraining, noise_multiplier: float | None) -> float:

@@ -28,6 +28,7 @@ from ._statement import Spent, spent, statement
 from ._switch import Pending, Switch, Watch
 from ._tape import MEMORY_BUDGET, check_losses
 from .clipping import ClippingRule
+from .embedding import BGEP, GEP
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
 from .sketched import Sketched
@@ -46,7 +47,8 @@ class PrivateTraining:
         dataset: map-style; one item is one example, the unit that is protected. Its size counts as public.
         expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step.
         num_steps: number of steps (releases) in all.
-        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``.
+        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``; left out with
+            ``perturbation``, which has bounds of its own.
         noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
@@ -58,6 +60,8 @@ class PrivateTraining:
             the clipped sum the same up to rounding.
         jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
             projections, which costs epsilon. By default norms are exact.
+        perturbation: ``GEP(...)`` or ``BGEP(...)``: noise for the gradients' coordinates in a public subspace and,
+            apart from these, for what is left over.
         prior_releases: what was released of the same data before and is used here, such as ``[pca.release_]`` of a
             `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
         not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
@@ -116,7 +120,7 @@ class PrivateTraining:
         *,
         expected_batch_size: float,
         num_steps: int,
-        clipping: ClippingRule,
+        clipping: ClippingRule | None = None,
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         delta: float | None = None,
@@ -124,6 +128,7 @@ class PrivateTraining:
         microbatch_size: int | None = None,
         memory_budget: float = MEMORY_BUDGET,
         jacobian: Sketched | None = None,
+        perturbation: GEP | BGEP | None = None,
         prior_releases: Sequence[privacy.Release] = (),
         not_for_release: bool = False,
         collate_fn: Collate | None = None,
@@ -137,7 +142,7 @@ class PrivateTraining:
         self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
         self.delta, self.target_epsilon, self.budget = delta, target_epsilon, budget
         self.memory_budget, self.prior_releases = memory_budget, tuple(prior_releases)
-        self.jacobian, self.not_for_release = jacobian, not_for_release
+        self.jacobian, self.perturbation, self.not_for_release = jacobian, perturbation, not_for_release
         self.test_seed = test_seed
         check_numbers(self, num_workers)
         check_model(model, optimizer)

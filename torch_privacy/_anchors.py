@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anchor gradients, those of auxiliary examples, and the subspace that they span."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ._batches import Batches
+from ._check import Refused
+from ._layout import Layouts
+from ._model import Census, Seal
+from ._rewind import RandomState
+from ._subspace import Basis, Start, balanced_groups, groups_by_prefix, orthonormalize, pieces, quotas
+from ._tape import Tape
+
+if TYPE_CHECKING:
+    from .embedding import AnchorSubspace
+
+NUM_GROUPS = 5  # of parameters, where the user says nothing
+KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; more are made again
+
+Rows = list[Tensor]  # (c, size) for every parameter of a group
+Project = Callable[[Rows], Tensor]  # onto some directions: (c, k)
+
+
+class Anchors:
+    """Makes the basis of any step of one model: a function of its weights, the auxiliary data, a key and the step.
+
+    Args:
+        setting: the user's choice.
+        parameters: the trained ones, by name.
+    """
+
+    def __init__(self, setting: AnchorSubspace, parameters: Mapping[str, Tensor]):
+        self._setting, self._key = setting, b""
+        self._shapes = {name: p.shape for name, p in parameters.items()}
+        self.groups = groups_of(setting, parameters)
+        self._sizes = {group: sum(parameters[name].numel() for name in names) for group, names in self.groups.items()}
+        self.quotas = quotas(setting.num_basis, self._sizes)
+        dtype = reduce(torch.promote_types, (p.dtype for p in parameters.values()), torch.float32)
+        self._like = torch.empty(0, dtype=dtype, device=next(iter(parameters.values())).device)
+        self._fetch = Batches(setting.dataset, setting.collate_fn, num_workers=0)
+        self._layouts = Layouts()
+
+    def basis(self, model: nn.Module, census: Census, key: bytes, step: int) -> Basis:
+        """The basis for the model's weights as they are now; model and random state are left as they were.
+
+        From key and step come labels, the choice of examples, dropout and the first directions.
+
+        Raises:
+            Refused: the forward writes into the model; what the tape refuses.
+        """
+        self._key = key
+        seal, state = Seal(census, content=not self._layouts.settled), RandomState()
+        try:
+            vectors = self._vectors(model, census, step)
+        except Refused as error:
+            raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
+        finally:
+            state.restore()
+        seal.check(census)
+        return Basis(self.groups, self._shapes, vectors)
+
+    @torch.no_grad()
+    def _vectors(self, model: nn.Module, census: Census, step: int) -> dict[str, Tensor]:
+        """Power iteration: the rows of (G Vᵀ)ᵀ G, orthonormalized, become the next V; G are the anchor gradients."""
+        draw, iterations = self._generator("directions", step), self._setting.power_iterations
+        if not iterations:
+            drawn = {g: torch.randn(self.quotas[g], size, generator=draw) for g, size in self._sizes.items()}
+            return {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()}
+        project: dict[str, Project] = {
+            group: Start(size, self.quotas[group], draw, self._like) for group, size in self._sizes.items()
+        }
+        gradients: Iterable[tuple[str, Rows]] = []
+        vectors: dict[str, Tensor] = {}
+        for iteration in range(iterations):
+            if iteration == 0 or not isinstance(gradients, list):
+                gradients = self._gradients(model, census, step)
+            if iteration == 0 and iterations > 1 and self._fit:
+                gradients = list(gradients)
+            vectors = self._product(gradients, project)
+            vectors = {group: orthonormalize(v, draw) for group, v in vectors.items()}
+            project = {group: _onto(v) for group, v in vectors.items()}
+        return vectors
+
+    @property
+    def _fit(self) -> bool:
+        """Whether all anchor gradients may be held at once."""
+        return self._setting.count * sum(self._sizes.values()) * self._like.itemsize <= KEPT_BYTES
+
+    def _product(self, gradients: Iterable[tuple[str, Rows]], project: Mapping[str, Project]) -> dict[str, Tensor]:
+        """(G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
+        total = {group: self._like.new_zeros(self.quotas[group], size) for group, size in self._sizes.items()}
+        for group, rows in gradients:
+            embedding = project[group](rows)
+            for (_, part), of_parameter in zip(pieces(self.groups[group], self._shapes), rows, strict=True):
+                total[group][: embedding.shape[1], part].addmm_(embedding.T, of_parameter)
+        return total
+
+    def _gradients(self, model: nn.Module, census: Census, step: int) -> Iterator[tuple[str, Rows]]:
+        """The anchor gradients of some examples in one group, for every chunk of examples and every group."""
+        order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
+        chosen = order[: self._setting.count].sort().values
+        for number, part in enumerate(chosen.split(self._setting.chunk_size)):
+            jacobian = self._jacobian(model, census, part, (step, number))
+            for group, names in self.groups.items():
+                rows = jacobian.restricted(names).rows()
+                yield group, _finite([rows[name].flatten(1).to(self._like) for name in names])
+            del jacobian
+
+    @torch.enable_grad()
+    def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Any:
+        (batch,) = self._fetch(iter([examples.numpy()]))
+        batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
+        torch.manual_seed(self._generator("dropout", *which).initial_seed())
+        with Tape(census.trained, census.others.values(), self._layouts, len(examples)) as tape:
+            outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
+        labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
+        losses = self._setting.loss(outputs, labels)
+        return tape.jacobian(losses, may_miss=census.trained, verify=True)
+
+    def _generator(self, purpose: str, *numbers: int) -> torch.Generator:
+        digest = hashlib.blake2b(f"anchor {purpose} {numbers}".encode(), key=self._key, digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def groups_of(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """The groups of parameters as the user wants them, label -> names."""
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    wanted = setting.groups
+    if wanted is None:
+        wanted = min(NUM_GROUPS, setting.num_basis)
+    groups = balanced_groups(sizes, wanted) if isinstance(wanted, int) else groups_by_prefix(sizes, wanted)
+    if len(groups) > setting.num_basis:
+        raise ValueError(
+            f"AnchorSubspace: num_basis={setting.num_basis!r} is less than the number of groups, {len(groups)}. "
+            "Each needs a direction."
+        )
+    return groups
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for inputs that are one tensor, several, or a mapping of arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs) if isinstance(inputs, Tensor) else model(*inputs)
+
+
+def _onto(vectors: Tensor) -> Project:
+    def project(rows: Sequence[Tensor]) -> Tensor:
+        sizes = [part.shape[1] for part in rows]
+        first, *others = (part @ v.T for part, v in zip(rows, vectors.split(sizes, 1), strict=True))
+        return sum(others, first)
+
+    return project
+
+
+def _finite(rows: Rows) -> Rows:
+    """The rows, with zeros for an example of which some entry is not finite."""
+    finite = torch.stack([part.sum(1).isfinite() for part in rows]).all(0)
+    return rows if finite.all() else [torch.where(finite[:, None], part, 0) for part in rows]

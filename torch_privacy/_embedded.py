@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step of gradient embedding perturbation releases: sums of embeddings, and of residuals."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import privacy
+from ._anchors import Anchors
+from ._check import Refused
+from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros
+from ._model import Census
+from ._subspace import Basis
+from .clipping import ClippingRule
+from .embedding import BGEP, GEP
+from .jacobian import Jacobian
+from .sampling import Poisson
+
+ROUNDING = 64  # in units of the type's: what is added to squared lengths of residuals, relative to the gradient's
+COARSE = 2**-7  # the same where torch may multiply in less than float32
+
+
+class Part:
+    """One of the two sums: its rule, and which of the rule's groups each group of the subspace belongs to.
+
+    Args:
+        rule: clips.
+        groups: of the subspace, label -> names of parameters.
+    """
+
+    def __init__(self, rule: ClippingRule, groups: Mapping[str, Sequence[str]]):
+        names = [name for inside in groups.values() for name in inside]
+        self.rule = rule.bind(names)
+        self.labels = {name: label for label, inside in self.rule.groups(names).items() for name in inside}
+        torn = [group for group, inside in groups.items() if len({self.labels[name] for name in inside}) > 1]
+        if torn:
+            raise ValueError(
+                f"AnchorSubspace: group {', '.join(map(repr, torn))} has parameters of several groups of {rule!r}. "
+                "Give the subspace groups that lie inside of the rule's, e.g. the same prefixes."
+            )
+        self.members: dict[str, list[str]] = {}  # label -> groups of the subspace
+        for group, inside in groups.items():
+            self.members.setdefault(self.labels[inside[0]], []).append(group)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 change of the sum between neighboring data sets."""
+        return self.rule.sensitivity(RELATION)
+
+    def factors(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The factors (n,) in every group of the subspace, from squared lengths (n,) there."""
+        factors = {}
+        for label, groups in self.members.items():
+            c = self.rule.factors(sum(squares[group] for group in groups).sqrt(), label)  # pyright: ignore
+            factors |= dict.fromkeys(groups, c)
+        return factors
+
+
+class EmbeddedSum(Mechanism):
+    """The sum of the clipped embeddings and, with `GEP`, that of the clipped residuals.
+
+    Args:
+        setting: the user's choice.
+        parameters: the trained ones.
+        expected_batch_size: as of `Mechanism`.
+    """
+
+    treated_as_public = ("the auxiliary data of the anchor subspace",)
+
+    def __init__(self, setting: GEP | BGEP, parameters: Mapping[str, Tensor], expected_batch_size: float):
+        super().__init__(expected_batch_size)
+        self._setting, self._parameters = setting, dict(parameters)
+        self._anchors = Anchors(setting.subspace, parameters)
+        groups = self._anchors.groups
+        self._embedding = Part(setting.embedding_clipping, groups)
+        self._residual = Part(setting.residual_clipping, groups) if isinstance(setting, GEP) else None
+        self._keys = {group: f"embedding in {group}" for group in groups}  # beside parameters, which have no spaces
+        self._basis: Basis | None = None  # of the step under way
+
+    @property
+    def _share(self) -> float:
+        """Of the budget, for the embedding; by default that of the least noise energy, √k S₁ to √(p - k) S₂."""
+        if self._residual is None:
+            return 1.0
+        assert isinstance(self._setting, GEP)
+        if self._setting.embedding_share is not None:
+            return self._setting.embedding_share
+        k, p = sum(self._anchors.quotas.values()), sum(parameter.numel() for parameter in self._parameters.values())
+        embedding = math.sqrt(k) * self._embedding.sensitivity
+        residual = math.sqrt(max(p - k, 1)) * self._residual.sensitivity
+        return embedding / (embedding + residual)
+
+    def _multipliers(self, noise_multiplier: float) -> tuple[float, ...]:
+        """Noise of each sum over its sensitivity."""
+        if self._residual is None:
+            return (noise_multiplier,)
+        return noise_multiplier / math.sqrt(2 * self._share), noise_multiplier / math.sqrt(2 * (1 - self._share))
+
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
+        if self._residual is None:
+            return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
+        if self._share == 0.5:
+            return privacy.SubsampledGEP(noise_multiplier, sampling_probability)
+        return privacy.SubsampledBlocks(self._multipliers(noise_multiplier), sampling_probability)
+
+    @property
+    def sensitivity(self) -> float:
+        """That of the embedding; with residuals that of both, each in units in which it has the training's noise."""
+        return self._embedding.sensitivity if self._residual is None else math.sqrt(2)
+
+    def statement(self) -> dict[str, Any]:
+        parts = {"embedding": self._embedding, "residual": self._residual}
+        return {
+            "rule": type(self._setting).__name__,
+            "released": {
+                name: {"clipping": part.rule.statement(), "sensitivity": part.sensitivity}
+                for name, part in parts.items()
+                if part is not None
+            },
+            "embedding_share": self._share,
+            "subspace": self._setting.subspace.statement(),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        auxiliary = self._setting.subspace.fingerprint
+        return {"clipping": None, "jacobian": repr(None), "perturbation": repr(self._setting), "auxiliary": auxiliary}
+
+    def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        return {"all": tuple(names)}
+
+    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
+        self._basis = None  # makes room for the next
+        if list(census.trained) != list(self._parameters):
+            changed = ", ".join(map(repr, sorted(set(census.trained) ^ set(self._parameters))))
+            raise Refused(
+                f"PrivateTraining: parameter {changed} was frozen or unfrozen, and the groups of the anchor subspace "
+                "are made for the trained parameters. Begin another training for the rest."
+            )
+        key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
+        self._basis = self._anchors.basis(model, census, key, step)
+
+    @property
+    def _of_step(self) -> Basis:
+        assert self._basis is not None, "a step has begun"
+        return self._basis
+
+    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
+        return _Embedding(self._of_step, self._keys, self._embedding, self._residual)
+
+    def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        embedded = {
+            self._keys[group]: sums.get(self._keys[group], v.new_zeros(len(v)))
+            for group, v in self._of_step.vectors.items()
+        }
+        return embedded if self._residual is None else embedded | sums_or_zeros(sums, parameters)
+
+    def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
+        multipliers = self._multipliers(noise_multiplier)
+        embedded = set(self._keys.values())
+        stddev = {True: multipliers[0] * self._embedding.sensitivity}
+        if self._residual is not None:
+            stddev[False] = multipliers[1] * self._residual.sensitivity
+        return {name: stddev[name in embedded] for name in names}
+
+    def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
+        basis, self._basis = self._of_step, None
+        coordinates = {group: release.pop(key) for group, key in self._keys.items()}
+        if self._residual is not None:  # what there is of it in the subspace is noise
+            coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
+        total = basis.expand(coordinates)
+        for name, residual in release.items():
+            total[name] = residual + total[name]
+        return {name: part.div_(self.expected_batch_size) for name, part in total.items()}
+
+    def explain(self) -> str:
+        subspace, quotas = self._setting.subspace, self._anchors.quotas
+        listed = ", ".join(f"{count} in {group!r}" for group, count in quotas.items())
+        released = "embedding alone" if self._residual is None else "embedding and residual, noise on each"
+        return (
+            f"{type(self._setting).__name__}: {released}; up to {sum(quotas.values())} directions from "
+            f"{subspace.count} public auxiliary examples a step ({listed}); exact norms by the tape"
+        )
+
+
+class _Embedding(Summing):
+    """Embeds the rows of one (micro)batch, clips, and sums.
+
+    Args:
+        basis: of the step.
+        keys: group of the subspace -> the name of its sum.
+        embedding: how embeddings are clipped.
+        residual: how residuals are; None if they are not summed.
+    """
+
+    def __init__(self, basis: Basis, keys: Mapping[str, str], embedding: Part, residual: Part | None):
+        self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
+        self._left_out = 0
+
+    @property
+    def num_left_out(self) -> int:
+        return self._left_out
+
+    @torch.no_grad()
+    def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
+        w = {group: self._basis.embed(jacobian, group) for group in self._basis.groups}
+        inside = {group: part.double().square().sum(1) for group, part in w.items()}
+        whole = {}
+        if self._residual is not None:
+            whole = {group: jacobian.squared_norms(names).double() for group, names in self._basis.groups.items()}
+        finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
+        if not finite.all():
+            kept = finite.nonzero().flatten()
+            self._left_out = len(finite) - len(kept)
+            jacobian = jacobian.select(kept)
+            w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
+        a = self._embedding.factors(inside)
+        sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
+        if self._residual is None:
+            return sums
+        slack = {group: _slack(part) for group, part in w.items()}
+        c = self._residual.factors(
+            {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
+        )
+        return sums | self._residual_sum(jacobian, w, c)
+
+    def _residual_sum(self, jacobian: Jacobian, w: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""
+        assert self._residual is not None
+        inside = self._basis.expand({group: c[group].to(part.dtype) @ part for group, part in w.items()})
+        total: dict[str, Tensor] = {}
+        for groups in self._residual.members.values():
+            names = [name for group in groups for name in self._basis.groups[group]]
+            total |= jacobian.restricted(names).weighted_sum(c[groups[0]])
+        return {name: part - inside[name] for name, part in total.items()}
+
+
+def _slack(embedding: Tensor) -> float:
+    """By how much rounding may hide a part of a residual's squared length, relative to the whole gradient's."""
+    eps = torch.finfo(embedding.dtype).eps
+    return ROUNDING * eps if eps < 1e-8 or torch.get_float32_matmul_precision() == "highest" else COARSE
