@@ -12,7 +12,7 @@ from rich.console import Console
 
 from torch_privacy import _display, comparison, privacy
 from torch_privacy.cli import run
-from torch_privacy.experiments import EXPERIMENTS, load_experiment
+from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.experiments.log import Log, Metrics, Progress
 from torch_privacy.privacy import plots
 from torch_privacy.summary import round_down, round_up
@@ -28,6 +28,7 @@ WITHOUT_TORCH = {
     "delta": ["delta", "--epsilon", "2", *EVENTS],
     "compare": ["compare", *EVENTS],
     "explain help": ["explain", "--help"],
+    "list of experiments": ["reproduce"],
     "mistake": ["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"],
 }
 MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
@@ -35,7 +36,7 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "unknown command": (["trian"], "No such command 'trian'"),
     "unknown option": (["train", "adult", "--epoch", "3"], "No such option: --epoch"),
     "unknown experiment": (["train", "mnits"], "experiment='mnits' must be one of 'adult'"),
-    "no experiment": (["train"], "name an experiment (adult)"),
+    "no experiment": (["train"], "name an experiment (adult"),
     "two experiments": (["train", "adult", "adult"], "unexpected extra argument"),
     "no value": (["train", "adult", "--delta"], "Option '--delta' requires an argument"),
     "not a number": (["train", "adult", "--delta", "small"], "Invalid value for '--delta'"),
@@ -87,6 +88,14 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "epsilon not a number": (["delta", "--epsilon", "nan", *EVENTS], "epsilon=nan must be a finite number"),
     "no steps to compare": (["compare", *EVENTS[:5], "0"], "compare: --steps 0 must be an integer of at least 1"),
     "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
+    "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'gdp-"),
+    "no seed": (["reproduce", "gdp-adult", "--seed", "x"], "'x' must be a seed, or several as in 0,3,7 or 0-4"),
+    "seed twice": (["reproduce", "gdp-adult", "--seed", "1,0-2"], "'1,0-2' must be a seed, or several"),
+    "no data to reproduce": (["reproduce", "gdp-adult", "--data", "/nowhere"], "/nowhere/adult/a9a.xz: no such file"),
+    "list with options": (["reproduce", "--quick"], "reproduce: name an experiment"),
+    "reproduce nothing on": (["reproduce", "--resume", "/nowhere"], "/nowhere/settings.json: cannot be read"),
+    "reproduce on with more": (["reproduce", "--resume", "/nowhere", "--quick"], "takes every setting from the run"),
+    "report on nothing": (["report", "/nowhere"], "/nowhere/results.json: cannot be read"),
     "not a rate": (["tradeoff", *EVENTS, "--alpha", "nan"], "--alpha nan must lie in [0, 1]"),
 }
 
@@ -303,7 +312,7 @@ def test_compare_asks_no_one_for_minutes(capsys):
     assert claims["prv-accountant"].note.startswith("not asked above 100,000 steps")
 
 
-@pytest.mark.parametrize("command", ["train", "epsilon", "delta", "calibrate", "tradeoff", "compare"])
+@pytest.mark.parametrize("command", ["train", "reproduce", "epsilon", "delta", "calibrate", "tradeoff", "compare"])
 def test_help_explains_every_option(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run([command, "--help"]) == 0
@@ -317,7 +326,7 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     run(["train", "--help"])
     shown = capsys.readouterr().out
-    settings = load_experiment("adult").Settings()
+    settings = load_trainable("adult").Settings()
     for option, value in {
         "noise-multiplier": settings.noise_multiplier,
         "delta": settings.delta,
@@ -328,10 +337,10 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
         "hidden-units": settings.hidden_units,
         "seed": settings.seed,
     }.items():
-        default = re.search(rf"--{option} .*\[default: \((.*)\)\]", shown)
+        default = re.search(rf"--{option} .*\[default: \((?:adult: )?(.*)\)\]", shown)
         assert default is not None, option
         assert float(default[1]) == value
-    assert all(name in shown for name in EXPERIMENTS)
+    assert all(name in shown for name in TRAININGS)
 
 
 def steps(num_steps, training="private"):
@@ -462,8 +471,8 @@ def unlabeled():
 number = 3
 """
 NO_MODELS = {
-    "unknown": ("adlut", "'adlut' must be one of 'adult', or package.module:factory"),
-    "no factory": ("models:", "'models:' must be one of 'adult', or package.module:factory"),
+    "unknown": ("adlut", "'adlut' must be one of 'adult', 'gdp-adult'"),
+    "no factory": ("models:", "'models:' must be one of 'adult', 'gdp-adult'"),
     "unknown module": ("nowhere.models:make", "'nowhere.models:make' names no module 'nowhere'"),
     "unknown submodule": ("torch.nowhere:make", "'torch.nowhere:make' names no module 'torch.nowhere'"),
     "unknown factory": ("models_of_test:bad", "models_of_test has none called 'bad'"),

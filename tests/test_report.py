@@ -50,7 +50,7 @@ def page(tmp_path_factory):
     folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"]})
     folder.write_json(folder.settings, {"experiment": "<tiny>", "target_epsilon": None, "baseline": True})
     folder.write_metrics(ROWS)
-    return render(folder)
+    return render([folder])
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
+from itertools import groupby, repeat
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -16,11 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_privacy.experiments.log import Progress as Step
+from torch_privacy.experiments.table import MISSING, duration, headings, lines, summary, title
 from torch_privacy.summary import round_down, round_up
 
 if TYPE_CHECKING:
     from torch_privacy.checkup import Checkup, Verdict
     from torch_privacy.comparison import Claim
+    from torch_privacy.experiments.catalog import Experiment
 
 ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers alone
 MARGIN = 4  # columns kept free, so that the terminal's ^C does not wrap the line, of which then a copy would stay
@@ -265,3 +268,73 @@ def checkup_text(checkup: Checkup) -> str:
     console.print(checkup_view(checkup))
     assert isinstance(console.file, StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def experiments_view(experiments: Iterable[Experiment]) -> Group:
+    """An experiment a line, paper by paper: what it shows, on which data, and how long it takes."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("what it shows", ratio=1)
+    table.add_column("data")
+    table.add_column("quick", justify="right", no_wrap=True)
+    table.add_column("full", justify="right", no_wrap=True)
+    for paper, ours in groupby(experiments, lambda experiment: experiment.paper):
+        table.add_row()
+        table.add_row("", f"{paper.title}, {paper.authors}", style="bold")
+        for experiment in ours:
+            times = (duration(seconds) for seconds in (experiment.quick_seconds, experiment.seconds))
+            shows = f"{experiment.place}: {experiment.shows}"
+            table.add_row(experiment.name, shows, experiment.data or "-", *times)
+    hint = "torch-privacy reproduce NAME runs one; times are for one seed on two CPU cores"
+    return Group(table, Text(), Text(hint))
+
+
+class ResultsTable:
+    """An experiment's table: a line for every row where they fit into the width, else one for every number."""
+
+    def __init__(self, results: Mapping[str, Any]):
+        self._results = results
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._wide()
+        yield wide if Measurement.get(console, options, wide).maximum < options.max_width else self._long()
+
+    def _wide(self) -> Table:
+        """Ours above the paper's."""
+        table = _plain_table(2)
+        for heading in headings(self._results):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for line in lines(self._results):
+            paper = line.whose == "paper"
+            table.add_row("" if paper else line.row, line.whose, *line.cells, style="dim" if paper else "")
+        return table
+
+    def _long(self) -> Table:
+        """Ours beside the paper's."""
+        table = _plain_table(1)
+        table.add_column("ours", justify="right", no_wrap=True)
+        table.add_column("paper", justify="right", no_wrap=True, style="dim")
+        for row, both in groupby(lines(self._results), lambda line: line.row):
+            cells = {line.whose: line.cells for line in both}
+            table.add_row(row, style="bold")
+            for heading, ours, paper in zip(
+                headings(self._results), cells["ours"], cells.get("paper", repeat(MISSING)), strict=False
+            ):
+                if (ours, paper) != (MISSING, MISSING):
+                    table.add_row(f"  {heading}", ours, paper)
+        return table
+
+
+def _plain_table(columns: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(columns):
+        table.add_column(overflow="fold")
+    return table
+
+
+def results_view(results: Mapping[str, Any], report: str) -> Group:
+    """An experiment's table, ours beside the paper's, and what there is to say about it."""
+    what = f"{results['shows'][0].upper()}{results['shows'][1:]}. {summary(results)}."
+    notes = [Text(), *(Text(note) for note in results["notes"])] if results["notes"] else []
+    heading = Text(title(results), style="bold"), Text(what), Text()
+    return Group(*heading, ResultsTable(results), *notes, Text(), Text(f"report  {report}"))

@@ -18,8 +18,15 @@ from torch_privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary,
 Point = tuple[float, float]
 
 # Each color stands for a variable of the page's style sheet, and is replaced by it in the finished SVG.
-INK, FAINT, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
-VARIABLES = {INK: "--ink", FAINT: "--faint", FIRST: "--first", SECOND: "--second", THIRD: "--third"}
+INK, FAINT = "#010101", "#020202"
+COLORS = FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = "#030303", "#040404", "#050505", "#060606", "#070707", "#080808"
+VARIABLES = dict(
+    zip(
+        (INK, FAINT, *COLORS),
+        ("--ink", "--faint", "--first", "--second", "--third", "--fourth", "--fifth", "--sixth"),
+        strict=True,
+    )
+)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be read aloud
     "svg.hashsalt": "torch_privacy",
@@ -47,7 +54,7 @@ def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
     for training, color in {"private": FIRST, "non-private": SECOND}.items():
         course = [row for row in rows if row.training == training]
         if course:
-            plot_course(axes, course, measure, color)
+            plot_course(axes, course, measure, color=color)
     _label_ends(axes, rows, measure)
     axes.margins(y=0.15)
     return as_svg(figure)
@@ -61,10 +68,10 @@ def score_axes(measure: Measure) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plot_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, color: str, **style: Any) -> None:
+def plot_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: Any) -> None:
     """One training's test score after every epoch."""
     values = [(100 if measure.percent else 1) * row.test_score for row in rows]
-    axes.plot([row.epoch for row in rows], values, color=color, marker="o", markersize=3, **style)
+    axes.plot([row.epoch for row in rows], values, marker="o", markersize=3, **style)
 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:

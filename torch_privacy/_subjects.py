@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from torch_privacy.experiments import EXPERIMENTS, load_experiment
+from torch_privacy.experiments import TRAININGS, load_trainable
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ def load_subject(name: str) -> Subject:
     Raises:
         ValueError: there is nothing of that name, or it gives something else; the message lists what there is.
     """
-    if name in EXPERIMENTS:
+    if name in TRAININGS:
         return _of_experiment(name)
     module, colon, factory = name.partition(":")
     if not (module and colon and factory):
         raise ValueError(
-            f"explain: {name!r} must be one of {', '.join(map(repr, EXPERIMENTS))}, or package.module:factory, a "
+            f"explain: {name!r} must be one of {', '.join(map(repr, TRAININGS))}, or package.module:factory, a "
             "function without arguments that returns (model, loss_fn, batch) or (model, (x, labels))."
         )
     return _of_factory(name, _import(name, module), factory)
 
 
 def _of_experiment(name: str) -> Subject:
-    module = load_experiment(name)
+    module = load_trainable(name)
     settings = module.Settings()
     task = module.build_task(settings)
     examples = (task.train[i] for i in range(len(task.train)))  # type: ignore[arg-type]

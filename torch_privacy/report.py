@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run folder turned into one self-contained page: no script, no font, no picture from elsewhere."""
+"""Run folders turned into one self-contained page: a training, an experiment of a paper, or several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from string import Template
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _plots, privacy
-from torch_privacy.experiments.log import Measure
+from torch_privacy import _overlays, _page, _plots, privacy
+from torch_privacy.experiments import table
+from torch_privacy.experiments.log import Measure, Metrics
+from torch_privacy.experiments.rows import rows_folder
 from torch_privacy.summary import (
     FALSE_POSITIVES,
     RELATION,
@@ -24,88 +27,136 @@ from torch_privacy.summary import (
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.folder import RunFolder
-    from torch_privacy.privacy import Profile
-
-PAGE = Template("""\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-  :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #8a94a3; --rule: #e3e7ec;
-          --first: #0067a8; --second: #b84a00; --third: #00785a; }
-  @media (prefers-color-scheme: dark) {
-    :root { --paper: #14181f; --ink: #e6eaf0; --faint: #7d8796; --rule: #2b323d;
-            --first: #5fb4ee; --second: #f59a5b; --third: #3fcfa4; } }
-  body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 3rem; background: var(--paper); color: var(--ink);
-         font: 1rem/1.5 system-ui, sans-serif; }
-  h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
-  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-  .big { display: flex; flex-wrap: wrap; gap: .5rem 3rem; margin: 1.25rem 0; }
-  .big div { font-size: .9rem; }
-  .big b { display: block; font-size: 2rem; line-height: 1.2; color: var(--first); font-variant-numeric: tabular-nums; }
-  .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.5rem 2rem; }
-  figure { margin: 0; }
-  .plots svg { width: 100%; height: auto; }
-  .plots svg text { font-family: system-ui, sans-serif !important; }
-  table { border-collapse: collapse; width: 100%; }
-  td, th { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top;
-           font-weight: normal; }
-  td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-  th { width: 45%; }
-</style>
-<h1>$title</h1>
-<div class="big">$headline</div>
-<p>$words</p>
-<div class="plots">$plots</div>
-<h2>In numbers</h2>
-<table>$numbers</table>
-<h2>Settings</h2>
-<table>$settings</table>
-<h2>What epsilon does not cover</h2>
-<ul>$not_covered</ul>
-</html>
-""")
 
 
-def render(folder: RunFolder) -> str:
-    """The report on a finished run, as HTML; reads the folder's results, metrics, settings and privacy statement."""
-    results, statement, settings = map(folder.read_json, (folder.results, folder.privacy, folder.settings))
-    stated = results["privacy"]
-    releases = releases_from_json(stated)
-    summary, profile = summarize(releases, stated["delta"]), privacy.compose(releases)
-    return PAGE.substitute(
-        title=f"Private training: {escape(results['experiment'])}",
-        headline=_headline(results, summary),
-        words=escape(_words(results, summary)),
-        plots="".join(
-            f"<figure>{plot}</figure>" for plot in _draw(folder, Measure(**results["score"]), profile, summary)
-        ),
-        numbers=_table(score_lines(results) + privacy_lines(summary)),
-        settings=_table(
-            (name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None
-        ),
-        not_covered="".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]),
+@dataclass(frozen=True)
+class Training:
+    """A finished training as its folder tells it."""
+
+    name: str
+    results: dict[str, Any]
+    measure: Measure
+    rows: list[Metrics]
+    summary: Summary
+    profile: privacy.Profile
+
+    @classmethod
+    def read(cls, folder: RunFolder, name: str | None = None) -> Training:
+        """What ``folder`` holds; a damaged file raises a ``ValueError``."""
+        results = folder.read_json(folder.results)
+        stated = results["privacy"]
+        releases = releases_from_json(stated)
+        summary = summarize(releases, stated["delta"])
+        rows, measure = folder.read_metrics(), Measure(**results["score"])
+        return cls(name or folder.path.name, results, measure, rows, summary, privacy.compose(releases))
+
+
+def render(folders: Sequence[RunFolder]) -> str:
+    """The report on finished runs, as HTML; a training alone has a page with all its settings.
+
+    Raises:
+        ValueError: a folder is no finished run, or a file of it is damaged.
+    """
+    contents = [folder.read_json(folder.results) for folder in folders]
+    if len(folders) == 1 and "reproduce" not in contents[0]:
+        return _page_of_training(folders[0])
+    experiments, trainings = [], []
+    for folder, content in zip(folders, contents, strict=True):
+        if "reproduce" in content:
+            experiments.append(_section(folder, content))
+            trainings += _trainings_of(folder)
+        else:
+            trainings.append(Training.read(folder))
+    title = " and ".join(
+        content.get("reproduce", folder.path.name) for folder, content in zip(folders, contents, strict=True)
+    )
+    return _page.page(title, "".join(experiments) + (_comparison(trainings) if trainings else ""))
+
+
+def _trainings_of(folder: RunFolder) -> list[Training]:
+    """The trainings among an experiment's rows, of the first seed."""
+    found = [type(folder)(path) for path in sorted(rows_folder(folder.path).glob("*"))]
+    seed = folder.read_json(folder.settings)["seeds"][0]
+    kept = [inner for inner in found if inner.metrics.is_file() and inner.path.name.endswith(f"-seed-{seed}")]
+    return [Training.read(inner, inner.path.name.removesuffix(f"-seed-{seed}")) for inner in kept]
+
+
+def _section(folder: RunFolder, results: dict[str, Any]) -> str:
+    """An experiment: its table, pictures and notes."""
+    lines = (
+        (line.whose, (line.row if line.whose == "ours" else "", line.whose, *line.cells))
+        for line in table.lines(results)
+    )
+    pictures = [_svg(path) for path in sorted(folder.path.glob("*.svg"))]
+    return "".join(
+        (
+            f"<h2>{escape(table.title(results))}</h2>",
+            f"<p>{escape(results['shows'])}. {escape(table.summary(results))}.</p>",
+            _page.table(["", "", *table.headings(results)], lines),
+            "".join(f"<p>{escape(note)}</p>" for note in results["notes"]),
+            _page.figures(pictures, "cards") if pictures else "",
+        )
     )
 
 
-def _draw(folder: RunFolder, measure: Measure, profile: Profile, summary: Summary) -> list[str]:
-    rows = folder.read_metrics()
-    return [
-        _plots.score_plot(rows, measure),
-        _plots.epsilon_plot(rows, summary.delta),
-        _plots.tradeoff_plot(profile, summary),
-        _plots.profile_plot(profile, summary),
-    ]
+def _svg(path: Path) -> str:
+    text = path.read_text()
+    return text[text.index("<svg") :]
 
 
-def _headline(results: dict[str, Any], summary: Summary) -> str:
+def _comparison(trainings: Sequence[Training]) -> str:
+    """Several trainings over one another, and their numbers."""
+    lines = []
+    for run in trainings:
+        baseline = run.results["baseline_test_score"]
+        cells = (
+            run.name,
+            f"{run.measure.name}",
+            run.measure.text(run.results["test_score"]),
+            table.MISSING if baseline is None else run.measure.text(baseline),
+            f"{round_up(run.summary.epsilon_high)} at {run.summary.delta:g}",
+            f"{round_up(100 * run.summary.true_positive_rate_high, 1)} %",
+        )
+        lines.append(("ours", cells))
+    headings = (
+        "training", "", "test", "without privacy", "epsilon at delta, at most",
+        f"recognized at {FALSE_POSITIVES} false alarms, at most",
+    )  # fmt: skip
+    return "<h2>Trainings</h2>" + _page.figures(_overlays.draw(trainings)) + _page.table(headings, lines)
+
+
+def _page_of_training(folder: RunFolder) -> str:
+    """One training in full: results, metrics, settings and privacy statement."""
+    run = Training.read(folder)
+    statement, settings = map(folder.read_json, (folder.privacy, folder.settings))
+    results, summary = run.results, run.summary
+    plots = (
+        _plots.score_plot(run.rows, run.measure),
+        _plots.epsilon_plot(run.rows, summary.delta),
+        _plots.tradeoff_plot(run.profile, summary),
+        _plots.profile_plot(run.profile, summary),
+    )
+    shown = [(name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None]
+    body = (
+        f'<div class="big">{_headline(run)}</div>',
+        f"<p>{escape(_words(results, summary))}</p>",
+        _page.figures(plots),
+        "<h2>In numbers</h2>",
+        _page.pairs(score_lines(results) + privacy_lines(summary)),
+        "<h2>Settings</h2>",
+        _page.pairs(shown),
+        "<h2>What epsilon does not cover</h2>",
+        "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]) + "</ul>",
+    )
+    return _page.page(f"Private training: {results['experiment']}", "\n".join(body))
+
+
+def _headline(run: Training) -> str:
     """The two numbers that matter, large."""
+    summary = run.summary
     bracket = f"certified to lie in [{round_down(summary.epsilon_low)}, {round_up(summary.epsilon_high)}]"
-    measure = Measure(**results["score"])
     figures = [
-        (measure.text(results["test_score"]), f"test {measure.name}"),
+        (run.measure.text(run.results["test_score"]), f"test {run.measure.name}"),
         (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {summary.delta:g}; {bracket}"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)
@@ -120,10 +171,6 @@ def _words(results: dict[str, Any], summary: Summary) -> str:
         f"{FALSE_POSITIVES} of the cases, no method recognizes more than {power} % of those who were used."
     )
     return words.replace(" %", "\u00a0%")  # a number and its unit stay together
-
-
-def _table(lines: Iterable[tuple[str, str]]) -> str:
-    return "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
 
 
 def _plain(value: Any) -> str:

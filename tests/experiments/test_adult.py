@@ -20,7 +20,8 @@ import torch
 
 from torch_privacy.cli import run as command
 from torch_privacy.data.adult import load_adult
-from torch_privacy.experiments import adult, runner
+from torch_privacy.experiments import gdp_adult as adult
+from torch_privacy.experiments import runner
 from torch_privacy.experiments._protocol import number_of_steps
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Metrics

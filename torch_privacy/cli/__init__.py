@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``torch-privacy``: parses, calls the library, prints. Only ``train`` and ``explain`` wait for torch."""
+"""The command ``torch-privacy``: parses, calls the library, prints. Accounting and lists do not wait for torch."""
 
 import re
 import sys
@@ -7,10 +7,10 @@ import sys
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, explain, train
+from torch_privacy.cli import accounting, explain, report, reproduce, train
 from torch_privacy.cli._shared import app, say
 
-__all__ = ["accounting", "explain", "main", "run", "train"]
+__all__ = ["accounting", "explain", "main", "report", "reproduce", "run", "train"]
 
 USER_MISTAKE = 2
 

@@ -26,7 +26,30 @@ def folder_named(text: str) -> Path:
     return Path(text)
 
 
+RunPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", parser=folder_named, help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME"
+    ),
+]
+ResumePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", parser=folder_named, help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER"
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def check_alone(command: str, *others: Any) -> None:
+    """Raise a ``ValueError`` if anything was given beside --resume, which stands alone."""
+    if any(other is not None for other in others):
+        raise ValueError(
+            f"{command}: --resume takes every setting from the run; give no experiment, --run or settings with it."
+        )
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from torch_privacy.cli._shared import AsJson, app, print_result
-from torch_privacy.experiments import EXPERIMENTS
+from torch_privacy.experiments import TRAININGS
 
 PROBLEM = 1
-KNOWN = ", ".join(EXPERIMENTS)
+KNOWN = ", ".join(TRAININGS)
 
 ModelName = Annotated[
     str,

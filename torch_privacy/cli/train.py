@@ -7,44 +7,56 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from torch_privacy._signals import DeferredSignals
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
-from torch_privacy.experiments import EXPERIMENTS
+from torch_privacy.cli._shared import (
+    AsJson,
+    Quiet,
+    ResumePath,
+    RunPath,
+    app,
+    check_alone,
+    folder_named,
+    naming,
+    print_result,
+    say,
+)
+from torch_privacy.cli._training import see_through
+from torch_privacy.experiments import TRAININGS
 
-KNOWN = ", ".join(EXPERIMENTS)
+KNOWN = ", ".join(TRAININGS)
 
 # The options of train have no defaults here: what is not given is the experiment's own (torch_privacy/experiments).
 Name = Annotated[str | None, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 TrainNoise = Annotated[
     float | None,
-    typer.Option(help="Noise's standard deviation over the clip norm; no unit, above 0.", show_default="0.55"),
+    typer.Option(help="Noise's standard deviation over the clip norm; no unit, above 0.", show_default="adult: 0.55"),
 ]
 TrainTarget = Annotated[
     float | None,
     typer.Option(help="Epsilon that is never exceeded, no unit: calibrates the noise; in place of --noise-multiplier."),
 ]
 TrainDelta = Annotated[
-    float | None, typer.Option(help="Delta of (epsilon, delta), a probability below 1/n.", show_default="1e-5")
+    float | None, typer.Option(help="Delta of (epsilon, delta), a probability below 1/n.", show_default="adult: 1e-5")
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(help="Expected batch size, in examples; every step draws its own number.", show_default="256"),
+    typer.Option(help="Expected batch size, in examples; every step draws its own number.", show_default="adult: 256"),
 ]
 LearningRate = Annotated[
-    float | None, typer.Option(help="Step length per unit of gradient, above 0.", show_default="0.15")
+    float | None, typer.Option(help="Step length per unit of gradient, above 0.", show_default="adult: 0.15")
 ]
 ClipNorm = Annotated[
-    float | None, typer.Option(help="Bound on the L2 norm of each example's gradient, in its unit.", show_default="1")
+    float | None,
+    typer.Option(help="Bound on the L2 norm of each example's gradient, in its unit.", show_default="adult: 1"),
 ]
 Epochs = Annotated[
     float | None,
     typer.Option(
-        help="Passes over the data, on average; epochs x n / batch size rounded is the steps.", show_default="18"
+        help="Passes over the data, on average; epochs x n / batch size rounded is the steps.", show_default="adult: 18"
     ),
 ]
-HiddenUnits = Annotated[int | None, typer.Option(help="Width of the hidden layer, in units.", show_default="16")]
+HiddenUnits = Annotated[int | None, typer.Option(help="Width of the hidden layer, in units.", show_default="adult: 16")]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -59,24 +71,11 @@ Data = Annotated[
     Path | None,
     typer.Option(
         parser=folder_named,
-        help="Folder with adult/a9a.xz or a9a.xz.",
+        help="Folder of data sets.",
         metavar="DIR",
-        show_default="the package's copy",
+        show_default="$TORCH_PRIVACY_DATA",
     ),
 ]
-RunPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--run", parser=folder_named, help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME"
-    ),
-]
-ResumePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--resume", parser=folder_named, help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER"
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
 @app.command()
@@ -117,7 +116,7 @@ def train(
     }
     chosen = {name: value for name, value in options.items() if value is not None}
     if resume is not None:
-        _check_alone("--resume", experiment, run, *chosen)
+        check_alone("train", experiment, run, *chosen)
         _train_in(resume, None, {}, quiet=quiet, as_json=as_json)
         return
     if experiment is None:
@@ -131,7 +130,6 @@ def train(
 def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
     """Start a run, or resume one if no experiment is named, and see it through or leave it resumable."""
     with DeferredSignals() as signals:
-        from torch_privacy._display import TrainingDisplay
         from torch_privacy.experiments.runner import Run
         from torch_privacy.summary import privacy_lines, score_lines
 
@@ -139,24 +137,10 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
             naming(folder),
             closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
         ):
-            with TrainingDisplay(Console(stderr=True), silent=quiet or as_json) as display:
-                for progress in job.steps():
-                    display.show(progress, job.epsilon_high)
-                    if signals.received:
-                        break
-            if signals.received:
-                job.checkpoint()
+            if not see_through(job, signals, silent=quiet or as_json):
                 say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
                 say(f"  torch-privacy train --resume {folder}")
-                raise typer.Exit(128 + signals.received)
+                raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()
     lines = [*score_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
     print_result({**results, "run": str(folder)}, lines, as_json)
-
-
-def _check_alone(option: str, *others: Any) -> None:
-    """Raise a ``ValueError`` if anything was given beside an option that stands alone."""
-    if any(other is not None for other in others):
-        raise ValueError(
-            f"train: {option} takes every setting from the run; give no experiment, --run or settings with it."
-        )

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments that ``torch-privacy train`` knows, by name. Listing them imports nothing."""
+"""The experiments that ``torch-privacy train`` and ``reproduce`` know, by name. Listing them imports no torch."""
 
 from importlib import import_module
 from typing import cast
 
 from torch_privacy import _check
-from torch_privacy.experiments._protocol import Experiment
+from torch_privacy.experiments._protocol import Trainable
+from torch_privacy.experiments.catalog import CATALOG, Experiment
+from torch_privacy.experiments.rows import Reproducible
 
-EXPERIMENTS = {"adult": "torch_privacy.experiments.adult"}
+EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}
+SHORT = {"adult": "gdp-adult"}  # names that came first
+TRAININGS = (*SHORT, *(name for name, experiment in EXPERIMENTS.items() if experiment.trains))
 
 
-def load_experiment(name: str) -> Experiment:
-    """The experiment's module, imported on first use; an unknown name raises a ``ValueError``."""
-    _check.one_of("train", EXPERIMENTS, experiment=name)
-    return cast(Experiment, import_module(EXPERIMENTS[name]))
+def load_trainable(name: str) -> Trainable:
+    """The module of an experiment that trains, imported on first use; an unknown name raises a ``ValueError``."""
+    _check.one_of("train", TRAININGS, experiment=name)
+    return cast(Trainable, import_module(EXPERIMENTS[SHORT.get(name, name)].module))
+
+
+def load_reproducible(name: str) -> tuple[Experiment, Reproducible]:
+    """An experiment and its module, imported on first use; an unknown name raises a ``ValueError``."""
+    _check.one_of("reproduce", EXPERIMENTS, experiment=name)
+    return EXPERIMENTS[name], cast(Reproducible, import_module(EXPERIMENTS[name].module))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_privacy import _check
@@ -84,19 +84,28 @@ class Task:
     score: Score = ACCURACY
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # of the number of steps; moves every step
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
-    released: Mapping[str, Tensor] = field(default_factory=dict)  # before the first step; a resumed run gets it back
+    released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run gets it back
     device: str = "cpu"
     data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
     num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
 
 
-class Experiment(Protocol):
-    """A module of ``torch_privacy.experiments``: settings on top, and how to build the task from them."""
+class Trainable(Protocol):
+    """A module of ``torch_privacy.experiments`` that ``train`` trains: settings, and the task that they make."""
 
     @property
     def Settings(self) -> Callable[..., Any]: ...
     @property
     def build_task(self) -> Callable[..., Task]: ...  # of the settings; of a resumed run's ``released``, if any
+
+
+def check_names(experiment: str, module: Trainable, chosen: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` that names the settings that an experiment does not have."""
+    known = [setting.name for setting in fields(module.Settings)]  # pyright: ignore[reportArgumentType]
+    if strangers := [name for name in chosen if name not in known]:
+        raise ValueError(
+            f"train: {experiment} has no setting {', '.join(map(repr, strangers))}; it has {', '.join(known)}."
+        )
 
 
 def check_numbers(settings: Settings) -> None:

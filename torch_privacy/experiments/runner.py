@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 import torch_privacy as tp
 from torch_privacy import privacy, report
 from torch_privacy._batches import Batches, split
-from torch_privacy.experiments import load_experiment
-from torch_privacy.experiments._protocol import Task, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments import load_trainable
+from torch_privacy.experiments._protocol import Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Log, Progress
 from torch_privacy.summary import Releases, Summary, summarize
@@ -65,9 +65,10 @@ class Run:
         """
         folder = RunFolder(path)
         folder.check_new()
-        module = load_experiment(experiment)
+        module = load_trainable(experiment)
         if "target_epsilon" in chosen:
             chosen = {"noise_multiplier": None, **chosen}
+        check_names(experiment, module, chosen)
         settings = module.Settings(**chosen)
         check_numbers(settings)
         task = module.build_task(settings)
@@ -92,7 +93,7 @@ class Run:
         folder.check_resumable()  # once more: the process that had the lock may have ended the run
         state = folder.read_checkpoint(lambda file: torch.load(file, weights_only=True), CHECKPOINT_KEYS)
         folder.check_settings({"experiment": state["experiment"], **state["settings"]})
-        module = load_experiment(state["experiment"])
+        module = load_trainable(state["experiment"])
         settings = module.Settings(**state["settings"])
         released = (state["released"],) if state["released"] else ()
         run = cls._build(folder, state["experiment"], settings, module.build_task(settings, *released))
@@ -102,7 +103,7 @@ class Run:
     @classmethod
     def _build(cls, folder: RunFolder, experiment: str, settings: Any, task: Task) -> Run:
         torch.manual_seed(settings.seed)  # what the network draws, such as dropout; never the batches, never the noise
-        training = _new_training(settings, task, folder.path)
+        training = new_training(settings, task, folder.path)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
         log = partial(Log, num_steps=training.num_steps, epochs=settings.epochs, **score)
         return cls(folder, experiment, settings, task, training, log("private"), log("non-private"))
@@ -147,7 +148,7 @@ class Run:
         results = self._results()
         self.folder.write_json(self.folder.privacy, self._statement())
         self.folder.write_json(self.folder.results, results)
-        self.folder.write_report(report.render(self.folder))
+        self.folder.write_report(report.render([self.folder]))
         self.training.ledger.close()
         self.folder.checkpoint.unlink()
         self.close()
@@ -265,10 +266,11 @@ def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRSche
     return model, optimizer, None if task.new_scheduler is None else task.new_scheduler(optimizer, num_steps)
 
 
-def _new_training(settings: Any, task: Task, run_folder: Path | None) -> tp.PrivateTraining:
+def new_training(settings: Any, task: Task, run_folder: Path | None, **more: Any) -> tp.PrivateTraining:
+    """The private training of a task; ``more`` arguments go before the task's own."""
     num_steps = number_of_steps(settings, _length(task.train))
     model, optimizer, scheduler = _new_parts(task, num_steps)
-    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model)}
+    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model), **more}
     return tp.PrivateTraining(
         model,
         optimizer,
@@ -285,13 +287,13 @@ def _new_training(settings: Any, task: Task, run_folder: Path | None) -> tp.Priv
 
 
 def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:
-    """What ``num_steps`` steps of a training release."""
-    return [(training.event, num_steps)]
+    """What a training has released after ``num_steps`` steps, with what it was given."""
+    return [*((release.event, 1) for release in training.prior_releases), (training.event, num_steps)]
 
 
 def _check_priced(settings: Any, task: Task) -> None:
     """Raise a ``ValueError`` if no epsilon can be told for these settings, before hours are spent on training."""
-    training = _new_training(settings, task, None)
+    training = new_training(settings, task, None)
     try:
         for steps in (max(1, round(training.num_steps / max(1, settings.epochs))), training.num_steps):
             summarize(_releases(training, steps), settings.delta)

@@ -56,7 +56,7 @@ def calibrate(
     def schedule(noise_multiplier: float) -> list[tuple[Event, int]]:
         return [(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)]
 
-    start = _clt_guess(target_epsilon, delta, sampling_probability, num_steps)
+    start = clt_noise(target_epsilon, delta, sampling_probability, num_steps)
     return _smallest(schedule, target_epsilon, delta, start, tolerance, f"calibrate: target_epsilon={target_epsilon!r}")
 
 
@@ -245,7 +245,7 @@ def _narrow(excess: Callable[[float], float], fails: Point, enough: Point, toler
     raise AssertionError  # count() does not end
 
 
-def _clt_guess(epsilon: float, delta: float, sampling_probability: float, num_steps: int) -> float:
+def clt_noise(epsilon: float, delta: float, sampling_probability: float, num_steps: int) -> float:
     """Noise multiplier whose CLT μ has the target's δ: a few percent too low, hence a good place to start."""
     mu = bisect(lambda mu: float(Gaussian(mu).delta(epsilon)) <= delta, 1e3, 1e-9, 1e-6)[1]
     return log1p((mu / sampling_probability) ** 2 / num_steps) ** -0.5

@@ -60,17 +60,43 @@ def tradeoff_plot(
         marks: points to name, in error rates.
     """
     figure, axes = _new(title, "false alarms (%)", "members missed (%)", size=(4.8, 4.4))
-    axes.plot([0, 100], [100, 0], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
-    for (name, curve), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
-        alpha, low, high = _sampled(curve)
-        if not isinstance(curve, TradeOff):
-            axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
-        axes.plot(100 * alpha, 100 * low, color=color, linestyle=dash, label=name)
+    _tradeoffs(axes, curves)
     for mark in marks:
         _note(axes, Mark(100 * mark.x, 100 * mark.y, mark.text), (80, 40))
-    axes.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
     if len(curves) > 1:
         axes.legend(frameon=False, loc="upper right")
+    return figure
+
+
+def tradeoff_panels(panels: Mapping[str, Mapping[str, TradeOff | Bracket[Any]]], *, title: str) -> Figure:
+    """Several `tradeoff_plot` side by side, three to a line, by the name above each; they share one legend."""
+    lines = -(-len(panels) // 3)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 3.4 * lines + 0.5), layout="constrained")
+        grid = figure.subplots(lines, 3, sharex=True, sharey=True, squeeze=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        for axes, (name, curves) in zip(grid.flat, panels.items(), strict=False):
+            _tradeoffs(axes, curves)
+            axes.set_title(name, fontsize=10, loc="left")
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes in grid[-1]:
+            axes.set_xlabel("false alarms (%)")
+        for axes in grid[:, 0]:
+            axes.set_ylabel("members missed (%)")
+        handles, names = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    return figure
+
+
+def epsilon_plot(
+    curves: Mapping[str, tuple[Array, Array | Bracket[Array]]], *, title: str, xlabel: str = "epoch"
+) -> Figure:
+    """ε over epochs, or over whatever else grows; each curve is (x, ε), or (x, bracket of ε)."""
+    figure, axes = _new(title, xlabel, "epsilon")
+    _lines(axes, curves)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
     return figure
 
 
@@ -155,6 +181,17 @@ def _new(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (5.6,
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")  # may be wider than the axes
         axes.set(xlabel=xlabel, ylabel=ylabel)
     return figure, axes
+
+
+def _tradeoffs(axes: Axes, curves: Mapping[str, TradeOff | Bracket[Any]]) -> None:
+    """Trade-off functions in percent, and blind guessing."""
+    axes.plot([0, 100], [100, 0], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
+    for (name, curve), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
+        alpha, low, high = _sampled(curve)
+        if not isinstance(curve, TradeOff):
+            axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
+        axes.plot(100 * alpha, 100 * low, color=color, linestyle=dash, label=name)
+    axes.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
 
 
 def _cycled(values: Sequence[Any]) -> Sequence[Any]:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from torch_privacy import experiments, privacy
+from torch_privacy.cli import run as command
+from torch_privacy.experiments import CATALOG, load_reproducible, table
+from torch_privacy.experiments.catalog import Experiment, Paper
+from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.reproduction import Reproduction
+from torch_privacy.experiments.rows import Column, Computation, Training, folder_name
+from torch_privacy.privacy import Bracket, plots
+
+PAPER = Paper("Nobody (2000)", "On <nothing>", "nowhere")
+COLUMNS = {
+    "value": Column("value", digits=1),
+    "share": Column("share", digits=1, percent=True),
+    "bracket": Column("bracket"),
+    "unknown": Column("never known"),
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """An experiment of two computations, and how often each was made."""
+    calls = []
+
+    def compute(name, context):
+        calls.append((name, context.seed))
+        return {"value": 3.0 + context.seed, "share": 0.5, "bracket": Bracket(0.12345, 0.12346)}
+
+    module = SimpleNamespace(
+        COLUMNS=COLUMNS,
+        rows=lambda quick: [
+            Computation("first", lambda context: compute("first", context), {"value": 3.14}),
+            Computation("second row", lambda context: compute("second", context), seeded=True),
+        ],
+        figures=lambda results, folder: {"curve": plots.tradeoff_plot({"one": privacy.tradeoff.Gaussian(1.0)})},
+        NOTES=("a <note>",),
+    )
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.tiny_one", module)
+    described = Experiment("tiny-one", PAPER, "Table 0", "nothing at all", 1, 1)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny-one", described)
+    return calls
+
+
+@pytest.mark.parametrize("experiment", CATALOG, ids=lambda experiment: experiment.name)
+def test_experiment_keeps_the_shape_that_all_have(experiment):
+    _, module = load_reproducible(experiment.name)
+    for quick in (False, True):
+        rows = module.rows(quick)
+        assert len({folder_name(row, 0) for row in rows}) == len(rows)
+        for row in rows:
+            assert set(row.paper) <= set(module.COLUMNS)
+            if isinstance(row, Training):
+                module.Settings(**row.settings)  # pyright: ignore[reportAttributeAccessIssue]
+    assert any(row.paper for row in module.rows(False))
+    assert experiment.trains == hasattr(module, "build_task")
+    assert experiment.quick_seconds < 180
+
+
+def test_list_names_every_experiment_with_its_paper_and_times(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(["reproduce"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in shown.splitlines())
+    for experiment in CATALOG:
+        assert experiment.name in shown
+        assert experiment.paper.title.split()[-1] in shown
+    assert command(["reproduce", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["experiments"]
+    assert [entry["name"] for entry in listed] == [experiment.name for experiment in CATALOG]
+
+
+def test_run_writes_every_number_beside_the_papers(tiny, tmp_path, capsys):
+    assert command(["reproduce", "tiny-one", "--seeds", "1,5-6", "--run", str(tmp_path / "r"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert {key: value for key, value in results.items() if key != "run"} == json.loads(
+        (tmp_path / "r" / "results.json").read_text()
+    )
+    assert tiny == [("first", 1), ("second", 1), ("second", 5), ("second", 6)]
+    first, second = results["rows"]
+    assert first["paper"] == {"value": 3.14}
+    assert [run["seed"] for run in second["runs"]] == [1, 5, 6]
+    assert second["runs"][1]["numbers"] == {"value": 8.0, "share": 0.5, "bracket": {"low": 0.12345, "high": 0.12346}}
+    assert not (tmp_path / "r" / "lock").exists()
+    assert (tmp_path / "r" / "curve.svg").read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("width", [30, 200])
+def test_table_shows_ours_beside_the_papers_at_any_width(width, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert command(["reproduce", "tiny-one", "--seed", "0-2", "--run", str(tmp_path / "r"), "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "never known" not in shown
+    assert re.search(r"3\.0\s[^#]*3\.1", shown)  # ours before the paper's
+    for words in ("4.0 ± 1.0", "50.0 %", "[0.123, 0.124]", "a <note>", "Table 0 of Nobody (2000)"):
+        assert words in " ".join(shown.split())
+
+
+def test_report_of_an_experiment_has_its_table_pictures_and_notes(tiny, tmp_path):
+    assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "r"), "--json"]) == 0
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert page.count("<svg") == 1
+    for words in ("a &lt;note&gt;", "<td>3.1</td>", "[0.123, 0.124]"):
+        assert words in page
+    assert not re.search(r"url\((?!#)|@import|<script|<link|<img", page)
+
+
+def test_stopped_run_does_only_what_is_left(tiny, tmp_path, capsys):
+    run = Reproduction.start(tmp_path / "r", "tiny-one")
+    run.compute(run.unfinished()[0])
+    run.close()
+    assert command(["reproduce", "--resume", str(tmp_path / "r"), "--json"]) == 0
+    assert tiny == [("first", 0), ("second", 0)]
+    assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
+    assert "this run is complete, nothing is left to resume" in capsys.readouterr().err
+
+
+def test_run_in_use_or_of_another_kind_is_refused(tiny, tmp_path, capsys):
+    run = Reproduction.start(tmp_path / "r", "tiny-one")
+    assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
+    assert "another process is training in this folder" in capsys.readouterr().err
+    run.close()
+    assert not (tmp_path / "r").exists()  # nothing was begun
+    folder = RunFolder(tmp_path / "training")
+    folder.create()
+    folder.write_json(folder.settings, {"experiment": "gdp-adult"})
+    assert command(["reproduce", "--resume", str(folder.path)]) == 2
+    assert "Continue a training with train --resume" in capsys.readouterr().err
+
+
+def test_training_row_resumes_from_its_checkpoint(tmp_path):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True, seeds=[3])
+    job = run.unfinished()[0]
+    training = run.training(job)
+    for _, progress in zip(range(5), training.steps(), strict=False):
+        assert progress.training == "private"
+    assert training.settings.seed == 3
+    training.checkpoint()
+    training.close()
+    run.close()
+    again = Reproduction.resume(tmp_path / "r")
+    training = again.training(again.unfinished()[0])
+    assert training.training.step_count == 5
+    training.close()
+    again.close()
+
+
+def test_training_row_stopped_before_its_first_checkpoint_starts_anew(tmp_path):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
+    job = run.unfinished()[0]
+    job.folder.path.mkdir(parents=True)
+    (job.folder.path / "ledger.jsonl").write_text('{"ledger":1}\n')
+    training = run.training(job)
+    assert training.training.step_count == 0
+    training.close()
+    run.close()
+
+
+@pytest.mark.slow
+def test_experiment_with_a_training_ends_with_its_numbers_and_a_page(tmp_path, capsys):
+    path = tmp_path / "r"
+    assert command(["reproduce", "gdp-adult", "--quick", "--run", str(path), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    numbers = results["rows"][0]["runs"][0]["numbers"]
+    inner = json.loads((path / "rows" / "noisysgd-seed-0" / "results.json").read_text())
+    assert numbers["score"] == inner["test_score"]
+    assert numbers["epsilon"] == inner["privacy"]["epsilon"]
+    assert 0.7 < results["rows"][1]["runs"][0]["numbers"]["score"] < 1
+    assert (path / "report.html").read_text().count("<svg") == 4  # the training's course beside the table
+    assert command(["report", str(path), str(path / "rows" / "noisysgd-seed-0"), "--out", str(tmp_path / "o")]) == 0
+    page = (tmp_path / "o").read_text()
+    assert page.count("<svg") == 4
+    assert page.count("<td>noisysgd") == 2
+
+
+def test_cell_shows_mean_and_deviation_on_the_safe_side():
+    assert table.cell([1.0, 2.0, 3.0], Column("x", digits=2)) == "2.00 ± 1.00"
+    assert table.cell([2.0, 2.0], Column("x", digits=2)) == "2.00"
+    assert table.cell([{"low": 0.5, "high": 0.5001}, {"low": 0.4901, "high": 0.5}], Column("x")) == "[0.490, 0.501]"
+    assert table.cell([{"low": 0.12345, "high": 0.12346}], Column("x", digits=1, percent=True)) == "[12.3, 12.4] %"
+    assert table.cell([{"low": 1.234e-6, "high": 1.234e-6}], Column("x", scientific=True)) == "[1.23e-6, 1.24e-6]"
+    assert table.cell([None, None], Column("x")) == "-"
+
+
+def test_markdown_has_a_line_for_ours_and_one_for_the_paper(tiny, tmp_path):
+    assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "r"), "--json"]) == 0
+    lines = table.markdown(json.loads((tmp_path / "r" / "results.json").read_text())).splitlines()
+    assert lines[0] == "|  |  | value | share | bracket |"
+    assert lines[2:] == [
+        "| first | ours | 3.0 | 50.0 % | [0.123, 0.124] |",
+        "|  | paper | 3.1 | - | - |",
+        "| second row | ours | 3.0 | 50.0 % | [0.123, 0.124] |",
+    ]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A self-contained page in the style of the reports: no script, no font, no picture from elsewhere."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from string import Template
+
+PAGE = Template("""\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+  :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #8a94a3; --rule: #e3e7ec;
+          --first: #0067a8; --second: #b84a00; --third: #00785a;
+          --fourth: #8a4f9e; --fifth: #6b5b00; --sixth: #a3002c; }
+  @media (prefers-color-scheme: dark) {
+    :root { --paper: #14181f; --ink: #e6eaf0; --faint: #7d8796; --rule: #2b323d;
+            --first: #5fb4ee; --second: #f59a5b; --third: #3fcfa4;
+            --fourth: #c792d8; --fifth: #c9b458; --sixth: #ff7d92; } }
+  body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 3rem; background: var(--paper); color: var(--ink);
+         font: 1rem/1.5 system-ui, sans-serif; }
+  h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
+  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+  .big { display: flex; flex-wrap: wrap; gap: .5rem 3rem; margin: 1.25rem 0; }
+  .big div { font-size: .9rem; }
+  .big b { display: block; font-size: 2rem; line-height: 1.2; color: var(--first); font-variant-numeric: tabular-nums; }
+  .plots, .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
+                   gap: 1.5rem 2rem; }
+  figure { margin: 0; }
+  .plots svg { width: 100%; height: auto; }
+  .plots svg text { font-family: system-ui, sans-serif !important; }
+  table { border-collapse: collapse; width: 100%; }
+  td, th { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top;
+           font-weight: normal; }
+  td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+  .pairs th { width: 45%; }
+  .many th { font-weight: bold; }
+  .many td:nth-child(n + 3), .many th:nth-child(n + 3) { text-align: right; }
+  .many tr.paper td { color: var(--faint); }
+  .cards svg { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }
+</style>
+<h1>$title</h1>
+$body
+</html>
+""")
+
+
+def page(title: str, body: str) -> str:
+    """The page of this title (text) and body (HTML)."""
+    return PAGE.substitute(title=escape(title), body=body)
+
+
+def figures(drawn: Iterable[str], kind: str = "plots") -> str:
+    """Pictures, each an ``<svg>`` element, side by side: ``plots`` in the page's colors, ``cards`` on white."""
+    return f'<div class="{kind}">' + "".join(f"<figure>{svg}</figure>" for svg in drawn) + "</div>"
+
+
+def pairs(lines: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values."""
+    body = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
+    return f'<table class="pairs">{body}</table>'
+
+
+def table(headings: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A table with a heading for each column; every line has a class and its cells."""
+    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for kind, cells in lines
+    )
+    return f'<table class="many"><tr>{head}</tr>{body}</table>'

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``reproduce``: the experiments of the papers, listed, or one of them run."""
+
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_privacy._signals import DeferredSignals
+from torch_privacy.cli._shared import (
+    AsJson,
+    Quiet,
+    ResumePath,
+    RunPath,
+    app,
+    check_alone,
+    folder_named,
+    naming,
+    print_result,
+    say,
+)
+from torch_privacy.cli._training import see_through
+from torch_privacy.experiments import EXPERIMENTS
+
+Name = Annotated[
+    str | None,
+    typer.Argument(help="What to run; without it, what there is.", metavar="EXPERIMENT", show_default=False),
+]
+QuickLook = Annotated[bool, typer.Option("--quick", help="A smaller one, in less than three minutes.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(parser=folder_named, help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA"),
+]
+
+
+def _seeds(text: str) -> list[int]:
+    """``0``, ``0,3,7`` or ``0-4``."""
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        seeds = [seed for part in ends for seed in range(part[0], part[-1] + 1)]
+        if not seeds or any(len(part) > 2 for part in ends) or len(set(seeds)) < len(seeds):
+            raise ValueError
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} must be a seed, or several as in 0,3,7 or 0-4") from None
+    return seeds
+
+
+Seeds = Annotated[
+    Any,
+    typer.Option(
+        "--seed", "--seeds", parser=_seeds, metavar="SEEDS",
+        help="Public seeds, one run for each: 3, or 0,3,7, or 0-4.", show_default="0",
+    ),
+]  # fmt: skip
+
+
+@app.command()
+def reproduce(
+    experiment: Name = None,
+    quick: QuickLook = False,
+    seed: Seeds = None,
+    data: Data = None,
+    run: RunPath = None,
+    resume: ResumePath = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a table or figure of a paper anew, and show the paper's numbers beside ours.
+
+    Without a name it lists all experiments. Ctrl-C leaves a run that --resume continues.
+    """
+    if resume is not None:
+        check_alone("reproduce", experiment, run, seed, data, quick or None)
+        _reproduce_in(resume, None, {}, quiet=quiet, as_json=as_json)
+        return
+    if experiment is None:
+        if any(option is not None for option in (run, seed, data, quick or None)):
+            raise ValueError("reproduce: name an experiment for these options; without any it lists what there is.")
+        from torch_privacy._display import experiments_view
+        from torch_privacy.experiments.catalog import as_json as listed
+
+        print_result({"experiments": listed()}, experiments_view(EXPERIMENTS.values()), as_json)
+        return
+    request = {"quick": quick, "seeds": seed or [0], "data": None if data is None else str(data.absolute())}
+    folder = run or Path("runs") / f"{experiment}{'-quick' * quick}-{datetime.now():%Y%m%d-%H%M%S}"
+    _reproduce_in(folder, experiment, request, quiet=quiet, as_json=as_json)
+
+
+def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
+    """Start a run of an experiment, or resume one if none is named, and see it through or leave it resumable."""
+    with DeferredSignals() as signals:
+        from torch_privacy._display import results_view
+        from torch_privacy.experiments.reproduction import Reproduction
+
+        silent = quiet or as_json
+        with (
+            naming(folder),
+            closing(
+                Reproduction.resume(folder) if name is None else Reproduction.start(folder, name, **request)
+            ) as work,
+        ):
+            jobs = work.unfinished()
+            for number, job in enumerate(jobs, 1):
+                heading = f"{work.experiment.name}, {number} of {len(jobs)}: {job.title}"
+                _do(work, job, signals, "" if silent else heading)
+                if signals.received:
+                    say(f"stopped; continue with\n  torch-privacy reproduce --resume {folder}")
+                    raise typer.Exit(128 + signals.received)
+            results = work.finish()
+    print_result({**results, "run": str(folder)}, results_view(results, str(work.folder.report)), as_json)
+
+
+def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
+    """One row, to its end or to a stop; without a heading silently."""
+    from torch_privacy.experiments.rows import Computation
+
+    if isinstance(job.row, Computation):
+        if heading:
+            say(heading)
+        work.compute(job)
+        return
+    with closing(work.training(job)) as training:
+        if heading:  # not before the data are there
+            say(heading)
+        if see_through(training, signals, silent=not heading):
+            training.finish()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be reproduced: every experiment by name, with its paper and what it takes. Listing them imports no torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where the numbers come from that ours are held against."""
+
+    authors: str
+    title: str
+    source: str
+
+
+ABADI = Paper("Abadi et al. (2016)", "Deep learning with differential privacy", "arXiv:1607.00133")
+GDP = Paper(
+    "Bu, Dong, Long & Su (2020)", "Deep learning with Gaussian differential privacy", "HDSR 2(3), arXiv:1911.11607"
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper that one command makes anew.
+
+    The module of the experiment has ``COLUMNS`` and ``rows`` (see `rows`), and perhaps ``figures`` and ``NOTES``; one
+    that ``trains`` has ``Settings`` and ``build_task`` as well (see `_protocol`).
+    """
+
+    name: str
+    paper: Paper
+    place: str  # which table or figure
+    shows: str
+    seconds: float  # that the full run takes for one seed on two CPU cores, measured or extrapolated from an epoch
+    quick_seconds: float
+    data: str = ""  # the data sets that it reads; "" if none, or only the one that comes with the package
+    trains: bool = False
+
+    @property
+    def module(self) -> str:
+        """Where the experiment is written down."""
+        return f"torch_privacy.experiments.{self.name.replace('-', '_').replace('.', '')}"
+
+
+CATALOG = (
+    Experiment(
+        "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 10
+    ),
+    Experiment(
+        "gdp-figures", GDP, "Figures 2, 3, A.1",
+        "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 20,
+    ),
+    Experiment(
+        "gdp-calibration", GDP, "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
+    ),
+    Experiment("gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 10, 10,
+               trains=True),
+)  # fmt: skip
+
+
+def as_json() -> list[dict[str, Any]]:
+    """All experiments as plain values."""
+    return [asdict(experiment) for experiment in CATALOG]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One experiment of a paper made anew: its rows, each in a folder, beside the paper's numbers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torch_privacy import _check
+from torch_privacy.experiments import load_reproducible
+from torch_privacy.experiments.catalog import Experiment
+from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.rows import (
+    Computation,
+    Context,
+    Number,
+    Numbers,
+    Reproducible,
+    Row,
+    Training,
+    folder_name,
+    rows_folder,
+    training_numbers,
+)
+from torch_privacy.privacy import Bracket
+
+if TYPE_CHECKING:
+    from torch_privacy.experiments.runner import Run
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row for one seed, and the folder that it fills."""
+
+    row: Row
+    seed: int
+    folder: RunFolder
+
+    @property
+    def title(self) -> str:
+        """What the row is called, with its seed if there is one."""
+        return f"{self.row.name}, seed {self.seed}" if self.row.seeded else self.row.name
+
+
+@dataclass
+class Reproduction:
+    """A run of one experiment in its folder; the folder is locked for as long as it is open.
+
+    Do every job of ``unfinished()``, a training by ``training(job)`` and a computation by ``compute(job)``, then call
+    ``finish()``. It may be left at any time with ``close()``: ``resume`` does what is left, trainings from their last
+    checkpoint on.
+    """
+
+    folder: RunFolder
+    experiment: Experiment
+    module: Reproducible
+    quick: bool
+    seeds: Sequence[int]
+    data: str | None
+    made: Sequence[Path] = ()  # folders that were not there before: they go again if nothing is begun
+
+    @classmethod
+    def start(
+        cls, path: Path, name: str, *, quick: bool = False, seeds: Sequence[int] = (0,), data: str | None = None
+    ) -> Reproduction:
+        """A new run in a new folder.
+
+        Raises:
+            ValueError: the experiment is unknown, a seed is none, or the folder is not empty or in use.
+        """
+        folder = RunFolder(path)
+        folder.check_new()
+        experiment, module = load_reproducible(name)
+        for seed in seeds:
+            _check.whole("reproduce", seed=seed)
+        made = [place for place in (path, *path.parents) if not place.exists()]
+        folder.create()
+        run = cls(folder, experiment, module, quick, list(seeds), data, made)
+        folder.write_json(folder.settings, run._request())
+        return run
+
+    @classmethod
+    def resume(cls, path: Path) -> Reproduction:
+        """The unfinished run in ``path``.
+
+        Raises:
+            ValueError: the folder holds no unfinished run of an experiment, or is in use.
+        """
+        folder = RunFolder(path)
+        request = folder.read_json(folder.settings)
+        if "reproduce" not in request:
+            raise ValueError(f"{path}: is no run of an experiment. Continue a training with train --resume.")
+        if folder.is_complete:
+            raise ValueError(f"{path}: this run is complete, nothing is left to resume. Its report is {folder.report}.")
+        folder.lock()
+        experiment, module = load_reproducible(request["reproduce"])
+        return cls(folder, experiment, module, request["quick"], request["seeds"], request["data"])
+
+    def jobs(self) -> list[Job]:
+        """All rows for all seeds; a row that does not depend on the seed is done for the first."""
+        inside = rows_folder(self.folder.path)
+        return [
+            Job(row, seed, RunFolder(inside / folder_name(row, seed)))
+            for row in self.module.rows(self.quick)
+            for seed in (self.seeds if row.seeded else self.seeds[:1])
+        ]
+
+    def unfinished(self) -> list[Job]:
+        """The jobs that have no results yet."""
+        return [job for job in self.jobs() if not job.folder.is_complete]
+
+    def training(self, job: Job) -> Run:
+        """The training that a job is, started or resumed."""
+        from torch_privacy.experiments.runner import Run
+
+        assert isinstance(job.row, Training)
+        if job.folder.checkpoint.exists():
+            return Run.resume(job.folder.path)
+        if job.folder.path.exists():  # stopped before the first checkpoint, hence before the first step
+            shutil.rmtree(job.folder.path)
+        settings = {"seed": job.seed, **({} if self.data is None else {"data": self.data}), **job.row.settings}
+        return Run.start(job.folder.path, self.experiment.name, **settings)
+
+    def compute(self, job: Job) -> None:
+        """Do a job that is a computation, and write what came out."""
+        assert isinstance(job.row, Computation)
+        start = perf_counter()
+        numbers = job.row.compute(Context(self.quick, job.seed, self.data))
+        job.folder.path.mkdir(parents=True, exist_ok=True)
+        content = {"numbers": _as_json(numbers), "seconds": perf_counter() - start}
+        job.folder.write_json(job.folder.results, content)
+
+    def finish(self) -> dict[str, Any]:
+        """Draw the figures, write report and results, and return the results."""
+        from torch_privacy import report
+        from torch_privacy.privacy import plots
+
+        results = self._results()
+        for name, figure in self._figures(results).items():
+            plots.save(figure, self.folder.path / f"{name}.svg")
+        self.folder.write_json(self.folder.results, results)
+        self.folder.write_report(report.render([self.folder]))
+        self.close()
+        return results
+
+    def close(self) -> None:
+        """Give the folder back, so that the run can be resumed; one in which nothing was begun goes away."""
+        self.folder.unlock()
+        if not self.folder.is_complete and not rows_folder(self.folder.path).exists():
+            for place in self.made:
+                if place == self.folder.path:
+                    shutil.rmtree(place)
+                elif not any(place.iterdir()):
+                    place.rmdir()
+
+    def _request(self) -> dict[str, Any]:
+        """What ``settings.json`` holds."""
+        return {"reproduce": self.experiment.name, "quick": self.quick, "seeds": self.seeds, "data": self.data}
+
+    def _figures(self, results: dict[str, Any]) -> Mapping[str, Any]:
+        draw = getattr(self.module, "figures", None)  # few experiments have pictures of their own
+        return {} if draw is None else draw(results, self.folder.path)
+
+    def _results(self) -> dict[str, Any]:
+        """The table: rows, columns, the paper's numbers and ours, for every seed."""
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for job in self.jobs():
+            content = job.folder.read_json(job.folder.results)
+            runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
+        return {
+            "reproduce": self.experiment.name,
+            "paper": asdict(self.experiment.paper),
+            "place": self.experiment.place,
+            "shows": self.experiment.shows,
+            "quick": self.quick,
+            "seeds": self.seeds,
+            "machine": _machine(),
+            "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
+            "columns": {key: asdict(column) for key, column in self.module.COLUMNS.items()},
+            "rows": [
+                {"row": row.name, "seeded": row.seeded, "paper": dict(row.paper), "runs": runs[row.name]}
+                for row in self.module.rows(self.quick)
+            ],
+            "notes": list(getattr(self.module, "NOTES", ())),
+        }
+
+
+def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:
+    """Numbers and seconds of a job, from its ``results.json``."""
+    if isinstance(row, Computation):
+        return content
+    return {"numbers": _as_json(training_numbers(content)), "seconds": content["seconds"]["private"]}
+
+
+def _as_json(numbers: Numbers) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in numbers.items()}
+
+
+def _plain(value: Number) -> Any:
+    return value._asdict() if isinstance(value, Bracket) else value
+
+
+def _machine() -> str:
+    """The hardware, in general words."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} CPU core{'s' * (cores != 1)}" + ", one GPU" * torch.cuda.is_available()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment's results as text: in every row ours above the paper's, for terminal, page and documentation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_FLOOR
+from statistics import mean, stdev
+from typing import Any
+
+from torch_privacy.experiments.rows import Column
+from torch_privacy.summary import round_down, round_up, scientific
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: of which row, whose numbers, and a text for every column."""
+
+    row: str
+    whose: str  # "ours" or "paper"
+    cells: Sequence[str]
+
+
+def headings(results: Mapping[str, Any]) -> list[str]:
+    """The columns' headings."""
+    return [column.heading for column in _columns(results).values()]
+
+
+def lines(results: Mapping[str, Any]) -> Iterator[Line]:
+    """Two lines for a row of which the paper says something, one for any other."""
+    columns = _columns(results)
+    for row in results["rows"]:
+        ours = [cell([run["numbers"].get(key) for run in row["runs"]], column) for key, column in columns.items()]
+        yield Line(row["row"], "ours", ours)
+        if row["paper"]:
+            paper = [cell([row["paper"].get(key)], column) for key, column in columns.items()]
+            yield Line(row["row"], "paper", paper)
+
+
+def cell(values: Sequence[Any], column: Column) -> str:
+    """One number for each seed: their mean, with the standard deviation where they differ; a bracket as it is.
+
+    Example:
+        >>> cell([0.95, 0.96], Column("accuracy", digits=1, percent=True)), cell([2.0322], Column("mu"))
+        ('95.5 ± 0.7 %', '2.032')
+        >>> cell([{"low": 0.8641, "high": 0.8642}], Column("epsilon"))
+        '[0.864, 0.865]'
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return MISSING
+    if isinstance(known[0], dict):  # every seed has the same, or nearly: the widest holds for all
+        low, high = min(value["low"] for value in known), max(value["high"] for value in known)
+        return _with_unit(f"[{_below(low, column)}, {_above(high, column)}]", column)
+    scaled = [100 * value if column.percent else value for value in known]
+    text = f"{mean(scaled):{_format(column)}}"
+    if len(set(scaled)) > 1:
+        text += f" ± {stdev(scaled):{_format(column)}}"
+    return _with_unit(text, column)
+
+
+def _below(value: float, column: Column) -> str:
+    if column.scientific:
+        return scientific(value, ROUND_FLOOR)
+    return round_down(100 * value if column.percent else value, column.digits)
+
+
+def _above(value: float, column: Column) -> str:
+    if column.scientific:
+        return scientific(value)
+    return round_up(100 * value if column.percent else value, column.digits)
+
+
+def _format(column: Column) -> str:
+    return ".3g" if column.scientific else f".{column.digits}f"
+
+
+def _with_unit(text: str, column: Column) -> str:
+    return f"{text} %" if column.percent else text
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """What was run, and on what."""
+    runs = [run for row in results["rows"] for run in row["runs"]]
+    parts = ["Quick look"] if results["quick"] else []
+    if any(row["seeded"] for row in results["rows"]):
+        parts.append(f"seed{'s' * (len(results['seeds']) > 1)} {', '.join(map(str, results['seeds']))}")
+    parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
+    text = ", ".join(parts)
+    return text[0].upper() + text[1:]
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader.
+
+    Example:
+        >>> duration(8.4), duration(700), duration(9000)
+        ('8 s', '12 min', '2.5 h')
+    """
+    if seconds < 100:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def title(results: Mapping[str, Any]) -> str:
+    """Which table or figure of which paper."""
+    return f"{results['reproduce']}: {results['place']} of {results['paper']['authors']}"
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table in Markdown."""
+    head = ["", "", *headings(results)]
+    body = [[line.row if line.whose == "ours" else "", line.whose, *line.cells] for line in lines(results)]
+    rule = ["---", "---", *("---:" for _ in headings(results))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body)) + "\n"
+
+
+def _columns(results: Mapping[str, Any]) -> dict[str, Column]:
+    """The columns of which something is known."""
+    columns = {key: Column(**column) for key, column in results["columns"].items()}
+    rows = results["rows"]
+    return {
+        key: column
+        for key, column in columns.items()
+        if any(row["paper"].get(key) is not None for row in rows)
+        or any(run["numbers"].get(key) is not None for row in rows for run in row["runs"])
+    }
