@@ -14,7 +14,8 @@ import models
 import torch
 
 import torch_privacy as tp
-from torch_privacy.sketched import Directions, Sketch, SketchedJacobian, Sketching
+from torch_privacy._directions import Directions
+from torch_privacy._projected import Sketch, SketchedJacobian, Sketching
 
 
 def seconds(step: Callable[[], None], repeats: int) -> float:

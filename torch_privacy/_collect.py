@@ -16,6 +16,7 @@ from .jacobian import Block, Jacobian, Native, NothingKept
 
 if TYPE_CHECKING:
     from ._calls import Call, Reached
+    from ._estimates import Estimates
     from ._layout import Merging
     from ._tape import Source
     from ._verify import Checks
@@ -34,6 +35,7 @@ class Collector:
         sources: weight's id -> what is known of it.
         budget: what may be kept; None keeps everything for any question that may be asked.
         lets_go: whether the calls' inputs are not needed any more.
+        estimates: take the place of exact norms.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Collector:
         budget: Budget | None = None,
         *,
         lets_go: bool = False,
+        estimates: Estimates | None = None,
     ):
-        self._lets_go = lets_go
+        self._lets_go, self._estimates = lets_go, estimates
         self.blocks: list[Block] = []
         self._calls, self._layouts, self._sources = calls, layouts, sources
         self._budget = budget
@@ -84,8 +87,11 @@ class Collector:
     def _finish(self, block: Block) -> None:
         if len(block.ops) > 1:
             block.merge()
+        alone = self._sharing[block.names[0]] == 1
+        if self._estimates is not None:
+            self._estimates.prepare(block, alone=alone)
         if self._budget is not None:
-            if block.stands_alone and self._sharing[block.names[0]] == 1:
+            if block.stands_alone and alone and (self._estimates is None or self._estimates.block_by_block):
                 block.reduce(self._budget)
             else:
                 block.hold(self._budget)
@@ -116,6 +122,7 @@ class GroupSums:
         budget: is told what is not held any more.
         checks: to be shown every group's rows.
         native: gives the clipped sum of what was not kept.
+        estimates: take the place of exact norms.
     """
 
     def __init__(
@@ -129,8 +136,9 @@ class GroupSums:
         budget: Budget,
         checks: Checks | None = None,
         native: Native | None = None,
+        estimates: Estimates | None = None,
     ):
-        self._budget, self._checks, self._native = budget, checks, native
+        self._budget, self._checks, self._native, self._estimates = budget, checks, native, estimates
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -158,6 +166,8 @@ class GroupSums:
         jacobian = jacobian.restricted(self._groups[label])
         if self._checks is not None:
             self._checks.look(jacobian)
+        if self._estimates is not None:
+            jacobian = jacobian.estimated(self._estimates.squared_norms(jacobian))
         self.sums |= self._clip(jacobian, label)
         self._budget.release(sum([block.held for block in blocks]))
 
@@ -208,6 +218,7 @@ class RowsAsTheyCome:
         sources: weight's id -> what is known of it.
         parameters: all recorded ones.
         merging: examples whose mean is one row.
+        estimates: take the place of exact norms.
     """
 
     def __init__(
@@ -217,7 +228,9 @@ class RowsAsTheyCome:
         sources: Mapping[int, Source],
         parameters: Mapping[str, Tensor],
         merging: Merging | None,
+        estimates: Estimates | None = None,
     ):
+        self._estimates = estimates
         self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
         self._layouts = layouts if merging is None else [merging.layout(layout) for layout in layouts]
         losses = reached.losses
@@ -248,10 +261,13 @@ class RowsAsTheyCome:
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
         losses, calls = self._reached.losses, self._reached.calls
-        collector = Collector(calls, self._layouts, self._sources, budget, lets_go=not retain_graph)
+        collector = Collector(
+            calls, self._layouts, self._sources, budget, lets_go=not retain_graph, estimates=self._estimates
+        )
         num_rows = len(losses) if self._merging is None else self._merging.count
+        awaited, estimates = collector.names, self._estimates
         sums = GroupSums(
-            groups, clip, num_rows, losses.dtype, self._parameters, collector.names, budget, checks, self._native_sum
+            groups, clip, num_rows, losses.dtype, self._parameters, awaited, budget, checks, self._native_sum, estimates
         )
         collector.on_block = sums.add
         deepest = self._reached.deepest()

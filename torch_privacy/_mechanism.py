@@ -19,7 +19,7 @@ from ._tape import Tape
 from .clipping import Adaptive, ClippingRule, MicroBatches
 from .privacy import NeighboringRelation
 from .sampling import Poisson
-from .sketched import Directions, Sketch, Sketched, Sketching, check_price, check_rule
+from .sketched import Directions, Sketched, check_price, check_rule, sketching
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
 COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
@@ -188,10 +188,10 @@ class ClippedSum(Mechanism):
 
 
 class SketchedSum(ClippedSum):
-    """The sum of the clipped rows, their norms estimated by random projections.
+    """The sum of the clipped rows, their norms estimated at random.
 
     Args:
-        setting: the projections.
+        setting: how they are estimated.
         not_for_release: whether few of them will do.
         rule, names, expected_batch_size: as of `ClippedSum`.
     """
@@ -207,21 +207,23 @@ class SketchedSum(ClippedSum):
     ):
         check_rule(rule)
         super().__init__(rule, names, expected_batch_size)
-        self._setting, self._not_for_release = setting, not_for_release
-        self._sketching = Sketching(setting)
+        self._not_for_release = not_for_release
+        self._sketching = sketching(setting, self._layouts)
 
-    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledJL:
-        return self._setting.event(noise_multiplier, sampling_probability)
+    def event(
+        self, noise_multiplier: float, sampling_probability: float
+    ) -> privacy.SubsampledJL | privacy.SubsampledSketch:
+        return self._sketching.setting.event(noise_multiplier, sampling_probability)
 
     def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
         if not self._not_for_release:
             check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "jacobian": repr(self._setting)}
+        return {**super().settings(), "jacobian": repr(self._sketching.setting)}
 
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
-        return Sketch(self._sketching, census.trained, Directions(key, step, part))
+        return self._sketching.watch(census, size, Directions(key, step, part))
 
     @property
     def settled(self) -> bool:

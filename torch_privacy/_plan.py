@@ -83,7 +83,7 @@ def held_bytes(held: Any) -> int:
 def squared_norms(op: Op, method: Method | None = None) -> Tensor:
     """Squared norms (n,) of an op's rows by a method (the cheapest unless given), chunk by chunk."""
     method = method or cheapest(op)
-    parts = [_norms_of(method, method.compute(part)) for part in _chunks(op, method)]
+    parts = [_norms_of(part, method, method.compute(part)) for part in _chunks(op, method)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -92,14 +92,14 @@ def rows_and_norms(op: Op, method: Method) -> tuple[Rows, Tensor]:
     n = op.num_examples
     size = chunk_size(n, method.floats - n * op.shape.numel())  # the rows themselves are there for all, anyway
     if size >= n:
-        rows = Rows(method.compute(op))
-        return rows, rows.squared_norms()
+        rows = method.compute(op)
+        return Rows(rows), _norms_from(op, rows)
     values = torch.empty(n, *op.shape, dtype=op.dtype, device=op.device)
     norms = []
     for i in range(0, n, size):
         part = method.compute(op.select(slice(i, i + size)))
         values[i : i + size] = part
-        norms.append(Rows(part).squared_norms())
+        norms.append(_norms_from(op, part))
     return Rows(values), torch.cat(norms)
 
 
@@ -118,8 +118,13 @@ def projections(op: Op, v: Tensor) -> Tensor:
     return torch.cat([op.select(slice(i, i + step)).rows().reshape(-1, size) @ flat for i in range(0, n, step)])
 
 
-def _norms_of(method: Method, answer: Tensor) -> Tensor:
-    return Rows(answer).squared_norms() if method.rows else answer
+def _norms_of(op: Op, method: Method, answer: Tensor) -> Tensor:
+    return _norms_from(op, answer) if method.rows else answer
+
+
+def _norms_from(op: Op, rows: Tensor) -> Tensor:
+    estimated = op.norms_from(rows)
+    return Rows(rows).squared_norms() if estimated is None else estimated
 
 
 def _chunks(op: Op, method: Method) -> list[Op]:

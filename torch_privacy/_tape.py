@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ from .ops.einsum import ContractionUse
 from .ops.elementwise import OVERWRITING, EntrywiseUse
 from .ops.fallback import compared, replay, uses_of
 
+if TYPE_CHECKING:
+    from ._estimates import Estimates
+
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
 
@@ -82,6 +85,7 @@ class Tape(TorchFunctionMode):
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         layouts: what earlier batches taught about where the examples sit.
         num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
+        estimates: take the place of exact norms in the clipped sum.
     """
 
     def __init__(
@@ -90,9 +94,10 @@ class Tape(TorchFunctionMode):
         constants: Iterable[Tensor] = (),
         layouts: Layouts | None = None,
         num_examples: int | None = None,
+        estimates: Estimates | None = None,
     ):
         super().__init__()
-        self._num_examples = num_examples
+        self._num_examples, self._estimates = num_examples, estimates
         self.parameters = dict(parameters)
         self.layouts = layouts if layouts is not None else Layouts()
         # Tensors are known by identity; holding them keeps the identities from being given away again.
@@ -259,7 +264,7 @@ class Tape(TorchFunctionMode):
             checks = None
             if measured and not self.layouts.verified(calls):
                 checks = Checks(losses, self.parameters, reached.precision(), merging)
-            rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging)
+            rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging, self._estimates)
             total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks)
             if checks is not None:
                 self.layouts.note_verified(calls, n)

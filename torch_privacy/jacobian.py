@@ -255,6 +255,7 @@ class Jacobian:
         self._parameters = parameters
         self._blocks = blocks
         self._side_by_side: tuple[list[Block], Tensor] | None = None
+        self._estimates: Tensor | None = None  # squared norms (n,) of whole rows that take the place of the exact ones
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -264,6 +265,9 @@ class Jacobian:
     @torch.no_grad()
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Squared norms of the rows, (n,), over all parameters or over those named."""
+        if self._estimates is not None:
+            assert names is None
+            return self._estimates
         wanted = set(self._parameters if names is None else names)
         total = torch.zeros(self.num_examples, device=self._device, dtype=torch.promote_types(self._dtype, torch.float))
         apart, joint = self._split(wanted)
@@ -330,7 +334,25 @@ class Jacobian:
     def select(self, index: Tensor | slice) -> Jacobian:
         """The rows of some of the examples only."""
         num_examples = len(torch.arange(self.num_examples, device=self._device)[index])
-        return self._like(num_examples, self._parameters, [block.select(index) for block in self._blocks])
+        some = self._like(num_examples, self._parameters, [block.select(index) for block in self._blocks])
+        return some.estimated(None if self._estimates is None else self._estimates[index])
+
+    def estimated(self, squared_norms: Tensor | None) -> Jacobian:
+        """The same rows, of which these estimates (n,) are said to be the squared norms; None changes nothing."""
+        if squared_norms is None:
+            return self
+        other = self._like(self.num_examples, self._parameters, self._blocks)
+        other._estimates = squared_norms
+        return other
+
+    @torch.no_grad()
+    def squared_bounds(self, bounds: Callable[[Op], Tensor]) -> Tensor:
+        """Bounds on the squared norms of the rows (n,), from ``bounds`` on those of ops where these stand alone."""
+        apart, joint = self._split(set(self._parameters))
+        squares = [bounds(block.ops[0]).square() for block in apart]
+        if joint:
+            squares.append(self._joint_squared_norms(joint, set(self._parameters)))
+        return torch.stack(squares).sum(0)
 
     def restricted(self, names: Iterable[str]) -> Jacobian:
         """The columns of some of the parameters only."""

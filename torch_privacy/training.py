@@ -330,6 +330,7 @@ class PrivateTraining:
 
     def _release(self) -> None:
         """Noise onto the sums, the release into the ledger, the private gradient to the optimizer."""
+        self._check_unchanged()
         parameters, step = self._census.trained, self.step_count
         release = self._mechanism.complete(self._sums, parameters)
         self._noise.add_to(step, release, self._mechanism.stddevs(release, self.noise_multiplier))
@@ -346,6 +347,17 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _check_unchanged(self) -> None:
+        """Refuse settings that were changed since the start: what is released must be what the ledger will say."""
+        event = self._mechanism.event(self.noise_multiplier, self.sampling_probability)
+        jacobian = self._mechanism.settings().get("jacobian", repr(None))
+        if event != self.event or jacobian != repr(self.jacobian):
+            raise Refused(
+                f"PrivateTraining: noise, sampling or jacobian={self.jacobian!r} were changed since the start: this "
+                f"step would be {event!r} with jacobian={jacobian}, and the ledger would say {self.event!r}. Make a "
+                "new PrivateTraining, with the releases so far as prior_releases."
+            )
 
     def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
         """The generators, from the keys given or from the operating system's."""

@@ -69,6 +69,10 @@ class Op(ABC):
         """Price of one row entry that is kept: it is written once and read twice, for its norm and for the sum."""
         return 80
 
+    def norms_from(self, rows: Tensor) -> Tensor | None:
+        """Squared norms (n,) that go with its own rows, where norms are estimated; None where they are the lengths."""
+        return None
+
     @abstractmethod
     def rows(self) -> Tensor:
         """The rows themselves, (n, *shape)."""

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random directions by which norms are estimated: fresh for every step and microbatch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ._check import whole
+from .noise import KEY_BYTES, Noise
+
+GROUP_ENTRIES = 2**26  # of directions that are held at once, at most
+
+
+class Directions:
+    """Standard normal directions of the parameters, a function of a secret key, the step and the microbatch.
+
+    Args:
+        noise_key: key of the noise; the directions' own is derived from it, so that they share no random bits.
+        step: number of the step.
+        part: number of the microbatch in the step.
+    """
+
+    def __init__(self, noise_key: bytes, step: int, part: int):
+        whole("Directions", step=step, part=part)
+        label = b"directions" + step.to_bytes(8, "big") + part.to_bytes(8, "big")
+        self._noise = Noise(hashlib.blake2b(label, key=noise_key, digest_size=KEY_BYTES).digest())
+
+    def draw(self, numbers: Iterable[int], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Directions with these numbers, by name (g, *shape), drawn in float32."""
+        numbers = list(numbers)
+        drawn = {name: p.new_zeros(len(numbers), *p.shape, dtype=torch.float32) for name, p in parameters.items()}
+        for k, number in enumerate(numbers):
+            self._noise.add_to(number, {name: d[k] for name, d in drawn.items()}, stddev=1.0)
+        return {name: d.to(parameters[name].dtype) for name, d in drawn.items()}
+
+    def in_groups(self, count: int, group_size: int, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The first ``count`` directions, so many at a time as were asked for and memory allows."""
+        entries = sum(p.numel() for p in parameters.values())
+        size = max(1, min(group_size, GROUP_ENTRIES // max(entries, 1)))
+        for start in range(0, count, size):
+            yield self.draw(range(start, min(start + size, count)), parameters)
+
+    def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """The block of directions with this number, of a shape, in the type and on the device of a tensor."""
+        drawn = like.new_zeros(shape, dtype=torch.float32)
+        self._noise.add_to(number, {"": drawn}, stddev=1.0)
+        return drawn.to(like.dtype)

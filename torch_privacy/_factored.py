@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms by sketches of the factors: rows are matrices, multiplied from one side by k directions and never formed.
+
+For a linear map row i is ``Gᵢ = bᵢᵀ xᵢ`` (e, d), and its squared norm is estimated by ``‖Gᵢ Sᵀ‖² / k``, which is
+``Σⱼ ‖bᵢᵀ (xᵢ sⱼ)‖² / k`` for k directions S (k, d) of standard normal entries: 2 n t k (d + e) operations and
+n k (t + e) numbers, no t² and no d·e. Directions multiply the longer side.
+
+**Law.** With the singular values of the matrices of all parameters, squared and divided by ‖gᵢ‖², as weights w (their
+sum is 1), the estimate is ‖gᵢ‖² times ``s = Σⱼ wⱼ χ²_k / k``, independent for each j: the directions of different
+parameters are drawn apart, and the uses of one parameter are added before the norm is taken. Where norms of some
+parameters are exact, s has a constant part w₀ as well. It is the limit in law of M equal weights w₀ / M as M grows,
+and ``P(s <= t) <= P(χ²_k <= k t)`` for t < 1, which accounting.md 7 proves for finitely many weights, passes to the
+limit: P(s <= t) <= P(s < t') <= liminf P(s_M < t') <= P(χ²_k <= k t') for every t' in (t, 1), and the right side is
+continuous. For t >= 1 the envelope that ``SubsampledSketch`` prices is 1. So it covers any mixture of the two.
+
+**Whose randomness.** All this takes that an example's estimate is a function of its row and of the directions. Were a
+parameter sketched in one batch and exact in another, depending on what else is in the batch, then one example would
+change the factors of all others. So what is sketched, and from which side, follows from the parameter alone, the size
+of the batch and the budget of memory have no part in it, and a parameter that is met in another form is refused.
+
+Source: factored trace estimates in the place of norms, as of Ullah et al. (2026, DP-SGD-RC); no code was published.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._check import Refused
+from ._estimates import Estimates
+from ._fitting import fresh_generator
+from ._plan import held_bytes, projections
+from .jacobian import Block
+from .ops import Method, Op
+from .ops.conv import Conv
+from .ops.dense import Rows, squared_lengths, sum_rows
+from .ops.embedding import Embedding, TiedEmbedding
+from .ops.linear import Arrangement, GroupedLinear, Linear
+
+
+class Matrix(NamedTuple):
+    """As which matrix the rows of a block are seen."""
+
+    rows: int
+    columns: int
+    arrangement: Arrangement | None = None  # where the matrix does not hold the weight's entries in their order
+
+    @property
+    def left(self) -> bool:
+        """Whether directions multiply from the left: S G (k, columns); else S Gᵀ (k, rows)."""
+        return self.rows > self.columns
+
+    def pays(self, k: int) -> bool:
+        """Whether a sketch by k directions has fewer operations than the rows themselves."""
+        return self.rows * self.columns > k * (self.rows + self.columns)
+
+
+@singledispatch
+def matrix(op: Op) -> Matrix | None:
+    """The matrix that ``sketch`` takes each row for; None where there is no rule, and norms are exact."""
+    return None
+
+
+@matrix.register(Rows | Linear | Conv | TiedEmbedding)
+def _(op: Op) -> Matrix | None:
+    return Matrix(op.shape[0], math.prod(op.shape[1:])) if len(op.shape) > 1 else None
+
+
+@matrix.register
+def _(op: Embedding) -> Matrix:
+    e = op.b.shape[2]
+    return Matrix(op.shape.numel() // e, e)
+
+
+@matrix.register
+def _(op: GroupedLinear) -> Matrix:
+    g, e, d = op.x.shape[1], op.b.shape[3], op.x.shape[3]
+    return Matrix(g * e, d, op.arrangement)
+
+
+@singledispatch
+def sketch(op: Op, s: Tensor, left: bool) -> Tensor:
+    """``S Gᵢ`` if left, else ``S Gᵢᵀ``: (n, k, the other side), for directions s (k, one side)."""
+    raise NotImplementedError(f"no sketch of {type(op).__name__}")
+
+
+@sketch.register
+def _(op: Rows, s: Tensor, left: bool) -> Tensor:
+    rows = op.values.reshape(op.num_examples, op.shape[0], math.prod(op.shape[1:]))
+    return s @ (rows if left else rows.mT)
+
+
+@sketch.register
+def _(op: Linear, s: Tensor, left: bool) -> Tensor:
+    near, far = (op.b, op.x) if left else (op.x, op.b)
+    return (near @ s.mT).mT @ far
+
+
+@sketch.register
+def _(op: GroupedLinear, s: Tensor, left: bool) -> Tensor:
+    g, e = op.x.shape[1], op.b.shape[3]
+    if left:
+        return ((op.b @ s.view(-1, g, e).permute(1, 2, 0)).mT @ op.x).sum(1)
+    return ((op.x @ s.mT).mT @ op.b).transpose(1, 2).flatten(2)
+
+
+@sketch.register
+def _(op: Embedding, s: Tensor, left: bool) -> Tensor:
+    if left:
+        return F.embedding(op.ids, s.mT.contiguous()).mT @ op.b
+    return replace(op, b=op.b @ s.mT, table=torch.Size((op.shape.numel() // op.b.shape[2], len(s)))).rows().mT
+
+
+@sketch.register
+def _(op: TiedEmbedding, s: Tensor, left: bool) -> Tensor:
+    return sketch(op.looked_up, s, left) + sketch(op.product, s, left)
+
+
+@sketch.register
+def _(op: Conv, s: Tensor, left: bool) -> Tensor:
+    """From the left, k channels stand for those of b; from the right, a convolution of x has k channels per group."""
+    k, groups = len(s), op.geometry.groups
+    if left:
+        b, x = (t.unflatten(2, (groups, -1)) for t in (op.b, op.x))
+        b = torch.einsum("kge,nmge...->nmgk...", s.view(k, groups, -1), b).flatten(1, 2)  # groups are images
+        return Conv(x.flatten(1, 2), b, replace(op.geometry, groups=1)).rows().flatten(2)
+    y = op._forward(s.view(k, *op.shape[1:]).repeat(groups, *(1,) * (len(op.shape) - 1)))
+    y, b = (t.transpose(1, 2).unflatten(1, (groups, -1)).flatten(3) for t in (y, op.b))  # (n, groups, channels, t)
+    return (y @ b.mT).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class Factored(Op):
+    """All uses of one weight, whose rows' squared norms are estimated by a sketch of their sum; all else is exact.
+
+    Shapes: ``directions`` (k, longer side of the matrix).
+    """
+
+    uses: tuple[Op, ...]
+    directions: Tensor
+    matrix: Matrix
+
+    @property
+    def num_examples(self) -> int:
+        return self.uses[0].num_examples
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.uses[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.directions.dtype
+
+    def methods(self) -> list[Method]:
+        """The sketch of the factors; or that of the rows, where these are made anyway for the clipped sum."""
+        (k, longer), entries = self.directions.shape, self.num_examples * self.shape.numel()
+        numbers = sum(held_bytes(use) / use.dtype.itemsize + _unfolded(use) for use in self.uses)
+        floats = k * (numbers / sum(self.matrix[:2]) + entries / longer)
+        found = [Method("sketch", Factored.estimates, flops=2 * k * numbers, floats=floats)]
+        if len(self.uses) == 1:
+            makers = [method for method in self.uses[0].methods() if method.rows]
+            found += [_of_the_use(method, more=2 * k * entries) for method in makers]
+        return found
+
+    def estimates(self) -> Tensor:
+        """Squared norms (n,), estimated."""
+        return squared_lengths(self._sketch().flatten(1)) / len(self.directions)
+
+    def norms_from(self, rows: Tensor) -> Tensor:
+        """The same, of its own rows that were made already."""
+        if self.matrix.arrangement is not None:
+            g, d = self.matrix.rows, self.matrix.columns
+            rows = self.matrix.arrangement.matrices(rows, 1, g, d).squeeze(1)
+        (k, left), rows = (len(self.directions), self.matrix.left), rows.reshape(len(rows), *self.matrix[:2])
+        return squared_lengths(sketch(Rows(rows), self.directions, left).flatten(1)) / k
+
+    @property
+    def sum_flops(self) -> float:
+        return sum(use.sum_flops for use in self.uses)
+
+    @property
+    def kept_entry(self) -> float:
+        return self.uses[0].kept_entry
+
+    def rows(self) -> Tensor:
+        return sum_rows(list(self.uses)).values
+
+    def project(self, v: Tensor) -> Tensor:
+        first, *others = (projections(use, v.to(use.dtype)) for use in self.uses)
+        return sum(others, first)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        first, *others = (use.weighted_sum(c.to(use.dtype)) for use in self.uses)
+        return sum(others, first)
+
+    def select(self, index: Tensor | slice) -> Factored:
+        return replace(self, uses=tuple(use.select(index) for use in self.uses))
+
+    def _sketch(self) -> Tensor:
+        """(n, k, shorter side): of the sum of the uses' rows, which is the sum of their sketches."""
+        first, *others = (sketch(use, self.directions.to(use.dtype), self.matrix.left) for use in self.uses)
+        return sum(others, first)
+
+    def is_true(self, t: Tensor) -> bool:
+        """Whether the sketch has the inner products with t (k, the shorter side) that ``project`` says."""
+        direction = self.directions.mT @ t if self.matrix.left else t.mT @ self.directions
+        if self.matrix.arrangement is not None:
+            direction = self.matrix.arrangement.weights(direction[None, None])
+        expected = self.project(direction.reshape(1, *self.shape)).squeeze(1)
+        found = self._sketch()
+        scale = squared_lengths(found.flatten(1)).sqrt() * t.norm()
+        off = ((found * t).sum((1, 2)) - expected).abs()
+        return bool((~(off > torch.finfo(self.dtype).eps ** 0.5 * scale)).all())
+
+
+def _of_the_use(method: Method, more: float) -> Method:
+    compute: Callable[[Factored], Tensor] = lambda op: method.compute(op.uses[0])  # noqa: E731
+    return replace(method, compute=compute, flops=method.flops + more)
+
+
+def _unfolded(op: Op) -> int:
+    """Numbers that a convolution meets beyond those it is given."""
+    return op._unfolded - op.x.numel() if isinstance(op, Conv) else 0
+
+
+class FactoredNorms(Estimates):
+    """Norms by sketches of every weight met alone by linear maps, convolutions or tied look-ups; the others exactly.
+
+    Of look-ups alone, and of parameters that are small or vectors, exact norms are as cheap; weights behind a chain of
+    ops, and parameters that several blocks share, have their rows made.
+    """
+
+    def prepare(self, block: Block, *, alone: bool) -> None:
+        seen = _as_matrix(block.ops) if alone and block.rearranged and not block.rounds else None
+        if seen is None or not seen.pays(self.setting.num_projections):
+            self.forms.take(block.names, "exact")
+            return
+        self.forms.take(block.names, f"sketched as a matrix {seen.rows} x {seen.columns}{_text(seen.arrangement)}")
+        size, number = max(seen.rows, seen.columns), list(self.parameters).index(block.names[0])
+        shape = self.setting.num_projections, size
+        factored = Factored(tuple(block.ops), self.directions.matrix(number, shape, like=_like(block.ops)), seen)
+        self._prove(factored, block.names)
+        block.ops = [factored]
+
+    def _prove(self, factored: Factored, names: Sequence[str]) -> None:
+        """The engine's proof of itself, on two examples of the first batches."""
+        if not self.forms.doubted(names):
+            return
+        some = torch.randperm(factored.num_examples, generator=fresh_generator())[:2]
+        shorter = min(factored.matrix[:2])
+        t = torch.randn(len(factored.directions), shorter, generator=fresh_generator()).to(factored.directions)
+        if not factored.select(some.to(t.device)).is_true(t):
+            raise Refused(
+                f"Sketched: the sketch of parameter {', '.join(map(repr, names))} is not that of its rows. This is a "
+                "bug in torch_privacy: freeze that part or use exact norms, without jacobian=, and please report it."
+            )
+
+
+def _as_matrix(ops: Sequence[Op]) -> Matrix | None:
+    """The matrix that all uses of one weight agree on; None where one has none, or exact norms are as cheap for all."""
+    seen = {matrix(op) for op in ops}
+    if len(seen) > 1 or all(isinstance(op, Rows | Embedding) for op in ops):
+        return None
+    return seen.pop()
+
+
+def _text(arrangement: Arrangement | None) -> str:
+    return "" if arrangement is None else f" of entries in the order {arrangement.order} of {arrangement.sizes}"
+
+
+def _like(ops: Sequence[Op]) -> Tensor:
+    """An empty tensor in the type that sketches of all of them have."""
+    dtype = functools.reduce(torch.promote_types, [op.dtype for op in ops])
+    return torch.empty(0, dtype=dtype, device=ops[0].device)

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sketched Jacobian: norms of the rows by random projections of the gradients, of anything that differentiates.
+
+It needs a vector of per-example losses and no more: no table of ops, no layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ._calls import Reached
+from ._check import Refused
+from ._directions import Directions
+from ._fitting import fresh_generator
+from ._graph import Graph
+from ._layout import Measurement, Merging
+from ._pushforward import WAYS, Project, Run, differentiable_twice, edge_of
+from ._rewind import RandomState
+from ._tape import check_losses
+from .ops._base import is_half
+
+if TYPE_CHECKING:
+    from ._model import Census
+    from .sketched import Sketched
+
+_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag})
+
+
+class SketchedJacobian:
+    """The Jacobian of per-example losses by its projections: norms are estimates, sums are exact.
+
+    Guarantees:
+        - ``squared_norms()[i]`` is ‖row i‖² times a variable of law χ²_r / r, independent of everything else.
+        - ``weighted_sum(c)`` is Σᵢ cᵢ row_i, by one backward.
+        - ``project(v)[i, j]`` is the inner product of row i with direction j.
+    """
+
+    def __init__(
+        self,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        estimates: Tensor,
+        project: Project,
+        check: Check,
+        explanation: str,
+        *,
+        kept: Tensor | None = None,
+    ):
+        self._losses, self._parameters, self._estimates = losses, parameters, estimates
+        self._project, self._check, self._explanation = project, check, explanation
+        self._kept = torch.arange(len(losses), device=losses.device) if kept is None else kept
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows."""
+        return len(self._kept)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name and shape of every parameter."""
+        return {name: p.shape for name, p in self._parameters.items()}
+
+    def squared_norms(self) -> Tensor:
+        """Estimates of the rows' squared norms, (n,)."""
+        return self._estimates[self._kept]
+
+    def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
+        """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. The graph is used up."""
+        c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))
+        total = vjp(self._losses, self._parameters, c, retain_graph=False)
+        self._check.look(total, c)
+        return total
+
+    def look_at_single_rows(self) -> None:
+        """Refuse unless the sum of all rows, and two rows drawn at random, agree with the projections."""
+        n, finite = len(self._losses), bool(self._estimates.isfinite().all())
+        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        single = [
+            torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
+        ]
+        for c in [torch.ones_like(self._losses), *single] if finite else []:
+            self._check.look(vjp(self._losses, self._parameters, c, retain_graph=True), c)
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """J v, (n, k), for k directions given as name -> (k, *shape)."""
+        return self._project(v)[self._kept]
+
+    def select(self, index: Tensor | slice) -> SketchedJacobian:
+        """The rows of some of the examples only."""
+        return SketchedJacobian(
+            self._losses,
+            self._parameters,
+            self._estimates,
+            self._project,
+            self._check,
+            self._explanation,
+            kept=self._kept[index],
+        )
+
+    def explain(self) -> str:
+        """How the projections are made."""
+        return self._explanation
+
+
+class Sketching:
+    """What batches have taught about one model: which way projections are made, and which graphs were looked at.
+
+    Args:
+        setting: the user's choice.
+    """
+
+    def __init__(self, setting: Sketched):
+        self.setting = setting
+        self.way: str | None = None  # chosen on the first batch that has examples
+        self._reasons: dict[str, str] = {}  # why faster ways were not taken
+        self._looked_at: dict[int, int] = {}  # graph -> how many batches of it
+
+    @property
+    def needs_runs(self) -> bool:
+        """Whether the model's forwards have to be remembered."""
+        return self.way is None or WAYS[self.way].needs_runs
+
+    @property
+    def needs_backends(self) -> bool:
+        """Whether the model's forward has to run with backends that can be differentiated twice."""
+        return self.way is None or not WAYS[self.way].needs_runs
+
+    @property
+    def settled(self) -> bool:
+        """Whether some graph was looked at often enough."""
+        return any(count >= 2 for count in self._looked_at.values())
+
+    def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
+        """What looks on at the forward on a (micro)batch of so many examples."""
+        return Sketch(self, census.trained, directions)
+
+    def is_new(self, graph: Graph, num_examples: int) -> bool:
+        """Whether a batch has to show that its examples do not depend on each other; counts it."""
+        path = hash(tuple(node.name() for node in graph.nodes()))
+        count = self._looked_at.get(path, 0)
+        if num_examples > 1:
+            self._looked_at[path] = count + 1
+        return count < 2
+
+    def explain(self) -> str:
+        """How the projections are made, and why not faster."""
+        if self.way is None:
+            return "to be chosen on the first batch"
+        text = f"{self.setting.num_projections} projections by {self.way}"
+        return "; ".join([text, *(f"not by {way}: {reason}" for way, reason in self._reasons.items())])
+
+    def jacobian(
+        self, losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], directions: Directions
+    ) -> SketchedJacobian:
+        """The sketch of one batch, and what its sums must agree with."""
+        if self.way is not None:
+            return self._by(self.way, losses, parameters, runs, directions)
+        reasons: dict[str, str] = {}
+        for way in WAYS:
+            try:
+                self._reasons = reasons
+                jacobian = self._by(way, losses, parameters, runs, directions)
+                jacobian.look_at_single_rows()
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+                reasons[way] = str(error).strip().partition("\n")[0][:200]
+                continue
+            self.way = way
+            return jacobian
+        listed = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
+        raise Refused(
+            f"Sketched: no way to project the gradients of these losses. {listed}. Give custom functions a jvp or a "
+            "backward that can be differentiated; or use exact norms, without jacobian=."
+        )
+
+    def _by(
+        self,
+        way: str,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        runs: Sequence[Run],
+        directions: Directions,
+    ) -> SketchedJacobian:
+        project, r = WAYS[way](losses, parameters, runs), self.setting.num_projections
+        v, projections, total = {}, losses.detach()[:, None], torch.zeros_like(losses)
+        for v in directions.in_groups(r, self.setting.group_size, parameters):
+            projections = project(v).detach().to(losses)
+            total += projections.square().sum(1)
+        check = Check(v, projections, (total / r).sqrt())
+        return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {way}")
+
+
+class Check:
+    """Compares sums of rows by ordinary backwards with the projections: ``v·(Jᵀ c)`` is ``c·(J v)``.
+
+    Args:
+        v: name -> (g, *shape): some of the directions.
+        projections: (n, g), of the rows on these.
+        norms: (n,), estimates that set the scale.
+    """
+
+    def __init__(self, v: Mapping[str, Tensor], projections: Tensor, norms: Tensor):
+        self._v, self._projections, self._norms = v, projections, norms
+
+    def look(self, total: Mapping[str, Tensor], c: Tensor) -> None:
+        """Refuse a sum that the projections do not bear out.
+
+        Raises:
+            Refused: the model's backward is not the derivative of its forward, is not linear, or is undefined.
+        """
+        if not all(bool(part.isfinite().all()) for part in total.values()):
+            raise Refused(
+                "Sketched: the sum of the clipped gradients is not finite, and with one backward for all examples the "
+                "one that spoils it cannot be left out. Keep losses and their gradients finite, e.g. by log_softmax "
+                "in place of log(softmax), or by clamping the model's inputs."
+            )
+        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
+        used = c != 0
+        theirs = c[used] @ self._projections[used].to(c)
+        length = math.sqrt(sum(float(part.square().sum()) for part in total.values()))
+        scale = length + float((c[used] * self._norms[used].to(c)).sum())
+        tolerance = torch.finfo(self._projections.dtype).eps ** 0.5
+        if not float((ours - theirs).abs().max()) <= tolerance * scale:
+            raise Refused(
+                "Sketched: the model's ordinary gradient is not what its projections say: a custom backward or a "
+                "gradient hook that is no derivative, a parameter used outside of model(...), or a forward that does "
+                "not repeat. Remove it."
+            )
+
+
+class Sketch(TorchFunctionMode):
+    """Watches one batch: what the model is called with and gives; stands where a `Tape` does.
+
+    Args:
+        sketching: what earlier batches taught.
+        parameters: the trained ones, by name.
+        directions: of this batch alone.
+    """
+
+    def __init__(self, sketching: Sketching, parameters: Mapping[str, Tensor], directions: Directions):
+        super().__init__()
+        self.parameters = dict(parameters)
+        self._sketching, self._directions = sketching, directions
+        self._runs: list[Run] = []
+        self._active: list[tuple[Run, ExitStack]] = []
+        self._inputs: list[tuple[Any, torch.Size]] = []  # tensors or edges in which examples must be told apart
+        self._outputs: list[tuple[Any, torch.Size]] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _LOOKUPS and isinstance(out, Tensor) and out.grad_fn is not None:
+            self._inputs.append((edge_of(out), out.shape))
+        return out
+
+    def probe(self, arguments: Any) -> Any:
+        """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured."""
+
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.requires_grad or not value.is_floating_point():
+                return value
+            leaf = value.detach().requires_grad_()
+            self._inputs.append((leaf, leaf.shape))
+            return leaf.clone()  # not the leaf itself, which could not be changed in place
+
+        return tree_map(replaced, arguments)
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The model's forward begins."""
+        context = ExitStack()
+        if self._sketching.needs_backends:
+            context.enter_context(differentiable_twice(model))
+        context.enter_context(self)
+        run = Run(model, args, kwargs, RandomState() if self._sketching.needs_runs else None)
+        self._active.append((run, context))
+
+    def end(self, output: Any) -> None:
+        """The model's forward came to its end; ``output`` is None where it raised."""
+        run, context = self._active.pop()
+        context.close()
+        self._outputs += run.ended(output)
+        self._runs.append(run)
+
+    def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
+        """The nodes between the losses and the model's outputs."""
+        return graph.before({edge.node for edge, _ in self._outputs})
+
+    def clipped_sum(
+        self,
+        losses: Tensor,
+        groups: Mapping[str, Sequence[str]],
+        clip: Callable[[SketchedJacobian, str], dict[str, Tensor]],
+        *,
+        merging: Merging | None = None,
+        may_miss: Iterable[str] = (),
+        memory_budget: float = 0.0,
+        graph: Graph | None = None,
+    ) -> dict[str, Tensor]:
+        """Σᵢ cᵢ row_i by name, with cᵢ from the estimated norms; arguments as of ``Tape.clipped_sum``.
+
+        Raises:
+            Refused: examples that depend on each other, half precision, a parameter that is never reached, no way to
+                project, sums that the projections do not bear out.
+        """
+        check_losses(losses)
+        graph = graph or Graph(losses)
+        if self._sketching.is_new(graph, len(losses)):
+            self._check_reached(graph, set(may_miss))
+            self._check_precision(Reached(losses, graph, [], 0).dtypes())
+            self._check_seen(len(losses))
+            self._check_apart(losses, self._inputs, "what the model is given")
+            self._check_apart(losses, self._outputs, "what the model gives")
+        jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions)
+        (label,) = groups  # `check_rule` lets no other rule through
+        return clip(jacobian, label)
+
+    def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
+        leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}
+        missing = [name for name, p in self.parameters.items() if id(p) not in leaves and name not in may_miss]
+        if missing:
+            raise Refused(
+                f"Sketched: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "
+                "requires_grad_(False), or leave it out of the optimizer."
+            )
+
+    def _check_precision(self, dtypes: Iterable[torch.dtype]) -> None:
+        names = [name for name, p in self.parameters.items() if is_half(p)]
+        if names or any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
+            where = f"parameter {', '.join(map(repr, names))}" if names else "the forward"
+            raise Refused(
+                f"Sketched: half precision in {where}: rounding changes the law of the estimated norms, which the "
+                "accountant prices. Compute in float32, or use exact norms, without jacobian=."
+            )
+
+    def _check_seen(self, n: int) -> None:
+        if n > 1 and not any(n in shape for _, shape in (*self._inputs, *self._outputs)):
+            raise Refused(
+                f"Sketched: no tensor that model(...) takes or gives has a dimension of {n} examples, so that nothing "
+                "shows whether their losses depend on each other. Pass the batch's tensors to model(...) as arguments."
+            )
+
+    def _check_apart(self, losses: Tensor, tensors: Sequence[tuple[Any, torch.Size]], where: str) -> None:
+        """Each example's loss must depend on its own part alone of the tensors with a dimension of size n."""
+        n = len(losses)
+        looked_at = [(tensor, shape) for tensor, shape in tensors if n in shape]
+        if n < 2 or not looked_at:
+            return
+
+        def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor]:
+            targets = [looked_at[k][0] for k in some]
+            found = torch.autograd.grad(losses, targets, c, retain_graph=True, allow_unused=True)
+            shapes = [looked_at[k][1] for k in some]
+            return [losses.new_zeros(s) if g is None else g for g, s in zip(found, shapes, strict=True)]
+
+        like = [torch.empty(shape, device="meta") for _, shape in looked_at]
+        dtypes = {losses.dtype, *(p.dtype for p in self.parameters.values())}
+        try:
+            Measurement([], lambda _: (), gradients, losses, like, lambda: dtypes).run(range(len(like)))
+        except Refused:
+            shapes = ", ".join(str(tuple(shape)) for _, shape in looked_at)
+            raise Refused(
+                f"Sketched: the losses of the {n} examples depend on each other's part of {where}, of shape {shapes} "
+                "(batch normalization, in-batch negatives, a loss averaged over the batch?). Make each loss depend on "
+                "its own example only, e.g. with GroupNorm in place of BatchNorm."
+            ) from None
+
+
+def vjp(losses: Tensor, parameters: Mapping[str, Tensor], c: Tensor, *, retain_graph: bool) -> dict[str, Tensor]:
+    """Gradient of ``c · losses`` by name; zero where the losses do not depend on a parameter."""
+    grads = torch.autograd.grad(losses, list(parameters.values()), c, retain_graph=retain_graph, allow_unused=True)
+    pairs = zip(parameters.items(), grads, strict=True)
+    return {name: torch.zeros_like(p) if g is None else g.detach().clone() for (name, p), g in pairs}
