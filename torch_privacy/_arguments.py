@@ -28,6 +28,7 @@ def check_numbers(training: PrivateTraining, num_workers: int) -> None:
     positive(WHERE, expected_batch_size=training.expected_batch_size, memory_budget=training.memory_budget)
     whole(WHERE, num_steps=training.num_steps, at_least=1)
     whole(WHERE, num_workers=num_workers)
+    whole(WHERE, views=training.views, at_least=1)
     if training.microbatch_size is not None:
         whole(WHERE, microbatch_size=training.microbatch_size, at_least=1)
     if training.expected_batch_size > n:
@@ -53,7 +54,12 @@ def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trai
             "Leave it out."
         )
     if sketched is None:
-        return ClippedSum(clipping, names, training.expected_batch_size)
+        return ClippedSum(clipping, names, training.expected_batch_size, training.views)
+    if training.views > 1:
+        raise Refused(
+            f"{WHERE}: views={training.views} needs exact norms, and jacobian={sketched!r} was given. Leave one of the "
+            "two out; or let an item of the dataset hold all views, and give the mean of their losses."
+        )
     return SketchedSum(
         sketched, clipping, names, training.expected_batch_size, not_for_release=training.not_for_release
     )
@@ -76,7 +82,7 @@ def _embedded_sum(
             f"{WHERE}: clipping={clipping!r} with perturbation={kind}(...), which clips embedding and residual by "
             f"rules of their own. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
         )
-    return EmbeddedSum(perturbation, trained, training.expected_batch_size)
+    return EmbeddedSum(perturbation, trained, training.expected_batch_size, training.views)
 
 
 def choose_noise(training: PrivateTraining, noise_multiplier: float | None) -> float:

@@ -8,7 +8,8 @@ Its traces are plain numbers that autograd keeps for the backward of a product o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,20 +29,20 @@ class Divisors:
     def __init__(self) -> None:
         self._seen: list[list[Tensor]] = []
 
-    def check(self, num_examples: int, nodes: Iterable[Node]) -> None:
+    def check(self, sizes: Collection[int], nodes: Iterable[Node]) -> None:
         """Refuse a factor that is the batch's size or its inverse, or one that changed since the batch before.
 
         Args:
-            num_examples: size n of this (micro)batch.
+            sizes: of this (micro)batch: number of examples, and of their views together.
             nodes: nodes of the graph between the losses and the first use of a parameter.
         """
-        if len(self._seen) >= _BATCHES or num_examples < 2:
+        if len(self._seen) >= _BATCHES or min(sizes) < 2:
             return
         found = [factor for node in nodes if (factor := _plain_factor(node)) is not None]
-        for factor in found:
-            if _is_size_or_inverse(factor, num_examples):
+        for factor, size in product(found, sizes):
+            if _is_size_or_inverse(factor, size):
                 raise Refused(
-                    f"losses were multiplied or divided by {factor.item():g}, and the batch has {num_examples} "
+                    f"losses were multiplied or divided by {factor.item():g}, and the batch has {size} "
                     "examples: a loss must not depend on how many others there are. Leave the division out; "
                     "PrivateTraining divides by the expected batch size. (A constant of your own that happens to be as "
                     f"large: write it as a float, {factor.item():.1f}.)"

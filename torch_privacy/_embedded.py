@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from . import privacy
 from ._anchors import Anchors
 from ._check import Refused
-from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros
+from ._layout import Merging
+from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros, views_of
 from ._model import Census
 from ._subspace import Basis
 from .clipping import ClippingRule
@@ -68,13 +69,15 @@ class EmbeddedSum(Mechanism):
     Args:
         setting: the user's choice.
         parameters: the trained ones.
-        expected_batch_size: as of `Mechanism`.
+        expected_batch_size, views: as of `Mechanism`.
     """
 
     treated_as_public = ("the auxiliary data of the anchor subspace",)
 
-    def __init__(self, setting: GEP | BGEP, parameters: Mapping[str, Tensor], expected_batch_size: float):
-        super().__init__(expected_batch_size)
+    def __init__(
+        self, setting: GEP | BGEP, parameters: Mapping[str, Tensor], expected_batch_size: float, views: int = 1
+    ):
+        super().__init__(expected_batch_size, views)
         self._setting, self._parameters = setting, dict(parameters)
         self._anchors = Anchors(setting.subspace, parameters)
         groups = self._anchors.groups
@@ -151,7 +154,8 @@ class EmbeddedSum(Mechanism):
         return self._basis
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
-        return _Embedding(self._of_step, self._keys, self._embedding, self._residual)
+        merging = views_of(size, self.views)
+        return _Embedding(self._of_step, self._keys, self._embedding, self._residual, merging)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         embedded = {
@@ -196,10 +200,19 @@ class _Embedding(Summing):
         keys: group of the subspace -> the name of its sum.
         embedding: how embeddings are clipped.
         residual: how residuals are; None if they are not summed.
+        merging: views whose mean is one row.
     """
 
-    def __init__(self, basis: Basis, keys: Mapping[str, str], embedding: Part, residual: Part | None):
+    def __init__(
+        self,
+        basis: Basis,
+        keys: Mapping[str, str],
+        embedding: Part,
+        residual: Part | None,
+        merging: Merging | None = None,
+    ):
         self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
+        self.merging = merging
         self._left_out = 0
 
     @property

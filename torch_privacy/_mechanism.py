@@ -48,12 +48,13 @@ class Mechanism(ABC):
 
     Args:
         expected_batch_size: the divisor, a number that no data have a part in.
+        views: how often each example is in a batch, one behind the other; the mean is its row.
     """
 
     treated_as_public: tuple[str, ...] = ()  # for the statement
 
-    def __init__(self, expected_batch_size: float):
-        self.expected_batch_size = expected_batch_size
+    def __init__(self, expected_batch_size: float, views: int = 1):
+        self.expected_batch_size, self.views = expected_batch_size, views
         self._layouts = Layouts()
 
     @abstractmethod
@@ -84,7 +85,7 @@ class Mechanism(ABC):
         """A step begins, whose batch may be empty. The key is that of the noise."""
 
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
-        """What is to look on at the model's forward on a (micro)batch of so many examples."""
+        """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
         return Tape(census.trained, census.others.values(), self._layouts, size)
 
     @property
@@ -126,11 +127,11 @@ class ClippedSum(Mechanism):
     Args:
         rule: clips.
         names: of the trained parameters.
-        expected_batch_size: as of `Mechanism`.
+        expected_batch_size, views: as of `Mechanism`.
     """
 
-    def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float):
-        super().__init__(expected_batch_size)
+    def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float, views: int = 1):
+        super().__init__(expected_batch_size, views)
         self.rule = rule.bind(names)  # of the next step
         self._planned = self.rule
 
@@ -151,14 +152,14 @@ class ClippedSum(Mechanism):
         return self.rule.groups(names)
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
-        return _Clipping(self.rule, self._merging(sampler, step, size))
+        return _Clipping(self.rule, self._merging(sampler, step, size), self.views)
 
     def _merging(self, sampler: Poisson, step: int, size: int) -> Merging | None:
-        """Which group of a micro-batch rule each example of the step joins: drawn by the sampler's key, data unseen."""
+        """Which row each view joins: its example's, or a micro-batch's, drawn by the sampler's key, data unseen."""
         if not isinstance(self.rule, MicroBatches):
-            return None
+            return views_of(size, self.views)
         count = self.rule.num_groups(self.expected_batch_size)
-        return Merging(torch.from_numpy(sampler.groups(step, size, count)), count)
+        return Merging(torch.from_numpy(sampler.groups(step, size, count)), count).of_views(self.views)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         complete = sums_or_zeros(sums, parameters)
@@ -243,15 +244,16 @@ class SketchedSum(ClippedSum):
 class _Clipping(Summing):
     """Clips one group of parameters after the other, and counts what the rule and the training must know."""
 
-    def __init__(self, rule: ClippingRule, merging: Merging | None):
-        self._rule, self.merging = rule, merging
+    def __init__(self, rule: ClippingRule, merging: Merging | None, views: int):
+        self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
 
     @property
     def num_left_out(self) -> int:
         if self.merging is None:
             return len(self._non_finite)
-        return int(torch.isin(self.merging.assignment, torch.tensor(sorted(self._non_finite))).sum())
+        left_out = torch.isin(self.merging.assignment, torch.tensor(sorted(self._non_finite)))
+        return int(left_out.sum()) // self._views
 
     @torch.no_grad()
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
@@ -263,6 +265,11 @@ class _Clipping(Summing):
             kept = finite.nonzero().flatten()
             jacobian, norms = jacobian.select(kept), norms[kept]
         return jacobian.weighted_sum(self._rule.factors(norms, group)) | count
+
+
+def views_of(size: int, views: int) -> Merging | None:
+    """So many examples, each in a batch in so many views, where there is more than one."""
+    return None if views == 1 else Merging.views(size, views)
 
 
 def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

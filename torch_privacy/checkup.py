@@ -258,7 +258,7 @@ class _Examination:
     def _check_divisors(self, attempt: _Attempt) -> None:
         if attempt.losses is not None and attempt.losses.requires_grad:
             nodes = attempt.tape.nodes_before_calls(Graph(attempt.losses))
-            self._passes("losses", (), Divisors().check, self._num_examples, nodes)
+            self._passes("losses", (), Divisors().check, {self._num_examples}, nodes)
 
     def _blame_all(self, refusals: list[_Refusal]) -> None:
         """Refusals of one kind, told once."""

@@ -58,6 +58,9 @@ class PrivateTraining:
             bytes: what is kept for the clipped sum is chosen accordingly.
         microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
             the clipped sum the same up to rounding.
+        views: how often each example of a batch is fetched, one behind the other, as for random augmentations: batches
+            have ``views`` times as many items, and ``step`` takes losses (n, views). The gradient of their mean is an
+            example's one row: more views cost no privacy.
         jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
             projections, which costs epsilon. By default norms are exact.
         perturbation: ``GEP(...)`` or ``BGEP(...)``: noise for the gradients' coordinates in a public subspace and,
@@ -126,6 +129,7 @@ class PrivateTraining:
         delta: float | None = None,
         budget: privacy.Budget | None = None,
         microbatch_size: int | None = None,
+        views: int = 1,
         memory_budget: float = MEMORY_BUDGET,
         jacobian: Sketched | None = None,
         perturbation: GEP | BGEP | None = None,
@@ -140,6 +144,7 @@ class PrivateTraining:
         self._batches = Batches(dataset, collate_fn, num_workers)
         self.num_examples = len(dataset)  # type: ignore[arg-type]
         self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
+        self.views = views
         self.delta, self.target_epsilon, self.budget = delta, target_epsilon, budget
         self.memory_budget, self.prior_releases = memory_budget, tuple(prior_releases)
         self.jacobian, self.perturbation, self.not_for_release = jacobian, perturbation, not_for_release
@@ -198,7 +203,7 @@ class PrivateTraining:
             for i, part in enumerate(parts):
                 batch = next(batches)
                 self._census = take_census(self.model, self.optimizer)
-                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, len(part))
+                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, len(part) * self.views)
                 seal = Seal(self._census, content=not self._mechanism.settled)
                 self._pending = Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
@@ -216,7 +221,7 @@ class PrivateTraining:
         """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
 
         Args:
-            losses: (n,) one loss per example of the batch just handed out (``reduction="none"``).
+            losses: (n,) one loss per example of the batch just handed out (``reduction="none"``), or (n, views).
 
         Returns:
             Whether the model was updated (False after all but the last microbatch of a step).
@@ -229,15 +234,10 @@ class PrivateTraining:
         if pending is None:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
         self._switch.unwind()
-        check_losses(losses)
-        if len(losses) != pending.size:
-            raise Refused(
-                f"losses of shape {tuple(losses.shape)} given for a batch of {pending.size} examples: must be "
-                f"({pending.size},), one loss per example."
-            )
+        losses = self._of_views(losses, pending.size)
         pending.seal.check(take_census(self.model, self.optimizer))
         graph = Graph(losses)
-        self._divisors.check(pending.size, pending.tape.nodes_before_calls(graph))
+        self._divisors.check({pending.size, len(losses)}, pending.tape.nodes_before_calls(graph))
         summing = self._mechanism.summing(self._sampler, self.step_count, pending.size)
         part = pending.tape.clipped_sum(
             losses,
@@ -311,7 +311,7 @@ class PrivateTraining:
             Refused: the state is of other settings; the ledger on disk is not the state's.
         """
         # states from before these were settings
-        early = {"memory_budget": self.memory_budget, "jacobian": repr(None), "prior_releases": []}
+        early = {"memory_budget": self.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
         saved = early | state["settings"]
         differing = {key: (value, saved.get(key)) for key, value in self._settings().items() if saved.get(key) != value}
         if differing:
@@ -323,6 +323,18 @@ class PrivateTraining:
         self._mechanism.load_state(state)
         self._loops += 1
         self._forget_batch()
+
+    def _of_views(self, losses: Tensor, size: int) -> Tensor:
+        """The losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
+        shape = (size,) if self.views == 1 else (size, self.views)
+        of_views = losses.flatten() if self.views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
+        check_losses(of_views)
+        if losses.shape != shape:
+            words = "one loss per example" if self.views == 1 else "a loss for every view of each example"
+            raise Refused(
+                f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, {words}."
+            )
+        return of_views
 
     def _forget_batch(self) -> None:
         self._pending = None
@@ -385,7 +397,7 @@ class PrivateTraining:
 
     def _parts_between(self, step: int, end: int) -> Iterator[np.ndarray]:
         for later in range(step, end):
-            yield from self._parts(later)
+            yield from (np.repeat(part, self.views) for part in self._parts(later))
 
     def _num_steps_allowed(self) -> int:
         """Steps in all: as many as planned, or as the budget allows."""
@@ -400,6 +412,7 @@ class PrivateTraining:
             "num_examples": self.num_examples,
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
+            "views": self.views,
             "noise_multiplier": self.noise_multiplier,
             **self._mechanism.settings(),
             "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
