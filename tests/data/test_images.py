@@ -85,19 +85,20 @@ def test_load_mnist_verifies_its_files(tmp_path):
 
 
 class Python2(pickle._Pickler):
-    """Writes bytes as the texts of Python 2, and what makes an array by its name of then: as the batches are."""
+    """Writes bytes and texts as Python 2 did, and what makes an array by its name of then: as the batches are."""
 
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
     def save_text(self, text):
-        self.write(b"T" + struct.pack("<I", len(text)) + text)
+        content = text.encode() if isinstance(text, str) else text
+        self.write(b"T" + struct.pack("<I", len(content)) + content)
         self.memoize(text)
 
     def save_function(self, function, name=None):
         assert function.__name__ == "_reconstruct"
         self.write(b"cnumpy.core.multiarray\n_reconstruct\n")
 
-    dispatch[bytes] = save_text
+    dispatch[bytes] = dispatch[str] = save_text
     dispatch[type(np.empty(0).__reduce__()[0])] = save_function
 
 
