@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient embedding perturbation: what a step releases, its sensitivity, its price, and that a run can go on."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES
+from oracle import flat, recorded_jacobian
+from parts import Calls, losses_of
+from test_training import N, cross_entropy, data, network, parameters_of, rows_of, train, training_of
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+import torch_privacy as tp
+from torch_privacy._embedded import EmbeddedSum
+from torch_privacy._subspace import Basis
+from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
+
+FLAT = tp.Flat(0.3), tp.Flat(0.2)
+GROUPS = tp.Groups({"0": 0.3, "2": 0.1}), tp.Groups({"0": 0.2, "2": 0.15})
+
+
+def subspace(num_basis=6, groups=("0", "2"), **settings):
+    auxiliary = torch.randn(30, 3, generator=torch.Generator().manual_seed(7))
+    return tp.AnchorSubspace(auxiliary, num_basis, list(groups), **settings)
+
+
+def gep(embedding=FLAT[0], residual=FLAT[1], share=0.5, **settings):
+    return tp.GEP(subspace(**settings), embedding, residual, share)
+
+
+def gep_training(perturbation=None, **settings):
+    """The parameters of ``network()`` in the group "0" are columns 0-15, those of "2" are columns 16-25."""
+    return training_of(clipping=None, perturbation=perturbation or gep(), **settings)
+
+
+def directions(training):
+    """The basis of the step under way as a matrix (k, 26)."""
+    return torch.block_diag(*training._mechanism._basis.vectors.values())
+
+
+def noise_of(training, step):
+    """The standard normal numbers of a step: for the embedding, and for the residual if there is one."""
+    zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism._anchors.quotas.items()}
+    count = sum(map(len, zeros.values()))
+    if isinstance(training.perturbation, tp.GEP):
+        zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+    training._noise.add_to(step, zeros, stddev=1.0)
+    both = torch.cat([z.flatten() for z in zeros.values()])
+    return both[:count], both[count:]
+
+
+def without_noise(training):
+    training._noise.add_to = lambda *_: None
+    return training
+
+
+def clipped(rows, bound):
+    return rows * (bound / rows.norm(dim=1)).clamp(max=1).nan_to_num(1)[:, None]
+
+
+def released(training, rows, v, step):
+    """The gradient times the batch size as the formulas say it, from explicit residuals, for `FLAT` or `GROUPS`."""
+    w, r = rows @ v.T, rows - rows @ v.T @ v
+    setting, (z, y) = training.perturbation, noise_of(training, step)
+    if isinstance(setting.embedding_clipping, tp.Groups):
+        k = training._mechanism._anchors.quotas["0"]
+        w, r = (
+            torch.cat([clipped(part, bound) for part, bound in zip(parts.split(sizes, 1), bounds, strict=True)], 1)
+            for parts, sizes, bounds in ((w, [k, len(v) - k], [0.3, 0.1]), (r, [16, 10], [0.2, 0.15]))
+        )
+        s1, s2 = math.hypot(0.3, 0.1), math.hypot(0.2, 0.15)
+    else:
+        w, r, s1, s2 = clipped(w, 0.3), clipped(r, 0.2), 0.3, 0.2
+    share = setting.embedding_share
+    w = w.sum(0) + s1 / math.sqrt(2 * share) * z
+    r = r.sum(0) + s2 / math.sqrt(2 - 2 * share) * y
+    return w @ v + r - r @ v.T @ v
+
+
+@pytest.mark.parametrize("rules", [FLAT, GROUPS], ids=["flat", "groups"])
+@pytest.mark.parametrize(("share", "microbatch_size"), [(0.5, None), (0.2, 3)])
+def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, microbatch_size):
+    training = gep_training(gep(*rules, share), microbatch_size=microbatch_size, num_steps=4)
+    rows = []
+    for x, y in training:
+        step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
+        rows.append(rows_of(training, x, y))
+        if training.step(cross_entropy(training.model, x, y)):
+            expected = before - released(training, torch.cat(rows), v, step) / 8
+            torch.testing.assert_close(parameters_of(training), expected, rtol=1e-7, atol=1e-9)
+            rows = []
+    assert training.step_count == 4
+
+
+def test_embedding_alone_is_released_without_the_residuals():
+    training = gep_training(tp.BGEP(subspace(), tp.Flat(0.3)), num_steps=3)
+    assert training.event == SubsampledGaussian(1.0, 8 / N)
+    for x, y in training:
+        step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
+        rows = rows_of(training, x, y)
+        training.step(cross_entropy(training.model, x, y))
+        expected = before - (clipped(rows @ v.T, 0.3).sum(0) + 0.3 * noise_of(training, step)[0]) @ v / 8
+        torch.testing.assert_close(parameters_of(training), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [tp.GEP, tp.BGEP])
+def test_without_clipping_and_noise_the_gradient_is_the_native_one_or_off_by_the_mean_residual(kind):
+    wide = [tp.Flat(1e6)] * (2 if kind is tp.GEP else 1)
+    training = without_noise(gep_training(kind(subspace(), *wide), expected_batch_size=N, num_steps=1))
+    for x, y in training:
+        before, v, rows = parameters_of(training).clone(), directions(training), rows_of(training, x, y)
+        training.step(cross_entropy(training.model, x, y))
+        residual = (rows - rows @ v.T @ v).mean(0)
+        bias = 0 if kind is tp.GEP else residual
+        assert residual.norm() > 1e-3
+        torch.testing.assert_close(before - parameters_of(training), rows.mean(0) - bias, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_whatever_the_tape_takes_is_embedded_and_recombined(case):
+    model, x = CASES[case]()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    jacobian = recorded_jacobian(model, x, losses_of)
+    rows = flat(jacobian.rows(), 1)
+    mechanism = EmbeddedSum(gep(tp.Flat(1e6), tp.Flat(1e6), num_basis=4, groups=[""]), trained, 1.0)
+    shapes = {name: p.shape for name, p in trained.items()}
+    v = torch.linalg.qr(torch.randn(rows.shape[1], min(3, rows.shape[1])))[0].T.contiguous()
+    mechanism._basis = Basis({"": tuple(trained)}, shapes, {"": v})
+    summing = mechanism.summing(None, 0, len(x))
+    sums = mechanism.complete(summing(jacobian, "all"), trained)
+    scale = rows.abs().sum() + 1
+    torch.testing.assert_close(sums["embedding in "], (rows @ v.T).sum(0), rtol=1e-8, atol=1e-9 * scale)
+    gradient = flat(mechanism.gradient(sums), 0)
+    torch.testing.assert_close(gradient, rows.sum(0), rtol=1e-8, atol=1e-9 * scale)
+
+
+def adversarial(v):
+    """Gradients in float32: in the subspace, beside it, huge, both to all degrees, and those that rounding favors."""
+    span = torch.nn.functional.normalize(torch.randn(40, len(v)) @ v)
+    off = torch.randn(40, v.shape[1])
+    off = torch.nn.functional.normalize(off - off @ v.T @ v)
+    lengths = torch.logspace(-3, 5, 40)[:, None]
+    mixtures = [lengths * (span + t * off) for t in (0, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)]
+    return torch.cat([*mixtures, lengths * off, torch.zeros(1, v.shape[1]), 1e30 * span[:3]])
+
+
+def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
+    """The gradient of ``w·x`` is x: any gradient can be had. Lengths are taken in float64 with the very basis."""
+    torch.set_default_dtype(torch.float32)
+    model = Calls(lambda m, x: x @ m.w, w=torch.zeros(20_000))
+    auxiliary = torch.randn(60, 30) @ torch.randn(30, 20_000)
+    setting = tp.GEP(tp.AnchorSubspace(auxiliary, 40, loss=lambda y, _: y, labels=lambda *_: None), *FLAT)
+    mechanism = EmbeddedSum(setting, {"w": model.w}, 1.0)
+    mechanism._basis = basis = setting.subspace.basis(model)
+    (group,) = basis.groups
+    v = basis.vectors[group]
+    assert len(v) == 30
+    worst = 0.0
+    for x in adversarial(v).split(1):
+        jacobian = recorded_jacobian(model, x, lambda model, x: model(x))
+        sums = mechanism.complete(mechanism.summing(None, 0, 1)(jacobian, "all"), {"w": model.w})
+        w, r = sums[f"embedding in {group}"].double().norm() / 0.3, sums["w"].double().norm() / 0.2
+        assert w <= 1 + 1e-5 and r <= 1 + 1e-5, (x.norm(), w, r)
+        worst = max(worst, float(torch.hypot(w, r)))
+    assert 1.41 < worst <= math.sqrt(2) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("left_out", [0, 7])
+def test_one_example_moves_the_release_by_at_most_the_root_of_two_in_units_of_the_bounds(left_out):
+    """Everyone joins, and the noise, which is the same in both, is left out."""
+    sums = []
+    for dataset in (data(), Subset(data(), [i for i in range(N) if i != left_out])):
+        training = without_noise(
+            gep_training(gep(tp.Flat(0.03), tp.Flat(0.02)), dataset=dataset, expected_batch_size=len(dataset))
+        )
+        for x, y in training:
+            v, before = directions(training), parameters_of(training).clone()
+            training.step(cross_entropy(training.model, x, y))
+            moved = (before - parameters_of(training)) * len(dataset)
+            sums.append(torch.cat([moved @ v.T / 0.03, (moved - moved @ v.T @ v) / 0.02]))
+            break
+    assert 1 < (sums[0] - sums[1]).norm() <= math.sqrt(2) * (1 + 1e-5)
+
+
+def test_empty_batches_release_noise_alone_with_its_two_deviations():
+    """Which has no part of the residual's noise in the subspace."""
+    training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
+    training._indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    released, begin = [], training._mechanism.gradient
+
+    def noted(release):
+        v = directions(training)
+        gradient = begin(release)
+        g = 8 * torch.cat([part.flatten() for part in gradient.values()])
+        released.append((g @ v.T, g - g @ v.T @ v))
+        return gradient
+
+    training._mechanism.gradient = noted
+    assert list(training) == []
+    w, r = (torch.stack(part) for part in zip(*released, strict=True))
+    assert len(w) == 300
+    assert training.ledger.events == [(SubsampledGEP(2.0, 8 / N), 300)]
+    assert w.std() == pytest.approx(2.0 * 0.3, rel=0.06)  # 1,800 numbers
+    assert r.square().sum(1).mean().sqrt() == pytest.approx(2.0 * 0.2 * math.sqrt(26 - 6), rel=0.04)
+
+
+def test_price_is_one_gaussian_of_the_root_of_two_whatever_the_split():
+    q, steps = 8 / N, 6
+    one = compose([(SubsampledGaussian(1 / math.sqrt(2), q), steps)]).epsilon(1e-3)
+    two = compose([(SubsampledGaussian(1.0, q), 2 * steps)]).epsilon(1e-3)
+    for share in (0.5, 0.2, None):
+        training = gep_training(gep(share=share), delta=1e-3)
+        train(training)
+        (event, count), *others = training.ledger.events
+        assert count == steps
+        assert not others
+        assert isinstance(event, SubsampledGEP if share == 0.5 else SubsampledBlocks)
+        assert training.spent().epsilon.high == pytest.approx(one.high, rel=1e-4)
+        assert abs(training.spent().epsilon.high - two.high) > 0.01
+    target = gep_training(noise_multiplier=None, target_epsilon=2.0, delta=1e-3)
+    train(target)
+    assert 1.98 < target.spent().epsilon.high <= 2.0
+
+
+def test_share_of_least_noise_is_the_best_of_all():
+    k, p, s1, s2 = 6, 26, 0.3, 0.2
+
+    def energy(share):
+        return k * s1**2 / (2 * share) + (p - k) * s2**2 / (2 - 2 * share)
+
+    training = gep_training(gep(share=None))
+    share = training.statement()["clipping"]["embedding_share"]
+    assert all(energy(share) <= energy(share * factor) for factor in (0.9, 0.99, 1.01, 1.1))
+
+
+STOPS = {"equal": gep, "share": lambda: gep(share=0.3), "alone": lambda: tp.BGEP(subspace(num_anchors=20))}
+
+
+@pytest.mark.parametrize("kind", STOPS)
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind):
+    whole = gep_training(STOPS[kind]())
+    train(whole)
+    stopped = gep_training(STOPS[kind]())
+    train(stopped, steps=3)
+    state = copy.deepcopy((stopped.state_dict(), stopped.model.state_dict()))
+    train(stopped, steps=5)  # the run goes on after its last checkpoint, and is killed
+    torch.rand(5)
+    again = gep_training(STOPS[kind]())
+    again.load_state_dict(state[0])
+    again.model.load_state_dict(state[1])
+    train(again)
+    assert torch.equal(parameters_of(again), parameters_of(whole))
+    assert again.ledger.state_dict() == whole.ledger.state_dict()
+
+
+def test_state_of_other_auxiliary_data_or_perturbation_is_refused():
+    state = gep_training().state_dict()
+    other = tp.AnchorSubspace(torch.randn(30, 3), 6, ["0", "2"])
+    with pytest.raises(tp.Refused, match="auxiliary="):
+        gep_training(tp.GEP(other, *FLAT)).load_state_dict(state)
+    with pytest.raises(tp.Refused, match="perturbation="):
+        gep_training(gep(share=0.2)).load_state_dict(state)
+    with pytest.raises(tp.Refused, match="clipping="):
+        training_of().load_state_dict(state)
+
+
+def test_labels_are_drawn_afresh_in_every_step():
+    seen = []
+
+    def noted(batch, outputs, generator):
+        seen.append(torch.randint(2, (len(outputs),), generator=generator))
+        return seen[-1]
+
+    train(gep_training(gep(labels=noted)))
+    assert len(seen) == 6
+    assert len({tuple(labels.tolist()) for labels in seen}) == 6
+
+
+def test_a_step_begun_anew_has_the_same_basis_and_schedulers_go_on():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    training = gep_training(model=model, optimizer=optimizer, scheduler=scheduler)
+    next(iter(training))
+    first = directions(training)
+    for x, y in training:
+        assert training.step_count or torch.equal(directions(training), first)
+        training.step(cross_entropy(model, x, y))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_basis_disturbs_neither_random_numbers_nor_buffers_nor_the_recording():
+    def model():
+        torch.manual_seed(1)
+        layers = [nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.4), nn.Linear(4, 2)]
+        return nn.Sequential(*layers)
+
+    states = []
+    for settings in ({"perturbation": gep(groups=["0", "1", "3"]), "clipping": None}, {}):
+        torch.manual_seed(2)
+        training = training_of(model=model(), **settings)
+        train(training)
+        states.append(torch.get_rng_state())
+        assert torch.equal(training.model[1].running_mean, torch.zeros(4))
+        assert all(p.grad is None for p in training.model.parameters())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("kind", [tp.GEP, tp.BGEP])
+def test_gradients_that_are_not_finite_are_left_out_and_counted(kind):
+    everyone = data()
+    everyone.tensors[0][5] = torch.inf
+    others = Subset(data(), [i for i in range(N) if i != 5])
+    rules = FLAT if kind is tp.GEP else FLAT[:1]
+    trainings = [
+        without_noise(gep_training(kind(subspace(), *rules), dataset=dataset, expected_batch_size=39, num_steps=1))
+        for dataset in (everyone, others)
+    ]
+    for training in trainings:
+        training._indices = lambda step, n=training.num_examples: torch.arange(n).numpy()
+        train(training)
+    torch.testing.assert_close(*map(parameters_of, trainings))
+    assert [training.num_non_finite for training in trainings] == [1, 0]
+
+
+def test_half_precision_and_autocast_train():
+    torch.set_default_dtype(torch.float32)
+    x = torch.randn(60, 3)
+    dataset = TensorDataset(x.bfloat16(), torch.randint(2, (60,)))
+    model = network().bfloat16()
+    setting = tp.GEP(tp.AnchorSubspace(x.bfloat16(), 6, ["0", "2"]), *FLAT)
+    training = gep_training(setting, model=model, dataset=dataset)
+    train(training, losses=lambda m, x, y: F.cross_entropy(m(x).float(), y, reduction="none"))
+    assert training.step_count == 6
+    assert parameters_of(training).isfinite().all()
+
+
+def test_statement_says_what_is_released_and_what_is_taken_for_public():
+    training = gep_training()
+    statement = training.statement()
+    assert statement["clipping"]["rule"] == "GEP"
+    assert statement["sensitivity"] == pytest.approx(math.sqrt(2))
+    assert [part["sensitivity"] for part in statement["clipping"]["released"].values()] == [0.3, 0.2]
+    assert statement["clipping"]["subspace"]["num_anchors"] == 30
+    assert any("auxiliary data" in what for what in statement["treated_as_public"])
+    for word in ("GEP", "embedding and residual", "30 public auxiliary examples", "'0'"):
+        assert word in training.explain()
+    assert "embedding alone" in gep_training(tp.BGEP(subspace())).explain()
+
+
+REFUSED = {
+    "clipping beside it": (lambda: training_of(perturbation=gep()), r"clipping=Flat\(clip_norm=0.5\) with perturb"),
+    "adaptive beside it": (lambda: training_of(perturbation=gep(), clipping=tp.Adaptive(1.0)), "clipping=Adaptive"),
+    "sketched": (lambda: gep_training(jacobian=tp.Sketched(32)), r"jacobian=Sketched\(.*GEP\(...\) has no price"),
+    "adaptive": (lambda: gep(tp.Adaptive(1.0)), "embedding_clipping=Adaptive.*releases or groups more"),
+    "micro-batches": (lambda: gep(residual=tp.MicroBatches(1.0, 4)), "residual_clipping=MicroBatches"),
+    "torn group": (lambda: gep_training(gep(*GROUPS, groups=[""])), "group '' has parameters of several groups"),
+    "neither": (lambda: training_of(clipping=None), "clipping=None must be a clipping rule"),
+    "another": (lambda: training_of(clipping=None, perturbation=0.5), "perturbation=0.5 must be a GEP"),
+    "share": (lambda: gep(share=1.0), r"embedding_share=1.0 must lie in \(0, 1\)"),
+    "no subspace": (lambda: tp.BGEP(torch.randn(5, 3)), "must be an AnchorSubspace"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_price_or_no_sense_is_refused_by_name(what):
+    make, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_parameters_frozen_on_the_way_are_refused():
+    training = gep_training()
+    train(training, steps=1)
+    training.model[2].bias.requires_grad_(False)
+    with pytest.raises(tp.Refused, match=r"'2\.bias' was frozen or unfrozen"):
+        train(training)

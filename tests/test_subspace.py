@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The anchor subspace: orthonormal, of the anchors' span, group by group, and made without a trace."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import rows_of_one_graph
+from parts import Calls
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy._subspace import Start, balanced_groups, groups_by_prefix, orthonormalize, quotas
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def cnn(dtype=torch.float32):
+    """Groups of 160, 1160 and 330 parameters."""
+    layers = [nn.Conv2d(1, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10)).to(dtype)
+
+
+def images(m=60, dtype=torch.float32):
+    return torch.randn(m, 1, 8, 8, dtype=dtype)
+
+
+def explicit(basis):
+    """All directions as rows over all parameters, in the model's order."""
+    rows = []
+    for group, v in basis.vectors.items():
+        for direction in torch.eye(len(v), dtype=v.dtype):
+            part = basis.expand({group: direction})
+            rows.append(torch.cat([part.get(n, v.new_zeros(s)).flatten() for n, s in basis.shapes.items()]))
+    return torch.stack(rows)
+
+
+def anchors(subspace, model, basis_seed=0):
+    """The anchor gradients G of `AnchorSubspace.basis`, in float64, found by a label function that writes down."""
+    seen = []
+
+    def noted(batch, outputs, generator):
+        seen.append((batch, subspace.labels(batch, outputs, generator)))
+        return seen[-1][1]
+
+    basis = tp.AnchorSubspace(
+        subspace.auxiliary, subspace.num_basis, subspace.groups, power_iterations=1, labels=noted
+    ).basis(model, seed=basis_seed)
+    double = copy.deepcopy(model).double()
+    rows = [rows_of_one_graph(F.cross_entropy(double(x.double()), y, reduction="none"), double) for (x,), y in seen]
+    return basis, torch.cat(rows)
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_directions_are_orthonormal_and_zero_outside_of_their_group(dtype, iterations):
+    subspace = tp.AnchorSubspace(images(dtype=dtype), 40, ["0", "1", "3", "7"], power_iterations=iterations)
+    basis = subspace.basis(cnn(dtype))
+    v = explicit(basis)
+    assert v.dtype == dtype
+    assert len(v) == 40 == sum(basis.num_directions.values())
+    torch.testing.assert_close(v @ v.T, torch.eye(40, dtype=dtype), rtol=0, atol=1e-5)
+    for group, names in basis.groups.items():
+        part = basis.expand({group: torch.ones(basis.num_directions[group], dtype=dtype)})
+        assert set(part) == set(names)
+
+
+def test_one_iteration_spans_what_the_formula_says():
+    """Directions for as many anchors as there are span all of these, whatever the start."""
+    model = cnn(torch.float64)
+    basis, g = anchors(tp.AnchorSubspace(images(12, torch.float64), 36, ["0", "1", "3", "7"]), model)
+    sizes = [sum(basis.shapes[n].numel() for n in names) for names in basis.groups.values()]
+    for part, (group, v) in zip(g.split(sizes, 1), basis.vectors.items(), strict=True):
+        span = torch.linalg.matrix_rank(part)
+        assert len(v) <= span
+        if len(v) == span:
+            torch.testing.assert_close(part @ v.T @ v, part, rtol=1e-6, atol=1e-8)
+        else:  # the best of so many directions leaves as much out as the smaller singular values; ours a little more
+            best = torch.linalg.svdvals(part)[len(v) :].square().sum()
+            assert best <= (part - part @ v.T @ v).square().sum() < 3 * best + 1e-9, group
+
+
+def test_the_fold_of_large_groups_begins_as_well_as_normal_numbers():
+    """What a basis leaves out of a Jacobian with a known spectrum, against the singular values."""
+    u, v = (torch.linalg.qr(torch.randn(size, 60))[0] for size in (200, 4000))
+    spectrum = torch.logspace(0, -2, 60)
+    g = u * spectrum @ v.T
+    b = Start(4000, 20, generator(), g)((g[:, :1500], g[:, 1500:])).T @ g
+    basis = orthonormalize(b, generator())
+    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator())
+    left, by_normal, best = (
+        (g - g @ basis.T @ basis).norm(),
+        (g - g @ normal.T @ normal).norm(),
+        spectrum[20:].norm(),
+    )
+    assert best <= left < 1.3 * by_normal
+    assert left < 2 * best
+
+
+@pytest.mark.parametrize("decades", [0, 3, 5])
+def test_orthonormalize_keeps_badly_conditioned_directions(decades):
+    torch.set_default_dtype(torch.float32)
+    u = torch.linalg.qr(torch.randn(9000, 30).double())[0]
+    mixed = torch.linalg.qr(torch.randn(30, 30).double())[0] * torch.logspace(0, -decades, 30).double() @ u.T
+    v = orthonormalize(1e-12 * mixed.float(), generator())
+    torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
+    assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
+
+
+def test_deficient_anchors_give_fewer_directions_and_never_nan():
+    torch.set_default_dtype(torch.float32)
+    model = cnn()
+    same = images(1).expand(30, -1, -1, -1).contiguous()
+    zeros = lambda batch, outputs, generator: torch.zeros(len(outputs), dtype=torch.int64)  # noqa: E731
+    basis = tp.AnchorSubspace(same, 20, 2, labels=zeros).basis(model)
+    assert set(basis.num_directions.values()) == {1}
+    still = tp.AnchorSubspace(same, 20, 2, loss=lambda outputs, labels: 0 * outputs.sum(1)).basis(model)
+    assert set(still.num_directions.values()) == {0}
+    bad = images(30)
+    bad[3] = torch.inf
+    left_out = tp.AnchorSubspace(bad, 20, 2).basis(model)
+    assert explicit(left_out).isfinite().all()
+    assert len(explicit(left_out)) == 20
+
+
+def test_groups_do_not_look_at_each_other():
+    """A layer that is never reached has no directions, and the others have the same as ever."""
+    torch.manual_seed(1)
+    alone = Calls(lambda m, x: m.a(x), a=nn.Linear(4, 3))
+    both = Calls(lambda m, x: m.a(x), a=copy.deepcopy(alone.a), b=nn.Linear(5, 2))
+    x = torch.randn(30, 4)
+    basis = tp.AnchorSubspace(x, 12, ["a", "b"]).basis(both)
+    assert basis.num_directions == {"a": 6, "b": 0}
+    v = basis.vectors["a"]
+    other = tp.AnchorSubspace(x, 6, ["a"]).basis(alone).vectors["a"]
+    torch.testing.assert_close(v.T @ v, other.T @ other, rtol=1e-6, atol=1e-8)
+
+
+def test_chunks_make_no_difference_but_to_random_labels():
+    labels = torch.randint(10, (50,))
+    data, model = TensorDataset(images(50, torch.float64), labels), cnn(torch.float64)
+    true = lambda batch, outputs, generator: batch[1]  # noqa: E731
+    first, second = (
+        explicit(tp.AnchorSubspace(data, 20, 3, labels=true, chunk_size=size).basis(model)) for size in (7, 64)
+    )
+    torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: (x, x + 1), lambda x: {"a": x, "b": x + 1}], ids=["tuple", "mapping"])
+def test_inputs_may_be_several(wrap):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, a, b):
+            return self.layer(a * b)
+
+    items = [(wrap(x), 0) for x in torch.randn(20, 4)]
+    assert tp.AnchorSubspace(items, 5, 1).basis(Sum()).num_directions == {"layer.weight ... layer.bias": 5}
+
+
+def test_some_anchors_are_drawn_anew_with_new_labels():
+    seen = []
+
+    def noted(batch, outputs, generator):
+        seen.append((batch[0][:, 0].tolist(), torch.randint(10, (len(outputs),), generator=generator)))
+        return seen[-1][1]
+
+    subspace = tp.AnchorSubspace(torch.randn(40, 4), 6, 1, num_anchors=20, labels=noted)
+    model = nn.Linear(4, 10)
+    for seed in (0, 0, 1):
+        subspace.basis(model, seed=seed)
+    (first, labels), (again, same), (other, new) = seen
+    assert len(first) == 20
+    assert first == again != other
+    assert torch.equal(labels, same)
+    assert not torch.equal(labels, new)
+
+
+def test_making_a_basis_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 3))
+    model[0].weight.grad = torch.ones(8, 4)
+    subspace = tp.AnchorSubspace(torch.randn(20, 4), 6, 2, power_iterations=2)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    first = subspace.basis(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 4))
+    assert model[3].weight.grad is None
+    torch.rand(7)
+    assert torch.equal(explicit(subspace.basis(model)), explicit(first))  # its dropout is its own
+
+
+def test_quotas_follow_the_roots_of_the_sizes():
+    sizes = {"stem": 464, "first": 14016, "second": 51072, "third": 203520, "head": 650}
+    assert quotas(500, sizes) == {"stem": 13, "first": 70, "second": 134, "third": 268, "head": 15}
+    assert quotas(10, {"a": 2, "b": 100}) == {"a": 1, "b": 9}
+    assert quotas(50, {"a": 2, "b": 100}) == {"a": 2, "b": 48}  # no more than parameters
+    assert quotas(500, {"a": 2, "b": 100}) == {"a": 2, "b": 100}
+
+
+def test_automatic_groups_are_balanced_runs_of_parameters():
+    groups = balanced_groups({"a": 50, "b": 40, "c": 10, "d": 60, "e": 1}, 3)
+    assert list(groups.values()) == [("a",), ("b", "c"), ("d", "e")]
+    assert len(balanced_groups({"a": 5}, 4)) == 1
+
+
+def test_prefixes_that_do_not_fit_are_refused():
+    sizes = {"conv.weight": 4, "head.weight": 3}
+    assert groups_by_prefix(sizes, ["head", ""]) == {"head": ("head.weight",), "": ("conv.weight",)}
+    with pytest.raises(ValueError, match=r"Matched by none: \['head.weight'\]; matching none: \['hea'\]"):
+        groups_by_prefix(sizes, ["conv", "hea"])
+    with pytest.raises(ValueError, match="num_basis=1 is less than the number of groups, 2"):
+        tp.AnchorSubspace(torch.randn(5, 4), 1, ["0", "1"]).basis(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"num_anchors=6 must be at most 5"):
+        tp.AnchorSubspace(torch.randn(5, 4), 1, num_anchors=6)
+    with pytest.raises(ValueError, match=r"num_basis=0 must be an integer of at least 1"):
+        tp.AnchorSubspace(torch.randn(5, 4), 0)
+    with pytest.raises(tp.Refused, match="dataset is empty"):
+        tp.AnchorSubspace(torch.randn(0, 4), 1)
+
+
+def test_a_forward_that_writes_into_the_model_is_refused():
+    class Counts(nn.Linear):
+        def forward(self, input):
+            self.seen += len(input)
+            return super().forward(input)
+
+    model = Counts(4, 3)
+    model.register_buffer("seen", torch.zeros(()))
+    with pytest.raises(tp.Refused, match="forward changed 'seen'"):
+        tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
