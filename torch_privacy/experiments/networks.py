@@ -10,6 +10,7 @@ D. Yu et al. (2021, arXiv:2102.12677) and their published code.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,7 @@ def mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
 
     It is that of TensorFlow Privacy's tutorial. Inputs (n, 1, 28, 28).
     """
-    dense = [nn.Linear(32 * width, 2 * width), nn.ReLU(), nn.Linear(2 * width, classes)]
-    return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *dense))
+    return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, 2 * width, classes)))
 
 
 def gep_mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
@@ -35,13 +35,13 @@ def gep_mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
 
     Neither paper nor code gives the widths; these are the convolutions of ``mnist_cnn``. Inputs (n, 1, 28, 28).
     """
-    return nn.Sequential(*_mnist_convolutions(width), nn.Linear(32 * width, classes))
+    return nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, classes))
 
 
 def _mnist_convolutions(width: int) -> list[nn.Module]:
-    """From (n, 1, 28, 28) to (n, 32 * width)."""
+    """From (n, 1, 28, 28) to (n, 2 * width, 4, 4)."""
     first = [nn.Conv2d(1, width, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    return [*first, nn.Conv2d(width, 2 * width, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten()]
+    return [*first, nn.Conv2d(width, 2 * width, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)]
 
 
 def cifar_cnn(width: int = 32, size: int = 32, classes: int = 10) -> nn.Module:
@@ -70,6 +70,39 @@ def _pair(before: int, after: int, pool: Callable[[int], nn.Module]) -> list[nn.
     """Two 3x3 convolutions with tanh, then half the height and width."""
     convolutions = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
     return [convolutions[0], nn.Tanh(), convolutions[1], nn.Tanh(), pool(2)]
+
+
+def vgg13(width: int = 64, hidden: int = 4096, labels: int = 1000, classes: int = 10) -> nn.Module:
+    """VGG-13 with one more dense layer: CIFAR-10 in Bu, Gopi et al.; 32,394,562 parameters, as they print.
+
+    That size is VGG-13's for 32x32 images with its 1000 outputs, and a layer of ten on top. Inputs (n, 3, 32, 32).
+    """
+    layers: list[nn.Module] = []
+    for before, after in pairwise([3, width, 2 * width, 4 * width, 8 * width, 8 * width]):
+        for channels in (before, after):
+            layers += [nn.Conv2d(channels, after, 3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+    return draw_as_keras(nn.Sequential(*layers, *_dense(8 * width, hidden, hidden, labels, classes)))
+
+
+def alexnet(width: int = 32, hidden: int = 4096, classes: int = 10) -> nn.Module:
+    """AlexNet for grey images: MNIST in Bu, Gopi et al.; 21,598,922 parameters, as they print.
+
+    That size tells of one input channel and a single pixel before the dense layers; the strides are ours.
+    Inputs (n, 1, 28, 28).
+    """
+    large = [nn.Conv2d(1, 3 * width, 11, 4, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    large += [nn.Conv2d(3 * width, 8 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    small: list[nn.Module] = []
+    for before, after in pairwise([8 * width, 12 * width, 12 * width, 8 * width]):
+        small += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return draw_as_keras(nn.Sequential(*large, *small, *_dense(8 * width, hidden, hidden, classes)))
+
+
+def _dense(*widths: int) -> list[nn.Module]:
+    """Dense layers with ReLU between them, on flattened inputs."""
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
+    return [nn.Flatten(), *layers[:-1]]
 
 
 class AveragedWords(nn.Module):
@@ -145,9 +178,8 @@ def abadi_cnn(width: int = 64, hidden: int = 384, classes: int = 10) -> nn.Modul
     Inputs (n, 3, 24, 24).
     """
     convolutions = [nn.Conv2d(3, width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-    convolutions += [nn.Conv2d(width, width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    dense = [nn.Linear(36 * width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
-    return draw_as_keras(nn.Sequential(*convolutions, *dense))
+    convolutions += [nn.Conv2d(width, width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    return draw_as_keras(nn.Sequential(*convolutions, *_dense(36 * width, hidden, hidden, classes)))
 
 
 class ResNet20(nn.Module):
