@@ -91,6 +91,12 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
         SOURCE.folder(tmp_path).read("a.txt.gz")
 
 
+@pytest.mark.parametrize("folder", ["/no\0where", "x" * 300, "/dev/null"])
+def test_folder_that_cannot_be_looked_into_holds_nothing(folder):
+    with pytest.raises(DataError, match=r"a\.txt\.gz: no such file\. Put the original"):
+        SOURCE.folder(folder).read("a.txt.gz")
+
+
 def test_folder_is_the_argument_then_the_variable_then_the_shared_one(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "SHARED", tmp_path / "shared")
     monkeypatch.delenv("TORCH_PRIVACY_DATA", raising=False)

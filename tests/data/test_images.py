@@ -252,7 +252,7 @@ def test_load_public_images_resizes_and_mixes_colors(tmp_path):
     x = np.zeros((2, 3, 32, 32), np.uint8)
     x[1, 1] = 255  # all green
     (tmp_path / "images_2000.u8.xz").write_bytes(lzma.compress(x.tobytes()))
-    images = load_public_images(tmp_path, num_images=2, size=28, grey=True, verify=False).images
+    images = load_public_images(tmp_path, num_images=2, size=28, gray=True, verify=False).images
     assert images.shape == (2, 1, 28, 28)
     assert images.dtype == torch.float32
     np.testing.assert_allclose(images[1], 0.587, atol=1e-6)

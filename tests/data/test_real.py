@@ -35,7 +35,7 @@ def test_cifar10_compact_form():
 
 
 def test_public_images():
-    assert load_public_images(SHARED, size=28, grey=True).images.shape == (2000, 1, 28, 28)
+    assert load_public_images(SHARED, size=28, gray=True).images.shape == (2000, 1, 28, 28)
 
 
 def test_movielens():

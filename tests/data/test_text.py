@@ -92,6 +92,11 @@ def test_encode_refuses_wrong_arguments(wrong):
         encode(["a"], HashedWords(5), **{"length": 3, **wrong})
 
 
+def test_encode_refuses_one_text_for_many():
+    with pytest.raises(ValueError, match=r"must be a list of texts, not one text\. Pass \[text\]\."):
+        encode("a text", HashedWords(5), length=3)
+
+
 @pytest.mark.parametrize("make", [HashedWords, lambda size: Vocabulary.frequent([], size=size, origin="", public=True)])
 def test_vocabulary_refuses_a_size_without_room_for_a_word(make):
     with pytest.raises(ValueError, match="size=2 must be an integer of at least 3"):
@@ -144,6 +149,9 @@ def test_load_imdb_reads_the_authors_folder(tmp_path, base):
     assert torch.equal(lines.test.tensors[0], folder.test.tensors[0])
     with pytest.raises(DataError, match=r"train: is truncated or changed .* whose folder aclImdb is read as well"):
         load_imdb(tmp_path, vocabulary=HashedWords(50))
+    (tmp_path / base / "test" / "pos" / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"notes\.txt: is not called NUMBER_STARS\.txt"):
+        load_imdb(tmp_path, vocabulary=HashedWords(50), verify=False)
 
 
 @pytest.mark.parametrize("lines", ["", "0\t1\t0\n", "2\t1\t0\ttext\n", "0 1 0 text\n"])

@@ -58,7 +58,7 @@ AUXILIARY = Source(
     name="CIFAR-100",
     folders=("cifar100_auxiliary",),
     checksums={"images_2000.u8.xz": "sha256:e1b9254fd23bcfe69257448c5859a7956c92633c0a9eba1780f8ae42e6034014"},
-    origin="the shared data of this project",
+    origin=f"the shared data of this project; cifar-100-python/train of {ORIGIN} serves as well",
     licence=LICENCE,
 )
 
@@ -97,8 +97,8 @@ def _load_compact(place: Folder, exact_only: bool) -> Data:
         x, y = _undo_differences(_read_pixels(file)), _labels(table, labels[part], 10)
         table.check(len(x) == len(y), f"has {len(y)} labels for the {len(x)} images of {file.path.name}")
         if exact_only:
-            inexact = labels[f"lossy_{part}"]
-            x, y = np.delete(x, inexact, axis=0), np.delete(y, inexact)
+            exact = np.isin(np.arange(len(x)), labels[f"lossy_{part}"], invert=True)
+            x, y = x[exact], y[exact]
         parts[part] = images(x, y)
     files = digests(train, test, table)
     return Data("CIFAR-10", **parts, classes=CLASSES, licence=LICENCE, files=files)
@@ -119,7 +119,7 @@ def load_public_images(
     *,
     num_images: int = 2000,
     size: int = 32,
-    grey: bool = False,
+    gray: bool = False,
     verify: bool = True,
 ) -> PublicImages:
     """Images of CIFAR-100 without their labels, as auxiliary data: the anchors of gradient embedding perturbation.
@@ -130,7 +130,7 @@ def load_public_images(
         folder: The folder of all data, with ``cifar100_auxiliary/images_2000.u8.xz`` or ``cifar-100-python/train``.
         num_images: How many to take, from the first.
         size: Height and width, by bilinear interpolation with antialiasing; 28 for networks of MNIST.
-        grey: Whether to mix the colors into one channel, 0.299 R + 0.587 G + 0.114 B.
+        gray: Whether to mix the colors into one channel, 0.299 R + 0.587 G + 0.114 B.
         verify: Whether the file must be the published one.
 
     Raises:
@@ -147,7 +147,7 @@ def load_public_images(
         pixels = _read_pixels(file)
     _check.in_range("load_public_images", 0, len(pixels), num_images=num_images, hint=f"That is all of {file.path}.")
     x = scaled(pixels[:num_images])
-    if grey:
+    if gray:
         x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     if size != x.shape[-1]:
         x = F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 1)

@@ -131,7 +131,7 @@ class Folder:
         plain = name.removesuffix(Path(name).suffix) if Path(name).suffix in PACKINGS else name
         names = dict.fromkeys([name, plain, *(plain + packing for packing in PACKINGS)])
         folders = [self.path / folder for folder in (*self.source.folders, ".")]
-        return next((path for folder in folders for one in names if (path := folder / one).is_file()), None)
+        return next((path for folder in folders for one in names if os.path.isfile(path := folder / one)), None)
 
 
 def unpack(suffix: str, packed: bytes) -> bytes:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data.dataset import Data
-from torch_privacy.data.files import File, Folder, Source, digests, verify_content
+from torch_privacy.data.files import DataError, File, Folder, Source, digests, verify_content
 from torch_privacy.data.text import Tokens, Vocabulary, Words, encode
 
 SOURCE = Source(
@@ -105,12 +105,13 @@ def _join(folder: Path) -> bytes:
     """The reviews in ``neg/NUMBER_STARS.txt`` and ``pos/...``, in the order of their numbers, negative ones first."""
     reviews = []
     for label, name in enumerate(("neg", "pos")):
-        for path in (folder / name).glob("*_*.txt"):
+        for path in (folder / name).glob("*.txt"):
             number, _, stars = path.stem.partition("_")
-            reviews.append(
-                (int(number), label, b"%d\t%b\t%b\t" % (label, stars.encode(), number.encode()) + path.read_bytes())
-            )
-    return b"".join(line + b"\n" for *_, line in sorted(reviews))
+            if not (number.isdecimal() and stars.isdecimal()):
+                raise DataError(f"{path}: is not called NUMBER_STARS.txt, as every review is. Move it out of there.")
+            fields = str(label).encode(), stars.encode(), number.encode(), path.read_bytes().replace(b"\n", b" ")
+            reviews.append((int(number), label, b"\t".join(fields) + b"\n"))
+    return b"".join(line for *_, line in sorted(reviews))
 
 
 def _tokens(file: File) -> tuple[Tokens, NDArray[np.int64]]:

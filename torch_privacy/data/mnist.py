@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST: 28x28 grey images of handwritten digits, in the idx format."""
+"""MNIST: 28x28 gray images of handwritten digits, in the idx format."""
 
 import math
 from pathlib import Path

@@ -86,7 +86,7 @@ def vgg13(width: int = 64, hidden: int = 4096, labels: int = 1000, classes: int 
 
 
 def alexnet(width: int = 32, hidden: int = 4096, classes: int = 10) -> nn.Module:
-    """AlexNet for grey images: MNIST in Bu, Gopi et al.; 21,598,922 parameters, as they print.
+    """AlexNet for gray images: MNIST in Bu, Gopi et al.; 21,598,922 parameters, as they print.
 
     That size tells of one input channel and a single pixel before the dense layers; the strides are ours.
     Inputs (n, 1, 28, 28).
