@@ -32,8 +32,8 @@ class Summary:
     delta: float
     epsilon_low: float
     epsilon_high: float
-    clt_epsilon: float | None  # these three: None unless the releases are equal steps of one subsampled Gaussian
-    moments_epsilon: float | None
+    clt_epsilon: float | None  # None unless the releases are equal steps of one subsampled Gaussian; mu, too
+    moments_epsilon: float | None  # None unless all releases are subsampled Gaussians
     mu: float | None  # of the central limit theorem
     true_positive_rate_low: float  # at FALSE_POSITIVE_RATE
     true_positive_rate_high: float
@@ -101,11 +101,19 @@ def summarize(releases: Releases, delta: float) -> Summary:
         epsilon_low=float(epsilon.low),
         epsilon_high=float(epsilon.high),
         clt_epsilon=None if limit is None else float(limit.epsilon(delta)),
-        moments_epsilon=None if steps is None else float(privacy.moments(*steps, delta)),
+        moments_epsilon=_moments(releases, delta),
         mu=None if limit is None else float(limit.mu),
         true_positive_rate_low=float(power.low),
         true_positive_rate_high=float(power.high),
     )
+
+
+def _moments(releases: Releases, delta: float) -> float | None:
+    """ε by the moments accountant; None for releases that it does not know."""
+    try:
+        return privacy.moments_of(releases, delta)
+    except ValueError:
+        return None
 
 
 def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
@@ -116,12 +124,14 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
         (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
         *_what(summary.releases),
     ]
-    if summary.clt_epsilon is not None and summary.moments_epsilon is not None:
+    if summary.clt_epsilon is not None:
+        clt = f"{summary.clt_epsilon:.3f}, an approximation, not a bound"
         lines += [
-            ("epsilon by the central limit theorem", f"{summary.clt_epsilon:.3f}, an approximation, not a bound"),
-            ("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"),
+            ("epsilon by the central limit theorem", clt),
             ("mu of the central limit theorem", f"{summary.mu:.4g}"),
         ]
+    if summary.moments_epsilon is not None:
+        lines.append(("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"))
     return [*lines, (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks")]
 
 
