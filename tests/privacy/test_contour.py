@@ -196,6 +196,25 @@ def test_log_bessel_matches_forty_digits(order, x):
     assert log_bessel(3.0, np.array([1e30]))[0] == pytest.approx(np.log(np.pi / 2e30) / 2)
 
 
+@pytest.mark.parametrize("projections", [10**5, 10**7])
+def test_so_many_projections_that_digits_cancel_still_cost_at_least_exact_norms(projections):
+    exact = privacy.compose([(privacy.SubsampledGaussian(1.0, 0.01), 2000)]).epsilon(1e-5)
+    low, high = privacy.compose([(privacy.SubsampledJL(1.0, projections, 0.01), 2000)]).epsilon(1e-5)
+    assert low <= exact.high + 10.1 / projections  # their difference of the notes, 10.04 / r
+    assert exact.low + 10.0 / projections <= high <= low * 1.0001
+
+
+@pytest.mark.parametrize("estimate", Estimate)
+@pytest.mark.parametrize("floor", [0.3, 1.0])
+@pytest.mark.parametrize(("projections", "noise"), [(1, 0.1), (2, 0.05), (16, 0.3), (10_000, 0.05), (10_000_000, 1.0)])
+def test_nodes_of_estimated_norms_carry_all_mass_under_either_law(estimate, floor, projections, noise):
+    floored_at = floor if estimate is Estimate.FLOORED else 0.0
+    law = SubsampledMixture(estimate, projections, noise, 0.5, floored_at)
+    nodes = law.nodes(law.coarsest_step)
+    assert np.exp(nodes.log_mass).sum() == pytest.approx(1, abs=1e-9 + law.node_rounding)
+    assert np.exp(nodes.log_mass - nodes.losses).sum() == pytest.approx(1, abs=1e-9 + law.node_rounding)
+
+
 @pytest.mark.parametrize("estimate", Estimate)
 @pytest.mark.parametrize(("projections", "noise"), [(4, 0.8), (16, 1.3), (64, 1.0), (300, 0.6)])
 def test_densities_of_estimated_norms_match_simulation_of_z(estimate, projections, noise):

@@ -88,8 +88,9 @@ class Profile:
         strictly_between("Profile.epsilon", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
         remove, *others = self._curves
         answers = [remove.epsilon(delta)]
-        # The other direction is rarely the dearer one.
-        answers += [curve.epsilon(delta) for curve in others if not curve.surely_below(answers[0].high, delta)]
+        high = answers[0].high  # the other direction is rarely the dearer one
+        dearer = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+        answers += [curve.epsilon(delta) for curve in dearer]
         return _larger(answers)
 
     def epsilon_high(self, delta: float) -> float:
@@ -97,7 +98,8 @@ class Profile:
         strictly_between("Profile.epsilon_high", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
         remove, *others = self._curves
         high = remove.epsilon_high(delta)
-        return max([high, *(curve.epsilon_high(delta) for curve in others if not curve.surely_below(high, delta))])
+        dearer = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+        return max([high, *(curve.epsilon_high(delta) for curve in dearer)])
 
     def delta(self, epsilon: float) -> Bracket[float]:
         """Smallest δ at which the releases are (ε, δ)-private, at any real ε."""

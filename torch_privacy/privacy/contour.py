@@ -85,7 +85,10 @@ class _Line:
         self._total, last = float(np.abs(weights).sum()), float(t[-1])
         self._rest = math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
         steps = sum(part.times for part in parts)
-        self._rounding = ROUNDING * (64 + 8 * abs(self._log_moment) + 8 * math.sqrt(steps) + 2 * abs(c * self._mean))
+        of_nodes = sum(
+            one.times * abs(part.log_moment) * one.law.node_rounding for one, part in zip(terms, parts, strict=True)
+        )
+        self._rounding = ROUNDING * (64 + 8 * math.sqrt(steps) + 2 * abs(c * self._mean)) + of_nodes
 
     def value(self, epsilon: float) -> tuple[float, float, float]:
         """Trapezoid sum at ε, its derivative in ε, and the error that truncation and rounding may have made."""

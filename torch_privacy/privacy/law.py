@@ -111,6 +111,11 @@ class Continuous(Law):
         return None
 
     @property
+    def node_rounding(self) -> float:
+        """Relative rounding error of the masses of `nodes`, estimated."""
+        return 2.0**-50
+
+    @property
     def heavy(self) -> bool:
         """Whether ``E_P e^(s l)`` is infinite for every s > 0, so that only -1 <= s <= 0 are of use."""
         return False

@@ -22,6 +22,7 @@ from .law import Nodes, Subsampled
 
 NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
 LARGEST_LOSS = 3e4  # beyond, the lattice counts a loss as infinite
+MOST_PANELS = 8000  # of width `Base.panel`, on either side
 LATTICE_TAIL = 1e-9  # mass that the lattice may count as infinite, per sampled step
 
 
@@ -91,13 +92,25 @@ class Base:
         self._bounded = self._bounded_parts(estimate, floor)
         self._estimate = estimate
         self.panel = 0.25 / math.sqrt(projections + 4)
-        w = np.arange(0.0, 200.0, self.panel)[:2000]
-        u = self.scale * np.sinh(w)
-        root = np.hypot(self.scale, u)
-        log_mass = self.smooth(u) - self.scale**2 / (2 * (root + u)) + np.log(root)  # of the shifted law, per w
-        beyond = np.flatnonzero((log_mass < NEGLIGIBLE) & (log_mass < np.append(np.inf, log_mass[:-1])))
-        self.w_end = float(w[beyond[0]]) if beyond.size else float(w[-1])
-        self.correction = -math.log(float(self.masses(np.array([-np.inf, np.inf]), exact=True)[1][0]))
+        log_mass, u = self._until_negligible()
+        while not _resolved(log_mass, u):
+            self.panel /= 2
+            log_mass, u = self._until_negligible()
+        self.w_end = self.panel * (len(u) - 1)
+        self.correction = -math.log(self.panel * _both_sides(log_mass, u))
+
+    def _until_negligible(self) -> tuple[Array, Array]:
+        """Log density of the shifted law at w = 0, panel, 2 panel, ..., and the u there."""
+        log_mass, u = np.empty(0), np.empty(0)
+        for start in range(0, MOST_PANELS, 100):
+            more = self.scale * np.sinh(self.panel * np.arange(start, start + 100))
+            root = np.hypot(self.scale, more)
+            u = np.append(u, more)
+            log_mass = np.append(log_mass, self.smooth(more) - self.scale**2 / (2 * (root + more)) + np.log(root))
+            beyond = np.flatnonzero((log_mass[1:] < NEGLIGIBLE) & (log_mass[1:] < log_mass[:-1]))
+            if beyond.size:
+                return log_mass[: beyond[0] + 2], u[: beyond[0] + 2]
+        return log_mass, u
 
     def _bounded_parts(self, estimate: Estimate, floor: float) -> tuple[Array, Array]:
         """Points Z and weights of what is added to the closed form (all there is, if floored); negative: taken off."""
@@ -113,17 +126,41 @@ class Base:
     def smooth(self, u: Array) -> Array:
         """``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
         if self._estimate is Estimate.FLOORED:
-            return np.log(np.maximum(self._bounded_sum(u), 1e-320)) + self.correction
-        plain = self._closed_form(u) + self.correction
+            exponents = self._bounded_exponents(u)
+            largest = exponents.max(1)
+            return np.log(np.exp(exponents - largest[:, None]) @ self._bounded_weights) + largest + self.correction
+        plain = self._closed_form(u)
         if self._estimate is Estimate.PLAIN:
-            return plain
-        return plain + np.log1p(np.maximum(self._bounded_sum(u) * np.exp(-np.maximum(plain, -700)), -1 + 1e-15))
+            return plain + self.correction
+        share = np.exp(self._bounded_exponents(u) - plain[:, None]) @ self._bounded_weights
+        return plain + np.log1p(np.maximum(share, -1 + 1e-15)) + self.correction
 
-    def _bounded_sum(self, u: Array) -> Array:
-        """``Σ weights e^(-u²/(2 z²) - z²/8 + hypot(a, u)/2) / (z sqrt(2π))`` over the parts with bounded Z."""
+    def _bounded_exponents(self, u: Array) -> Array:
+        """``-u²/(2 z²) - z²/8 + hypot(a, u)/2`` for each u, and each z of the parts with bounded Z."""
+        z = self._bounded[0]
+        return np.hypot(self.scale, u)[:, None] / 2 - u[:, None] ** 2 / (2 * z**2) - z**2 / 8
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding error of E up to a factor: the two large terms of its logarithm nearly cancel."""
+        order = self.r / 2 + 0.5
+        bessel = float(log_bessel(order, np.array([self.scale / 2]))[0])
+        return 2.0**-53 * (64 + order * abs(math.log(2 * self.scale)) + abs(bessel) + self.scale / 2)
+
+    def equal_steps(self, step: float) -> tuple[float, float]:
+        """A scale b and a spacing h of w by which ``b sinh(w)`` takes nearly equal steps wherever bounded Z can be.
+
+        Each is ``step`` times the smallest deviation Z that matters, for outcomes up to 40 deviations.
+        """
         z, weights = self._bounded
-        exponents = np.hypot(self.scale, u)[:, None] / 2 - u[:, None] ** 2 / (2 * z**2) - z**2 / 8
-        return np.exp(exponents) @ (weights / (z * math.sqrt(2 * math.pi)))
+        largest = float(z.max())
+        scale = max(self.scale, largest**2 / 2 + 40 * largest)
+        return scale, 2 * step * float(z[np.abs(weights) > 1e-15].min()) / scale
+
+    @cached_property
+    def _bounded_weights(self) -> Array:
+        z, weights = self._bounded
+        return weights / (z * math.sqrt(2 * math.pi))
 
     def _closed_form(self, u: Array) -> Array:
         """``E(u) = b^a / Γ(a) * 2 / sqrt(2π) * (2 q)^-(a + 1/2) K_{a+1/2}(q / 2)``, a = r/2, b = r / (2 σ²)."""
@@ -181,6 +218,16 @@ class Base:
         return float(u[min(int(np.searchsorted(-above, -mass)), len(u) - 1)])
 
 
+def _both_sides(log_mass: Array, u: Array) -> float:
+    """Sum of a shifted law's density over u and -u, where it is e^-u times that."""
+    return float(np.exp(log_mass).sum() + np.exp(log_mass[1:] - u[1:]).sum())
+
+
+def _resolved(log_mass: Array, u: Array) -> bool:
+    """Whether every other point gives nearly the same sum: the trapezoid rule with all of them has twice its digits."""
+    return abs(2 * _both_sides(log_mass[::2], u[::2]) / _both_sides(log_mass, u) - 1) < 1e-10 or len(u) >= MOST_PANELS
+
+
 def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
     """Quadrature points s > lowest and weights of χ²_r / r, in log s by Gauss' rule on panels."""
     width = math.sqrt(2 / r)
@@ -210,7 +257,8 @@ class SubsampledMixture(Subsampled):
         projections: r.
         noise: σ, the noise multiplier if norms were exact.
         probability: q, in (0, 1].
-        floor: of `Estimate.FLOORED`, in (0, 1]; else 0.
+        floored_at: of `Estimate.FLOORED`, in (0, 1]; else 0.
+        largest: base loss beyond which a lattice counts losses as infinite; by default one that is rare.
     """
 
     estimate: Estimate
@@ -218,6 +266,7 @@ class SubsampledMixture(Subsampled):
     noise: float
     probability: float
     floored_at: float = 0.0
+    largest: float | None = None
 
     @property
     def _base(self) -> Base:
@@ -229,8 +278,12 @@ class SubsampledMixture(Subsampled):
 
     @property
     def base_ends(self) -> tuple[float, float]:
-        top = min(self._base.quantile(LATTICE_TAIL), LARGEST_LOSS)
+        top = min(self._base.quantile(LATTICE_TAIL), LARGEST_LOSS) if self.largest is None else self.largest
         return (-top if self.probability == 1 else -self._base.quantile(1e-24)), top
+
+    def quantile(self, mass: float) -> float:
+        """A base loss that a sampled step exceeds with at most this probability, or 1e-24."""
+        return self._base.quantile(max(mass, 1e-24))
 
     def cell_masses(self, u: Array) -> tuple[Array, Array]:
         return self._base.masses(u)[:2]
@@ -249,16 +302,26 @@ class SubsampledMixture(Subsampled):
     def coarsest_step(self) -> float:
         return 0.2
 
-    def nodes(self, step: float) -> Nodes:
+    @property
+    def node_rounding(self) -> float:
+        return self._base.rounding
+
+    def nodes(self, step: float) -> Nodes | None:
         one = self._base
-        spacing = min(step / math.sqrt(self.projections), 0.75 * step)  # in w; `step` is in units of the noise
-        w = np.arange(-math.ceil(one.w_end / spacing), math.ceil(one.w_end / spacing) + 1) * spacing
-        u = one.scale * np.sinh(w)
+        scale, spacing = one.scale, min(step / math.sqrt(self.projections), step / 0.2 * one.panel)  # in w
+        if self.estimate is Estimate.FLOORED:  # a tilt may move the narrow normals with the largest Z far out
+            scale, spacing = one.equal_steps(step)
+        last = math.ceil(math.asinh(one.scale * math.sinh(one.w_end) / scale) / spacing)
+        if last > MOST_PANELS:
+            return None
+        w = np.arange(-last, last + 1) * spacing
+        u = scale * np.sinh(w)
         root = np.hypot(one.scale, u)
         losses = self.loss_at(u)
         near, far = one.scale**2 / (2 * (root + np.abs(u))), (root + np.abs(u)) / 2  # -log of e^(±u/2 - root/2)
         half = one.smooth(np.abs(u[len(u) // 2 :]))
-        smooth = np.concatenate([half[:0:-1], half]) + np.log(spacing * root)
+        between = spacing * np.hypot(scale, u)
+        smooth = np.concatenate([half[:0:-1], half]) + np.log(between)
         sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
         log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
-        return Nodes(losses, log_mass, spacing * root * self.probability * np.exp(np.minimum(u - losses, 700)), step)
+        return Nodes(losses, log_mass, between * self.probability * np.exp(np.minimum(u - losses, 700)), step)

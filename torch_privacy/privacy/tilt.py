@@ -55,9 +55,8 @@ def term(law: Law, times: int, swapped: bool, halvings: int = 0) -> Term:
     assert isinstance(law, Continuous)
     if swapped:
         losses, log_mass = -losses, log_mass - losses
-    small, mass = np.abs(losses) < 1, np.exp(log_mass)
-    near = np.expm1(-np.where(small, losses, 0.0)) * mass
-    drift = float(np.where(small, near, np.exp(log_mass - losses) - mass).sum())
+    mass = np.exp(log_mass)
+    drift = float(np.expm1(np.minimum(-losses, 700.0)) @ mass)
     return Term(law, times, swapped, losses, mass, log_mass, gaps, step, drift)
 
 
