@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
 NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
 
+CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -85,7 +87,7 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
         ],
         "not_covered": [
             "losses, accuracies and counts computed on the training data and shown or logged without noise",
-            "the choice of hyper-parameters by looking at this data",
+            CHOICE_OF_SETTINGS,
             "the test data, on which accuracy is measured",
         ],
         "versions": {

@@ -7,10 +7,10 @@ import sys
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, explain, report, reproduce, train
+from torch_privacy.cli import accounting, explain, report, reproduce, search, train
 from torch_privacy.cli._shared import app, say
 
-__all__ = ["accounting", "explain", "main", "report", "reproduce", "run", "train"]
+__all__ = ["accounting", "explain", "main", "report", "reproduce", "run", "search", "train"]
 
 USER_MISTAKE = 2
 

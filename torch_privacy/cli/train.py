@@ -117,18 +117,29 @@ def train(
     chosen = {name: value for name, value in options.items() if value is not None}
     if resume is not None:
         check_alone("train", experiment, run, *chosen)
-        _train_in(resume, None, {}, quiet=quiet, as_json=as_json)
+        train_in(resume, None, {}, quiet=quiet, as_json=as_json)
         return
     if experiment is None:
         raise ValueError(f"train: name an experiment ({KNOWN}), or continue a run with --resume FOLDER.")
     if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("train: --noise-multiplier and --epsilon exclude each other; give one of them.")
     folder = run or Path("runs") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
-    _train_in(folder, experiment, chosen, quiet=quiet, as_json=as_json)
+    train_in(folder, experiment, chosen, quiet=quiet, as_json=as_json)
 
 
-def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
-    """Start a run, or resume one if no experiment is named, and see it through or leave it resumable."""
+def train_in(
+    folder: Path,
+    experiment: str | None,
+    chosen: dict[str, Any],
+    *,
+    quiet: bool,
+    as_json: bool,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Start a run, or resume one if no experiment is named, and see it through or leave it resumable.
+
+    ``more`` is printed with the results, for a program.
+    """
     with DeferredSignals() as signals:
         from torch_privacy.experiments.runner import Run
         from torch_privacy.summary import privacy_lines, score_lines
@@ -143,4 +154,4 @@ def _train_in(folder: Path, experiment: str | None, chosen: dict[str, Any], *, q
                 raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()
     lines = [*score_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
-    print_result({**results, "run": str(folder)}, lines, as_json)
+    print_result({**results, "run": str(folder), **(more or {})}, lines, as_json)

@@ -14,7 +14,7 @@ from .engine import Between
 from .event import Event, NeighboringRelation, priced
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
-GRID = 160  # points of the bound's table
+NEAR, GRID = 24, 160  # points of the bound's table, up to the largest loss and beyond
 ORDERS = {"geometric": 1.0, "logarithmic": 0.0}  # η of the truncated negative binomial
 
 
@@ -27,10 +27,12 @@ def _priced(event: "Repeated") -> Between:
     """The table ``δ(ε) = mean * δ_run(ε - log 1/c)`` as a dominating pair."""
     run = compose(event.releases)
     loss = _largest_loss(run, event)
-    furthest = loss + run.epsilon_high(min(1e-13 / max(event.mean, 1.0), 1e-3))
-    epsilons = np.linspace(0.0, min(furthest, 600.0), GRID)
-    deltas = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in epsilons]
-    return Between(allowed_by(epsilons, np.array(deltas)))
+    near = np.linspace(0.0, min(loss, 600.0), NEAR)
+    above = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in near]
+    deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios leave equal slack in between
+    epsilons = loss + np.array([run.epsilon_high(min(delta / event.mean, 0.5)) for delta in deltas])
+    known = epsilons <= 600.0
+    return Between(allowed_by(np.append(near, epsilons[known]), np.append(above, deltas[known])))
 
 
 def _largest_loss(run: Profile, event: "Repeated") -> float:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment's settings searched for on the private data, the price of choosing in the ledger.
+
+Every run is an exact private training, ranked by a noisy count of right answers on examples held out from it. A secret
+number of runs is made, and only the best is released: together one `privacy.Repeated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Subset
+
+from torch_privacy import _check, privacy
+from torch_privacy._statement import CHOICE_OF_SETTINGS
+from torch_privacy.experiments import load_trainable
+from torch_privacy.experiments._protocol import ACCURACY, Task, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments.folder import RunFolder
+from torch_privacy.experiments.runner import new_training, test_score
+from torch_privacy.experiments.search import TRIED, Candidate, trained
+from torch_privacy.noise import Noise
+from torch_privacy.search import search_privately
+
+HELD_OUT = 0.1  # share of the private training data on which runs are ranked
+CALIBRATIONS = 10  # halvings of the range of one run's epsilon
+TABLE, SMALLEST_DELTA = 200, 1e-12  # entries of the table that stands for runs of several kinds
+
+
+class PrivateSearch:
+    """A search on the private data whose whole price is one event.
+
+    Args:
+        experiment: its name; scored by accuracy, for right answers can be counted, and its steps one plain sum.
+        candidates: settings to draw from.
+        mean_runs: expected number of runs.
+        distribution: of their number, as of `privacy.Repeated`.
+        score_noise: standard deviation of the noise on the count of right answers, in examples.
+        fixed: settings of all candidates; ``target_epsilon`` is that of the whole search.
+    """
+
+    def __init__(
+        self,
+        experiment: str,
+        candidates: Sequence[Candidate],
+        *,
+        mean_runs: float,
+        distribution: str,
+        score_noise: float,
+        **fixed: Any,
+    ):
+        _check.positive("search", score_noise=score_noise)
+        self._experiment, self._module = experiment, load_trainable(experiment)
+        self._mean_runs, self._distribution, self._score_noise = mean_runs, distribution, score_noise
+        if fixed.get("target_epsilon") is not None:
+            fixed["noise_multiplier"] = None
+        self.candidates = [self._module.Settings(**{**fixed, **candidate}) for candidate in candidates]
+        self._target, self.delta = self.candidates[0].target_epsilon, self.candidates[0].delta
+        task = self._checked_task()
+        kept = (~_held_out(len(task.train))).nonzero()[0]  # pyright: ignore[reportArgumentType]
+        self._kept = len(kept)
+        for settings in self.candidates:
+            check_numbers(settings)
+            check_settings(settings, self._kept)
+        given = [settings.noise_multiplier for settings in self.candidates]
+        self.noise = given if self._target is None else self._calibrated(self._target)
+        self.event = self._event(self.noise)
+
+    def run(self, folder: RunFolder) -> dict[str, Any]:
+        """Search; write the winner's model, the statement of the whole search, and the results into a new folder.
+
+        Nothing is written before the search has ended. How long it takes tells about how many runs were made: whoever
+        may not know that must not see the clock.
+        """
+        folder.create()
+        try:
+            found = search_privately(self._one_run, range(len(self.candidates)), self.event)
+            if found is None:
+                raise ValueError(
+                    "search: the number of runs drawn was 0, and that costs as much as any other. Take --stopping "
+                    "geometric or logarithmic, which make at least one run."
+                )
+            ledger = privacy.Ledger(folder.ledger)
+            ledger.record(self.event, 0, "search")
+            ledger.close()
+            results = self._results(found.candidate, found.score)
+            folder.write_model(found.result["model"])
+            folder.write_json(folder.privacy, self._statement(found.result["statement"], results))
+            settings = asdict(self.candidates[found.candidate])
+            folder.write_json(folder.settings, {"experiment": self._experiment, **settings})
+            folder.write_json(folder.results, results)
+            return results
+        finally:
+            folder.unlock()
+
+    def _checked_task(self) -> Task:
+        """The task of the first candidate, if the search can price it."""
+        settings = replace(self.candidates[0], target_epsilon=None, noise_multiplier=1.0)
+        check_numbers(settings)
+        task = self._module.build_task(settings)
+        if task.score is not ACCURACY:
+            raise ValueError(
+                f"search: {self._experiment} is not scored by accuracy, whose noisy count could rank runs."
+            )
+        training = new_training(settings, task, None)
+        if training.prior_releases or not isinstance(training.event, privacy.SubsampledGaussian):
+            raise ValueError(
+                f"search: the runs of {self._experiment} release more than noisy sums of gradients, which a private "
+                "search has no price for. Search on public data: --on public --stand-in DIR."
+            )
+        return task
+
+    def _one_run(self, number: int) -> tuple[float, dict[str, Any]]:
+        """A private training with one candidate; its noisy score, and what is released should it win."""
+        settings = replace(self.candidates[number], target_epsilon=None, noise_multiplier=self.noise[number])
+        task = self._module.build_task(settings)
+        held_out = _held_out(len(task.train))  # pyright: ignore[reportArgumentType]
+        training = trained(settings, replace(task, train=Subset(task.train, np.flatnonzero(~held_out).tolist())))
+        ranked_on = replace(task, test=Subset(task.train, np.flatnonzero(held_out).tolist()))
+        right = round(test_score(ranked_on, training.model) * int(held_out.sum()))
+        count = {"right": torch.tensor([right], dtype=torch.float32)}
+        Noise(None).add_to(0, count, self._score_noise)
+        state = {name: tensor.contiguous() for name, tensor in training.model.state_dict().items()}
+        released = {"model": safetensors.torch.save(state), "statement": training.statement()}
+        return float(count["right"]) / int(held_out.sum()), released
+
+    def _event(self, noise: Sequence[float]) -> privacy.Repeated:
+        """The price of the search, with a noise multiplier for every candidate."""
+        runs = list(dict.fromkeys(self._steps(*one) for one in zip(self.candidates, noise, strict=True)))
+        run = runs[0] if len(runs) == 1 else (worst_of(runs), 1)
+        count = privacy.Gaussian(self._score_noise)
+        return privacy.Repeated((run, (count, 1)), self._mean_runs, self._distribution)
+
+    def _steps(self, settings: Any, noise_multiplier: float) -> tuple[privacy.SubsampledGaussian, int]:
+        probability = settings.expected_batch_size / self._kept
+        return privacy.SubsampledGaussian(noise_multiplier, probability), number_of_steps(settings, self._kept)
+
+    def _calibrated(self, target: float) -> list[float]:
+        """Noise of every candidate, such that each one's run costs the same and the search the target."""
+        low, high, best = 0.0, target, None
+        for _ in range(CALIBRATIONS):
+            middle = (low + high) / 2
+            noise = [self._noise_for(settings, middle) for settings in self.candidates]
+            if privacy.compose([(self._event(noise), 1)]).epsilon_high(self.delta) <= target:
+                low, best = middle, noise
+            else:
+                high = middle
+        if best is None:
+            raise ValueError(
+                f"search: target_epsilon={target!r} is too small for {self._mean_runs:g} runs ranked with noise of "
+                f"{self._score_noise:g} examples. Ask for more, or take fewer runs or more noise."
+            )
+        return best
+
+    def _noise_for(self, settings: Any, epsilon: float) -> float:
+        event, steps = self._steps(settings, 1.0)
+        probability = event.sampling_probability
+        return privacy.calibrate(epsilon, self.delta, sampling_probability=probability, num_steps=steps)
+
+    def _results(self, number: int, score: float) -> dict[str, Any]:
+        settings = self.candidates[number]
+        return {
+            "experiment": self._experiment,
+            "chosen": {name: getattr(settings, name) for name in TRIED},
+            "noise_multiplier": self.noise[number],
+            "noisy_score": score,
+            "num_candidates": len(self.candidates),
+            "mean_runs": self._mean_runs,
+            "delta": self.delta,
+            "epsilon": privacy.compose([(self.event, 1)]).epsilon(self.delta)._asdict(),
+        }
+
+    def _statement(self, statement: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+        """The winner's, with what the whole search released in place of what its own steps did."""
+        return statement | {
+            "target_epsilon": self._target,
+            "epsilon": results["epsilon"],
+            "releases": [{"event": privacy.event_to_dict(self.event), "count": 1}],
+            "treated_as_public": [*statement["treated_as_public"], "the candidates of the search"],
+            "not_covered": [item for item in statement["not_covered"] if item != CHOICE_OF_SETTINGS],
+        }
+
+
+def worst_of(alternatives: Sequence[tuple[privacy.Event, int]]) -> privacy.KnownProfile:
+    """An event that costs as much as any one of these, whichever is made: their largest δ(ε), as a table."""
+    profiles = [privacy.compose([releases]) for releases in alternatives]
+    deltas = np.geomspace(max(profile.delta(0.0).high for profile in profiles), SMALLEST_DELTA, TABLE).tolist()
+    table = [(max(profile.epsilon_high(delta) for profile in profiles), delta) for delta in deltas]
+    epsilons, deltas = zip(*((epsilon, delta) for epsilon, delta in table if epsilon <= 600), strict=True)
+    return privacy.KnownProfile(epsilons, deltas)
+
+
+def _held_out(num_examples: int) -> NDArray[np.bool_]:
+    """Which examples are kept for ranking: a public coin for each, whatever others there are."""
+    return np.random.default_rng(0).random(num_examples) < HELD_OUT

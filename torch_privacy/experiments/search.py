@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment's settings tried on data that need no protection: synthetic ones, or public ones in the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+import torch_privacy as tp
+from torch_privacy import _check
+from torch_privacy.experiments import load_trainable
+from torch_privacy.experiments._protocol import Task, check_numbers, check_settings
+from torch_privacy.experiments.runner import new_training, number_of_threads, test_score
+
+TRIED = ("learning_rate", "clip_norm", "expected_batch_size")
+
+Candidate = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and its score on stand-in data: the larger the better."""
+
+    candidate: Candidate
+    score: float
+
+
+def grid(tried: Mapping[str, Sequence[Any]], most: int | None, seed: int) -> list[Candidate]:
+    """Every combination of the values, or ``most`` of them drawn at random; what has no value is not in a candidate.
+
+    Example:
+        >>> grid({"learning_rate": [0.1, 0.2], "clip_norm": [1.0]}, None, 0)
+        [{'learning_rate': 0.1, 'clip_norm': 1.0}, {'learning_rate': 0.2, 'clip_norm': 1.0}]
+    """
+    names = [name for name in TRIED if tried.get(name)]
+    candidates = [dict(zip(names, values, strict=True)) for values in product(*(tried[name] for name in names))]
+    if most is None:
+        return candidates
+    _check.whole("search", at_least=1, tries=most)
+    chosen = np.random.default_rng(seed).choice(len(candidates), min(most, len(candidates)), replace=False)
+    return [candidates[k] for k in sorted(chosen)]
+
+
+def on_stand_in(
+    experiment: str, candidates: Sequence[Candidate], *, projections: int, folder: str | None = None, **fixed: Any
+) -> Iterator[Trial]:
+    """Train with every candidate on data that need no protection, one after the other, and score each on test examples.
+
+    Args:
+        experiment: its name.
+        candidates: settings to try.
+        projections: of ``Sketched``, by which norms are estimated; 0 for exact norms.
+        folder: public data in the form of the experiment's; None for synthetic ones, where the experiment has some.
+        fixed: settings of all candidates.
+    """
+    module = load_trainable(experiment)
+    build = module.build_task if folder is not None else getattr(module, "build_stand_in", None)
+    if build is None:
+        raise ValueError(
+            f"search: {experiment} has no synthetic data to try settings on. Take --on public with a folder of public "
+            "data in the same form, --stand-in DIR."
+        )
+    sketch = {"jacobian": tp.Sketched(projections)} if projections else {}
+    for candidate in candidates:
+        settings = module.Settings(**{**fixed, **candidate, "data": folder})
+        task = build(settings)
+        check_numbers(settings)
+        check_settings(settings, len(task.train))  # pyright: ignore[reportArgumentType]
+        yield Trial(candidate, rank(task, trained(settings, task, **sketch, not_for_release=True)))
+
+
+def best_of(trials: Sequence[Trial]) -> Trial:
+    """The one with the highest score, the first of equals."""
+    return max(trials, key=lambda trial: trial.score)
+
+
+def trained(settings: Any, task: Task, **changes: Any) -> tp.PrivateTraining:
+    """A private training made to its end, that leaves nothing on the disk; ``changes`` are arguments of its own."""
+    with number_of_threads(task.num_threads):
+        torch.manual_seed(settings.seed)
+        training = new_training(settings, task, None, **changes)
+        for inputs, targets in training:
+            training.step(task.losses(training.model(inputs.to(task.device)), targets.to(task.device)))
+    return training
+
+
+def rank(task: Task, training: tp.PrivateTraining) -> float:
+    """The test score, turned so that the larger is the better; what is not a number is worst."""
+    score = test_score(task, training.model)
+    score = score if task.score.measure.larger_is_better else -score
+    return score if np.isfinite(score) else -np.inf
