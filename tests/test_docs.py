@@ -87,6 +87,8 @@ PAGES = {
     "docs/data.md": r"29305 3256 2\n",
     "docs/index.md": EPSILON,
     "docs/jacobian.md": "",
+    "docs/search.md": r"one run 2\.57\nlogarithmic 3\.76\ngeometric 3\.99\npoisson 5\.21\n",
+    "docs/training.md": "",
 }
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .embedding import AnchorSubspace as AnchorSubspace
     from .jacobian import Jacobian as Jacobian
     from .pca import PrivatePCA as PrivatePCA
+    from .search import Found as Found
+    from .search import search_privately as search_privately
     from .sketched import Sketched as Sketched
     from .training import PrivateTraining as PrivateTraining
     from .vmapped import vmapped_jacobian as vmapped_jacobian
@@ -41,6 +43,7 @@ _HOME = {
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
+    "Found": "search",
     "GEP": "embedding",
     "Groups": "clipping",
     "Jacobian": "jacobian",
@@ -54,6 +57,7 @@ _HOME = {
     "check": "checkup",
     "median_norm": "clipping",
     "record": "_tape",
+    "search_privately": "search",
     "vmapped_jacobian": "vmapped",
 }
 __all__ = [
@@ -66,6 +70,7 @@ __all__ = [
     "ClippingRule",
     "EachLayer",
     "Flat",
+    "Found",
     "Groups",
     "Jacobian",
     "MicroBatches",
@@ -79,6 +84,7 @@ __all__ = [
     "median_norm",
     "privacy",
     "record",
+    "search_privately",
     "vmapped_jacobian",
 ]
 
