@@ -249,7 +249,7 @@ class FactoredNorms(Estimates):
         shape = self.setting.num_projections, size
         factored = Factored(tuple(block.ops), self.directions.matrix(number, shape, like=_like(block.ops)), seen)
         self._prove(factored, block.names)
-        block.ops = [factored]
+        block.ops, block.estimated = [factored], True
 
     def _prove(self, factored: Factored, names: Sequence[str]) -> None:
         """The engine's proof of itself, on two examples of the first batches."""

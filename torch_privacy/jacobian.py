@@ -44,6 +44,7 @@ class Block:
     method: str = ""  # by which method
     dropped: bool = False  # no op was kept
     held: int = 0  # bytes that a budget counts for it
+    estimated: bool = False  # norms are not those of the rows
 
     @property
     def kind(self) -> str:
@@ -61,7 +62,7 @@ class Block:
     @property
     def small_rows(self) -> Rows | None:
         """Its rows, if they are the parameter's own and few enough to be joined with others."""
-        if len(self.ops) == 1 and self.direct and not self.rounds:
+        if len(self.ops) == 1 and self.direct and not self.rounds and not self.estimated:
             (op,) = self.ops
             if isinstance(op, Rows) and op.values.numel() <= SMALL:
                 return op

@@ -53,7 +53,8 @@ class Op(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the tensors it computes with."""
-        return next(t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)).device  # type: ignore[arg-type]
+        held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return next(value.device for value in held if isinstance(value, Tensor | Op))
 
     @abstractmethod
     def methods(self) -> list[Method]:
