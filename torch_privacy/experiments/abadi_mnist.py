@@ -27,11 +27,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import torch_privacy as tp
 from torch_privacy import _check, privacy
 from torch_privacy.data import load_mnist
+from torch_privacy.experiments import networks
 from torch_privacy.experiments._protocol import Task
 from torch_privacy.experiments.rows import BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Row, Training
 
 LAYERS = 2
-NUM_PIXELS, NUM_CLASSES = 784, 10
 FINAL_RATE, DECAY_EPOCHS = 0.52, 10  # the learning rate falls to this share of its start, over so many epochs
 COLUMNS = {
     SCORE: Column("accuracy", digits=1, percent=True),
@@ -124,16 +124,8 @@ def new_model(components: Tensor, hidden_units: int, seed: int) -> nn.Module:
     projection.weight = nn.Parameter(components.clone(), requires_grad=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        hidden, output = _layer(num_components, hidden_units), _layer(hidden_units, NUM_CLASSES)
-    return nn.Sequential(nn.Flatten(), projection, hidden, nn.ReLU(), output)
-
-
-def _layer(inputs: int, outputs: int) -> nn.Linear:
-    """Normal weights of variance 1 / inputs, cut at two standard deviations; no bias."""
-    layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.float32)
-    deviation = inputs**-0.5
-    nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-    return layer
+        perceptron = networks.pca_perceptron(num_components, hidden_units).float()  # whatever torch's default is
+    return nn.Sequential(nn.Flatten(), projection, *perceptron)
 
 
 def new_optimizer(learning_rate: float, model: nn.Module) -> torch.optim.Optimizer:
