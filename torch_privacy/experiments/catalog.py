@@ -48,6 +48,10 @@ CATALOG = (
         "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 10
     ),
     Experiment(
+        "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
+        1200, 40, data="MNIST", trains=True,
+    ),
+    Experiment(
         "gdp-figures", GDP, "Figures 2, 3, A.1",
         "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 20,
     ),
