@@ -96,25 +96,18 @@ class Fold:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self.width = min(p, OVERSAMPLING * k)
-        signs = torch.randint(0, 2, (p,), generator=generator, dtype=torch.int8) * 2 - 1
-        self._signs = signs.to(like.device, like.dtype) if self.width < p else None
+        self._signs = (torch.randint(0, 2, (p,), generator=generator) * 2 - 1).to(like.device, like.dtype)
 
     def __call__(self, vectors: Tensor, start: int = 0) -> Tensor:
         """(n, size), the entries from ``start`` on -> (n, width), their part in the sums."""
-        n, size = vectors.shape
-        folded = vectors.new_zeros(n, self.width)
-        for a in range(0, size, self._step(n)):
-            part = vectors[:, a : a + self._step(n)]
-            first = (start + a) % self.width
-            if self._signs is not None:
-                part = part * self._signs[start + a : start + a + part.shape[1]]
-            padding = (first, -(first + part.shape[1]) % self.width)
-            part = torch.nn.functional.pad(part, padding)
-            folded += part.view(n, -1, self.width).sum(1)
+        folded = vectors.new_zeros(len(vectors), self.width)
+        end, a = start + vectors.shape[1], start
+        while a < end:  # turn by turn
+            first = a % self.width
+            b = min(a - first + self.width, end)
+            folded[:, first : first + b - a].addcmul_(vectors[:, a - start : b - start], self._signs[a:b])
+            a = b
         return folded
-
-    def _step(self, n: int) -> int:  # whole turns of the width, so that temporaries stay small
-        return self.width * max(1, CHUNK_FLOATS // (n * self.width))
 
 
 class Start:
@@ -182,16 +175,19 @@ def _whiten(vectors: Tensor, gram: Tensor, least: float) -> tuple[Tensor, float]
 
 def _pieces(vectors: Tensor) -> Iterator[slice]:
     """Columns, so many at a time that they stay in the cache."""
-    step = max(1, CHUNK_FLOATS // max(1, len(vectors)))
+    step = max(1, CHUNK_FLOATS // 2 // max(1, len(vectors)))
     return (slice(a, a + step) for a in range(0, vectors.shape[1], step))
 
 
 def _gram(vectors: Tensor) -> Tensor:
-    """V Vᵀ in float64, from products of short pieces."""
-    total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=vectors.device)
+    """V Vᵀ in float64, from products of short pieces; of the half below the diagonal no more than a half."""
+    k = len(vectors)
+    total, half = torch.zeros(k, k, dtype=torch.float64, device=vectors.device), k // 2
     for columns in _pieces(vectors):
         piece = vectors[:, columns]
-        total += piece @ piece.mT
+        total[:half] += piece[:half] @ piece.mT
+        total[half:, half:] += piece[half:] @ piece[half:].mT
+    total[half:, :half] = total[:half, half:].mT
     return total
 
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of gradient embedding perturbation against the same with all per-example gradients in memory.
+
+    python benchmarks/gep.py                       # ResNet-20, batch 256, k = 500, as in docs/gep.md
+    python benchmarks/gep.py --anchors 2000 --rounds 2
+
+``ours`` is a step of ``PrivateTraining(perturbation=GEP(...))`` less sampling, noise and ledger: anchor gradients,
+basis, embedding, both clipped sums, recombined. ``vmap`` is the same as one writes it down: all anchor gradients by
+``torch.func.vmap``, a power iteration in each group with ``torch.linalg.qr``, all private gradients, their products
+with the basis, explicit residuals. Both have the paper's five groups and the same labels.
+
+Printed are the smallest time of some rounds in which the two take turns, and the peak of what tensors take beyond
+model and data, as torch's profiler counts it. Other programs on the machine spoil the times.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from memory import peak
+from models import load, per_example
+from step import keep_memory
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy._embedded import EmbeddedSum
+from torch_privacy._model import Census
+
+GROUPS = ["stem", "stages.0", "stages.1", "stages.2", "head"]
+EMBEDDING, RESIDUAL = 5.0, 2.0  # clip norms
+WARM_UP = 2  # steps of ours, on which layouts are measured and proved
+Step = Callable[[], dict[str, Tensor]]
+
+
+@dataclass
+class Setting:
+    """Network, batch, and auxiliary images with labels."""
+
+    model: nn.Module
+    batch: tuple[Tensor, Tensor]
+    auxiliary: tuple[Tensor, Tensor]
+    num_basis: int
+
+
+def new_setting(batch_size: int, num_anchors: int, num_basis: int) -> Setting:
+    model, _, _ = load("resnet20_gn")
+    batch, auxiliary = (
+        (torch.randn(size, 3, 32, 32), torch.randint(10, (size,))) for size in (batch_size, num_anchors)
+    )
+    return Setting(model, batch, auxiliary, num_basis)
+
+
+def mechanism(setting: Setting, chunk_size: int) -> EmbeddedSum:
+    subspace = tp.AnchorSubspace(
+        TensorDataset(*setting.auxiliary),
+        setting.num_basis,
+        GROUPS,
+        labels=lambda batch, outputs, generator: batch[1],
+        chunk_size=chunk_size,
+    )
+    gep = tp.GEP(subspace, tp.Flat(EMBEDDING), tp.Flat(RESIDUAL))
+    return EmbeddedSum(gep, dict(setting.model.named_parameters()), len(setting.batch[0]))
+
+
+def ours(setting: Setting, chunk_size: int) -> Step:
+    model, (x, y), gep = setting.model, setting.batch, mechanism(setting, chunk_size)
+    census = Census(dict(model.named_parameters()), {})
+
+    def step() -> dict[str, Tensor]:
+        gep.begin(model, census, b"", 0)
+        tape = gep.watch(census, b"", 0, 0, len(x))
+        with tape:
+            losses = per_example(model(x), y)
+        summing = gep.summing(None, 0, len(x))  # type: ignore[arg-type]
+        sums = tape.clipped_sum(losses, {"all": tuple(census.trained)}, summing)
+        return gep.gradient(gep.complete(sums, census.trained))
+
+    return step
+
+
+def by_vmap(setting: Setting) -> Step:
+    model, anchors = setting.model, mechanism(setting, 1)._anchors
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return per_example(functional_call(model, values, (x[None],)), y[None])[0]
+
+    def rows(x: Tensor, y: Tensor) -> list[Tensor]:
+        of_parameter = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+        return [torch.cat([of_parameter[name].flatten(1) for name in names], 1) for names in anchors.groups.values()]
+
+    def basis(g: Tensor, k: int) -> Tensor:
+        v = torch.randn(k, g.shape[1])
+        v = (g @ v.T).T @ g
+        return torch.linalg.qr(v.T).Q.T
+
+    def step() -> dict[str, Tensor]:
+        bases = [basis(g, k) for g, k in zip(rows(*setting.auxiliary), anchors.quotas.values(), strict=True)]
+        gradients = rows(*setting.batch)
+        embeddings = [g @ v.T for g, v in zip(gradients, bases, strict=True)]
+        residuals = [g - w @ v for g, w, v in zip(gradients, embeddings, bases, strict=True)]
+        a, c = (
+            (bound / torch.stack([part.square().sum(1) for part in parts]).sum(0).sqrt()).clamp(max=1)
+            for bound, parts in ((EMBEDDING, embeddings), (RESIDUAL, residuals))
+        )
+        totals = [a @ w @ v + c @ r for w, v, r in zip(embeddings, bases, residuals, strict=True)]
+        return dict(zip(anchors.groups, totals, strict=True))
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One GEP step: ours and by vmap.")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--anchors", type=int, default=500)
+    parser.add_argument("--basis", type=int, default=500)
+    parser.add_argument("--chunk", type=int, default=64, help="anchors that go through the model at once, in ours")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--keep-memory", action="store_true", help="malloc is told to keep what it has, as in step.py")
+    chosen = parser.parse_args()
+    if chosen.keep_memory:
+        keep_memory()
+    torch.set_num_threads(chosen.threads)
+    setting = new_setting(chosen.batch, chosen.anchors, chosen.basis)
+    steps = {"ours": ours(setting, chosen.chunk), "vmap": by_vmap(setting)}
+    print(f"ResNet-20, batch {chosen.batch}, k = {chosen.basis}, m = {chosen.anchors}, {chosen.threads} threads")
+    for _ in range(WARM_UP):
+        steps["ours"]()
+    peaks = {name: peak(step) for name, step in steps.items()}
+    seconds = dict.fromkeys(steps, float("inf"))
+    for _ in range(chosen.rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    for name in steps:
+        print(f"{name:6}{seconds[name]:8.2f} s{peaks[name]:8.0f} MiB", flush=True)
+    print(f"ratio {seconds['vmap'] / seconds['ours']:8.2f}  {peaks['vmap'] / peaks['ours']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
