@@ -115,9 +115,12 @@ def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: flo
         last = max(math.ceil(end / spacing), FEWEST - 1)
         frequency = last * spacing
         parts = [refined(one, part, c, frequency)[0] for one, part in zip(terms, coarse, strict=True)]
-        if sum(part.times * part.log_size(frequency) for part in parts) <= rest:
+        log_size = sum(part.times * part.log_size(frequency) for part in parts)
+        if log_size <= rest:
             return parts, last + 1
-        end = 1.25 * frequency
+        end = frequency * min(
+            max(math.sqrt(rest / min(log_size, -1.0)), 1.25), 2.0
+        )  # at first it falls with its square
 
 
 class _Root(NamedTuple):
