@@ -56,7 +56,8 @@ def term(law: Law, times: int, swapped: bool, halvings: int = 0) -> Term:
     if swapped:
         losses, log_mass = -losses, log_mass - losses
     mass = np.exp(log_mass)
-    drift = float(np.expm1(np.minimum(-losses, 700.0)) @ mass)
+    near = np.expm1(-np.maximum(losses, -1.0)) * mass
+    drift = float(np.where(losses > -1, near, np.exp(log_mass - losses) - mass).sum())  # mass may be 0 far from Q's
     return Term(law, times, swapped, losses, mass, log_mass, gaps, step, drift)
 
 
