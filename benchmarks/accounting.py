@@ -1,129 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and tightness of ε beside other accountants, at q = 256 / 60000 and δ = 1e-5, and of calibration.
+"""Time and tightness of ε and of calibration beside other accountants, at q = 256 / 60000 and δ = 1e-5, in markdown.
 
-    python benchmarks/accounting.py [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/accounting.py [--quick] [--all]
 
-Each row: our ε and the relative width of its bracket; our milliseconds (median, nothing cached); then for each peer its
-milliseconds, how many times ours that is, and its over-estimate ``ε - ours``. prv-accountant and Opacus are asked for
-ε_error = 0.01 and stop at 1e4 steps (with --quick at 1e3), for they take seconds to minutes beyond. One thread is
-fair: OMP_NUM_THREADS=1.
+Ours are medians with every cache emptied, the peers' single runs after a first one of each. A peer's cell: its
+milliseconds, how many times ours that is, and by how much its ε (or its noise multiplier, to 1e-4 like ours) is above
+ours. prv-accountant and Opacus's PRV get ε_error = 0.01 and stop at 10^4 steps (--quick: 10^3; --all: 10^5, where
+prv-accountant takes half a minute and gigabytes). dp-accounting calibrates by PLD for 10^4 steps only (--quick: not at
+all; --all: always). About a minute and a half, --quick half a minute.
 """
 
 import statistics
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
-from dp_accounting import dp_event
+from dp_accounting import calibrate_dp_mechanism, dp_event
+from dp_accounting.mechanism_calibration import ExplicitBracketInterval
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from opacus import accountants as opacus
+from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
 from torch_privacy import privacy
 from torch_privacy.privacy import lattice, mixture, tilt
 
 Q, DELTA = 256 / 60000, 1e-5
-Row = tuple[float, int]
+Events = list[tuple[privacy.Event, int]]
+Peer = Callable[[float, int], float]
+IMPORT = "import time; start = time.perf_counter(); import torch_privacy.privacy; print(time.perf_counter() - start)"
 
 
-def timed(run: Callable[[], float], repeats: int) -> tuple[float, float]:
-    """Result and median milliseconds."""
-    times, result = [], float("nan")
+def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """Result and median milliseconds, each run with nothing cached."""
+    times, result = [], None
     for _ in range(repeats):
+        for cache in (tilt._nodes, tilt.term, mixture.base, lattice.pessimistic, lattice.optimistic):
+            cache.cache_clear()
         start = time.perf_counter()
         result = run()
         times.append(1e3 * (time.perf_counter() - start))
     return result, statistics.median(times)
 
 
-def ours(events: list[tuple[privacy.Event, int]]) -> privacy.Bracket[float]:
-    for cache in (tilt._nodes, tilt.term, mixture.base, lattice.pessimistic, lattice.optimistic):
-        cache.cache_clear()
-    return privacy.Profile(events).epsilon(DELTA)
+def table(*columns: str) -> None:
+    """The first two lines of a table."""
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
-def from_dp_accounting(kind: type[PLDAccountant] | type[RdpAccountant], noise: float, steps: int) -> float:
-    accountant = kind()
-    accountant.compose(dp_event.PoissonSampledDpEvent(Q, dp_event.GaussianDpEvent(noise)), steps)
-    return accountant.get_epsilon(DELTA)
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
 
 
-def prv(noise: float, steps: int) -> float:
-    from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
+def ours(events: Events, method: str = "auto") -> Callable[[], privacy.Bracket[float]]:
+    return lambda: privacy.Profile(events, method).epsilon(DELTA)
 
+
+def dp_accounting(kind: type[PLDAccountant] | type[RdpAccountant]) -> Peer:
+    def epsilon(noise: float, steps: int) -> float:
+        accountant = kind()
+        accountant.compose(dp_event.PoissonSampledDpEvent(Q, dp_event.GaussianDpEvent(noise)), steps)
+        return accountant.get_epsilon(DELTA)
+
+    return epsilon
+
+
+def prv_accountant(noise: float, steps: int) -> float:
     mechanism = PoissonSubsampledGaussianMechanism(noise_multiplier=noise, sampling_probability=Q)
-    accountant = PRVAccountant(
-        prvs=[mechanism], max_self_compositions=[steps], eps_error=0.01, delta_error=DELTA / 1000
-    )
+    accountant = PRVAccountant([mechanism], max_self_compositions=[steps], eps_error=0.01, delta_error=DELTA / 1000)
     return accountant.compute_epsilon(delta=DELTA, num_self_compositions=[steps])[2]
 
 
-def opacus(noise: float, steps: int) -> float:
-    from opacus.accountants import PRVAccountant
+def of_opacus(kind: type[opacus.accountant.IAccountant], **settings: float) -> Peer:
+    def epsilon(noise: float, steps: int) -> float:
+        accountant = kind()
+        accountant.history = [(noise, Q, steps)]
+        return accountant.get_epsilon(DELTA, **settings)
 
-    accountant = PRVAccountant()
-    accountant.history = [(noise, Q, steps)]
-    return accountant.get_epsilon(DELTA, eps_error=0.01, delta_error=DELTA / 1000)
+    return epsilon
 
 
-PEERS = {
-    "PLD": lambda noise, steps: from_dp_accounting(PLDAccountant, noise, steps),
-    "RDP": lambda noise, steps: from_dp_accounting(RdpAccountant, noise, steps),
-    "prv": prv,
-    "Opacus": opacus,
+PEERS: dict[str, Peer] = {
+    "dp-accounting PLD": dp_accounting(PLDAccountant),
+    "dp-accounting RDP": dp_accounting(RdpAccountant),
+    "prv-accountant": prv_accountant,
+    "Opacus PRV": of_opacus(opacus.PRVAccountant, eps_error=0.01, delta_error=DELTA / 1000),
+    "Opacus RDP": of_opacus(opacus.RDPAccountant),
+    "Opacus GDP (CLT, no bound)": of_opacus(opacus.GaussianAccountant),
 }
+SLOW = ("prv-accountant", "Opacus PRV")
 
 
-def table(settings: list[Row], most_steps: int) -> None:
-    print(f"{'noise':>5} {'steps':>8} {'ε':>15} {'width':>7} {'ours ms':>8}", end="")
-    print("".join(f" | {name + ' ms':>9} {'ratio':>7} {'over':>9}" for name in PEERS))
+def beside(theirs: float, milliseconds: float, own: float, own_milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms, {milliseconds / own_milliseconds:.0f}x, {theirs - own:+.1e}"
+
+
+def epsilons(most_steps: int) -> None:
+    table("noise", "steps", "ε", "contour ms (width)", "lattice ms (width)", *PEERS)
+    for peer in PEERS.values():
+        peer(2.0, 10)  # what it imports and prepares
     medians = []
-    for noise, steps in settings:
-        epsilon, own = timed(lambda: ours([(privacy.SubsampledGaussian(noise, Q), steps)]), 31)  # noqa: B023
+    for noise, steps in [(noise, 10**k) for noise in (0.6, 1.1, 2.0) for k in (3, 4, 5, 6)]:
+        events: Events = [(privacy.SubsampledGaussian(noise, Q), steps)]
+        exact, own = timed(ours(events), 31)
+        rough, by_lattice = timed(ours(events, "lattice"), 3)
         medians.append(own)
-        print(
-            f"{noise:>5} {steps:>8} {epsilon.high:>15.10f} {epsilon.high / epsilon.low - 1:>7.0e} {own:>8.2f}", end=""
-        )
+        cells = []
         for name, peer in PEERS.items():
-            if name in ("prv", "Opacus") and steps > most_steps:
-                print(f" | {'-':>9} {'-':>7} {'-':>9}", end="")
+            if name in SLOW and steps > most_steps:
+                cells.append("-")
                 continue
             theirs, milliseconds = timed(lambda: peer(noise, steps), 1)  # noqa: B023
-            print(f" | {milliseconds:>9.1f} {milliseconds / own:>7.0f} {theirs - epsilon.high:>9.1e}", end="")
-        print(flush=True)
-    print(f"median of ours: {statistics.median(medians):.2f} ms")
+            cells.append(beside(theirs, milliseconds, exact.high, own))
+        widths = [f"{(answer.high - answer.low) / answer.high:.0e}" for answer in (exact, rough)]
+        own_cells = f"{own:.2f} ({widths[0]})", f"{by_lattice:.0f} ({widths[1]})"
+        row(noise, f"{steps:.0e}", f"{exact.high:.9f}", *own_cells, *cells)
+    print(f"\nMedian of the contour's times: {statistics.median(medians):.2f} ms (to reach: 1.5 ms).")
 
 
-def others() -> None:
-    print("\nother events                     milliseconds")
-    for projections in (16, 64, 256):
-        _, own = timed(lambda: ours([(privacy.SubsampledJL(1.0, projections, 0.01), 2000)]).high, 9)  # noqa: B023
-        print(f"JL({projections}), 2000 steps{'':<12} {own:8.2f}")
-    schedule = [(privacy.SubsampledGaussian(1 + i / 100, 0.01), 200) for i in range(100)]
-    print(f"100 noise levels, 20000 steps    {timed(lambda: ours(schedule).high, 5)[1]:8.2f}")
-    print(f"one step of each of 3 laws       {timed(few_steps, 9)[1]:8.2f}")
+def questions() -> None:
+    table("question", "ms", "to reach")
+    for projections in (16, 32, 64, 256):
+        events: Events = [(privacy.SubsampledJL(1.0, projections, 0.01), 2000)]
+        row(f"JL({projections}), 2000 steps", f"{timed(ours(events), 9)[1]:.1f}", 6)
+    levels: Events = [(privacy.SubsampledGaussian(1 + i / 100, 0.01), 200) for i in range(100)]
+    row("100 noise levels, 200 steps each", f"{timed(ours(levels), 5)[1]:.1f}", 50)
+    few: Events = [(privacy.SubsampledGaussian(noise, 0.01), 1) for noise in (0.8, 1.0, 1.2)]
+    row("few steps, by lattice: one each of 3 noise levels", f"{timed(ours(few), 9)[1]:.1f}", 50)
+    ten: Events = [(privacy.SubsampledGaussian(0.8, 0.01), 10)]
+    row("few steps, by lattice: 10 equal ones", f"{timed(ours(ten), 9)[1]:.1f}", 50)
+    imports = [float(subprocess.check_output([sys.executable, "-c", IMPORT])) for _ in range(5)]
+    row("import of torch_privacy.privacy", f"{1e3 * statistics.median(imports):.0f}", 400)
 
 
-def few_steps() -> float:
-    return ours([(privacy.SubsampledGaussian(noise, 0.01), 1) for noise in (0.8, 1.0, 1.2)]).high
+def calibrated(kind: type[PLDAccountant] | type[RdpAccountant], target: float, steps: int) -> float:
+    def event(noise: float) -> dp_event.DpEvent:
+        step = dp_event.PoissonSampledDpEvent(Q, dp_event.GaussianDpEvent(noise))
+        return dp_event.SelfComposedDpEvent(step, steps)
+
+    return calibrate_dp_mechanism(kind, event, target, DELTA, ExplicitBracketInterval(0.3, 20), tol=1e-4)
 
 
-def calibration() -> None:
-    print("\ntarget  steps  noise multiplier   milliseconds")
+def calibration(pld_steps: tuple[int, ...]) -> None:
+    table("target ε", "steps", "noise multiplier", "ms (to reach: 15)", "dp-accounting PLD", "dp-accounting RDP")
+    medians = []
     for target in (1, 3, 8):
         for steps in (1000, 10_000, 100_000):
 
             def run() -> float:
-                tilt._nodes.cache_clear(), tilt.term.cache_clear()
                 return privacy.calibrate(target, DELTA, sampling_probability=Q, num_steps=steps)  # noqa: B023
 
             noise, own = timed(run, 5)
-            print(f"{target:>6} {steps:>6}  {noise:>16.10f}   {own:8.1f}")
+            medians.append(own)
+            cells = []
+            for kind in (PLDAccountant, RdpAccountant):
+                if kind is PLDAccountant and steps not in pld_steps:
+                    cells.append("-")
+                    continue
+                theirs, milliseconds = timed(lambda: calibrated(kind, target, steps), 1)  # noqa: B023
+                cells.append(beside(theirs, milliseconds, noise, own))
+            row(target, f"{steps:.0e}", f"{noise:.5f}", f"{own:.1f}", *cells)
+    print(f"\nMedian of ours: {statistics.median(medians):.1f} ms.")
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    quick = "--quick" in sys.argv
-    table([(noise, 10**k) for noise in (0.6, 1.1, 2.0) for k in (3, 4, 5, 6)], 1000 if quick else 10_000)
-    others()
-    calibration()
+    quick, everything = "--quick" in sys.argv, "--all" in sys.argv
+    epsilons(1000 if quick else 100_000 if everything else 10_000)
+    questions()
+    calibration(() if quick else (1000, 10_000, 100_000) if everything else (10_000,))
