@@ -22,9 +22,10 @@ from torch_privacy.cli import run as command
 from torch_privacy.data.adult import load_adult
 from torch_privacy.experiments import gdp_adult as adult
 from torch_privacy.experiments import runner
-from torch_privacy.experiments._protocol import number_of_steps
+from torch_privacy.experiments._protocol import number_of_steps, seeded
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Metrics
+from torch_privacy.experiments.networks import adult_perceptron
 from torch_privacy.experiments.runner import Run
 
 FILES = {
@@ -73,9 +74,9 @@ def test_task_has_the_papers_split_and_network():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), task.new_model().parameters(), strict=True))
 
 
-def test_new_model_leaves_the_random_state_alone():
+def test_seeded_network_leaves_the_random_state_alone():
     before = torch.get_rng_state()
-    adult.new_model(16, seed=3)
+    seeded(adult_perceptron, 3)
     assert torch.equal(torch.get_rng_state(), before)
 
 

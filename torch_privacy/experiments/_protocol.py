@@ -86,6 +86,7 @@ class Task:
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
     released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run gets it back
     device: str = "cpu"
+    not_covered: tuple[str, ...] = ()  # what was taken from the examples without noise
     data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
     num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
 
@@ -97,6 +98,15 @@ class Trainable(Protocol):
     def Settings(self) -> Callable[..., Any]: ...
     @property
     def build_task(self) -> Callable[..., Task]: ...  # of the settings; of a resumed run's ``released``, if any
+
+
+def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A network whose first weights depend on the seed alone; the random state stays as it was."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().float()  # whatever torch's default is
 
 
 def check_names(experiment: str, module: Trainable, chosen: Mapping[str, Any]) -> None:

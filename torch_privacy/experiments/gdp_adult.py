@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from torch_privacy import _check
-from torch_privacy.data.adult import NUM_FEATURES, load_adult
-from torch_privacy.experiments._protocol import Task
+from torch_privacy.data import Data, load_adult
+from torch_privacy.data.synthetic import synthetic_adult
+from torch_privacy.experiments._protocol import Task, seeded
+from torch_privacy.experiments.networks import adult_perceptron
 from torch_privacy.experiments.rows import (
+    ACCURACY_COLUMN,
     BASELINE,
     MU,
     PRIVACY_COLUMNS,
@@ -37,7 +39,7 @@ from torch_privacy.experiments.rows import (
 MOST_UNITS = 65536  # 8 million weights; beyond, memory ends before anything is learned
 TEST_FRACTION = 0.1
 COLUMNS = {
-    SCORE: Column("accuracy", digits=1, percent=True),
+    SCORE: ACCURACY_COLUMN,
     BASELINE: Column("not private", digits=1, percent=True),
     **PRIVACY_COLUMNS,
 }
@@ -67,26 +69,27 @@ class Settings:
 
 def build_task(settings: Settings) -> Task:
     """The random split of Adult, and the perceptron to be trained on it."""
+    return _task(settings, load_adult(settings.data, test_fraction=settings.test_fraction, seed=settings.seed))
+
+
+def build_stand_in(settings: Settings) -> Task:
+    """The same with people who never were."""
+    return _task(settings, synthetic_adult(seed=settings.seed))
+
+
+def _task(settings: Settings, data: Data) -> Task:
     _check.whole("train", at_least=1, hidden_units=settings.hidden_units)
     _check.in_range("train", 0, MOST_UNITS, hidden_units=settings.hidden_units, hint="The paper's network has 16.")
-    data = load_adult(settings.data, test_fraction=settings.test_fraction, seed=settings.seed)
     return Task(
         train=data.train,
         test=data.test,
-        new_model=partial(new_model, settings.hidden_units, settings.seed),
+        new_model=partial(seeded, partial(adult_perceptron, settings.hidden_units), settings.seed),
         new_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=settings.learning_rate),
         losses=partial(F.cross_entropy, reduction="none"),
+        not_covered=data.not_covered,
         data_files=data.files,
         num_threads=1,
     )
-
-
-def new_model(hidden_units: int, seed: int) -> nn.Module:
-    """123 inputs, one layer of ReLU units, two outputs; equal seeds give equal weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers = nn.Linear(NUM_FEATURES, hidden_units), nn.ReLU(), nn.Linear(hidden_units, 2)
-        return nn.Sequential(*layers).float()  # as the features, whatever torch's default is
 
 
 def rows(quick: bool) -> Sequence[Row]:

@@ -68,6 +68,7 @@ class Reproducible(Protocol):
 SCORE, BASELINE = "score", "baseline_score"  # a training's test score, and that of the network without privacy
 MU = "mu"
 CLT, MOMENTS, EXACT = "epsilon_clt", "epsilon_moments", "epsilon"
+ACCURACY_COLUMN = Column("accuracy", digits=1, percent=True)
 PRIVACY_COLUMNS = {
     MU: Column("mu (CLT)", digits=2),
     CLT: Column("eps, CLT", digits=2),

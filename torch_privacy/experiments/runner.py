@@ -233,6 +233,7 @@ class Run:
     def _statement(self) -> dict[str, Any]:
         """What determines the guarantee, the seeds that may be public, and what the guarantee is not about."""
         statement = self.training.statement()
+        statement["not_covered"] += self.task.not_covered
         if self.settings.baseline:
             statement["not_covered"].append("the non-private baseline that was trained to compare")
         run = {

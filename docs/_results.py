@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes results.md from finished runs of ``torch-privacy reproduce``: ``python docs/_results.py RUN [RUN ...]``.
+
+Each run's ``results.json`` is kept in docs/results, one for each experiment; a new one takes the place of the old. The
+page is made of these files alone: without arguments it is only written anew.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch_privacy.experiments import table
+from torch_privacy.experiments.catalog import CATALOG
+
+HERE = Path(__file__).parent
+KEPT, PAGE = HERE / "results", HERE / "results.md"
+HEAD = """\
+# Results
+
+The tables and figures of the papers, made anew. Every table is written by `python docs/_results.py RUN` from the run
+folder of the command above it; no number is typed by hand. Ours is the mean over the seeds ± the standard deviation;
+where there is no ±, there was one seed or nothing that depends on it. `eps, certified` is a bracket around the true
+epsilon: report its upper end. The other epsilons and mu are shown because the papers have them.
+"""
+
+
+def keep(run: Path) -> None:
+    """Take the results of one run."""
+    results = json.loads((run / "results.json").read_text())
+    if "reproduce" not in results:
+        raise SystemExit(f"{run}: is no run of reproduce")
+    if results["quick"]:
+        raise SystemExit(f"{run}: is a quick look; run it without --quick")
+    KEPT.mkdir(exist_ok=True)
+    (KEPT / f"{results['reproduce']}.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def page() -> str:
+    """The whole page, from the results that are kept."""
+    paths = [KEPT / f"{experiment.name}.json" for experiment in CATALOG]
+    return "\n".join([HEAD, *(section(json.loads(path.read_text())) for path in paths if path.exists())])
+
+
+def section(results: dict[str, Any]) -> str:
+    """One experiment: its command, what it shows, the table, the notes."""
+    paper, seeds = results["paper"], results["seeds"]
+    option = "" if seeds == [0] else f" --seeds {','.join(map(str, seeds))}"
+    what = f"{results['shows'][0].upper()}{results['shows'][1:]}"
+    parts = [
+        f"## {results['reproduce']}",
+        f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",
+        f"{what}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
+        table.markdown(results).rstrip(),
+        *results["notes"],
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Keep the runs that are named, then write the page."""
+    for run in sys.argv[1:]:
+        keep(Path(run))
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

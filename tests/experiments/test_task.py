@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task may choose: score, optimizer, schedule, further arguments of the training, prior releases."""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy import experiments, privacy
+from torch_privacy.experiments._protocol import RMSE, Task, seeded
+from torch_privacy.experiments.catalog import GDP, Experiment
+from torch_privacy.experiments.gdp_movielens import squared_stars
+from torch_privacy.experiments.runner import Run
+
+PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
+
+
+@dataclass(frozen=True)
+class Settings:
+    noise_multiplier: float | None = 1.0
+    target_epsilon: float | None = None
+    delta: float = 1e-4
+    expected_batch_size: int = 20
+    learning_rate: float = 0.05
+    clip_norm: float = 1.0
+    epochs: float = 2
+    seed: int = 0
+    baseline: bool = True
+    data: str | None = None
+
+
+def build_task(settings, released=None):
+    """A regression with everything that a task may choose; ``released`` only after a resume."""
+    assert released is None or torch.equal(released["components"], torch.eye(3))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 3, generator=generator, dtype=torch.float32)
+    data = TensorDataset(x, x.sum(1))
+    return Task(
+        train=data,
+        test=data,
+        new_model=lambda: seeded(lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), settings.seed),
+        new_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
+        losses=lambda outputs, targets: (outputs - targets).square(),
+        score=RMSE,
+        new_scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.5, num_steps),
+        private=lambda model: {
+            "clipping": tp.PerLayer(clip_norm=2.0),
+            "microbatch_size": 8,
+            "prior_releases": [PRIOR],
+        },
+        released={"components": torch.eye(3)},
+        not_covered=("what this test looked at",),
+        num_threads=1,
+    )
+
+
+@pytest.fixture
+def regression(monkeypatch):
+    """The experiment ``regression``, for as long as the test lasts."""
+    module = SimpleNamespace(Settings=Settings, build_task=build_task)
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.regression", module)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "regression", Experiment("regression", GDP, "", "", 1, 1, trains=True))
+    monkeypatch.setattr(experiments, "TRAININGS", ("regression",))
+
+
+def finish(run):
+    for _ in run.steps():
+        pass
+    return run.finish()
+
+
+def test_task_chooses_score_optimizer_schedule_and_arguments(regression, tmp_path):
+    run = Run.start(tmp_path / "r", "regression")
+    results = finish(run)
+    optimizer = run.training.optimizer
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    x, y = run.task.test.tensors
+    rmse = float((run.model(x).detach() - y).square().mean().sqrt())
+    assert results["test_score"] == pytest.approx(rmse, rel=1e-6)
+    assert results["score"] == {"name": "RMSE", "percent": False, "larger_is_better": False}
+    assert results["baseline_test_score"] < 2
+    statement = json.loads(run.folder.privacy.read_text())
+    assert statement["clipping"]["rule"] == "PerLayer"
+    assert "what this test looked at" in statement["not_covered"]
+    assert "RMSE" in run.folder.report.read_text()
+
+
+def test_prior_release_is_part_of_every_epsilon(regression, tmp_path):
+    run = Run.start(tmp_path / "r", "regression", baseline=False)
+    results = finish(run)
+    steps = privacy.SubsampledGaussian(1.0, 0.1)
+    whole = privacy.compose([(PRIOR.event, 1), (steps, 20)]).epsilon(1e-4)
+    assert results["privacy"]["epsilon"] == pytest.approx(whole._asdict())
+    assert run.private.rows[-1].epsilon_high == pytest.approx(whole.high)
+    assert run.epsilon_high(20) == pytest.approx(whole.high)
+    assert results["privacy"]["clt"]["mu"] is None
+    assert [release["count"] for release in results["privacy"]["releases"]] == [1, 20]
+
+
+@pytest.mark.parametrize("stop", [0, 7, 20])
+def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regression, tmp_path, stop):
+    run = Run.start(tmp_path / "stopped", "regression", baseline=False)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "whole")  # the same secret keys
+    for _, progress in zip(range(stop), run.steps(), strict=False):
+        assert progress.measure == RMSE.measure
+    run.checkpoint()
+    run.close()
+    stopped, whole = Run.resume(tmp_path / "stopped"), Run.resume(tmp_path / "whole")
+    finish(stopped)
+    finish(whole)
+    assert stopped.private.rows == whole.private.rows
+    assert stopped.folder.ledger.read_text() == whole.folder.ledger.read_text()
+
+
+def test_stars_are_the_mean_under_the_softmax():
+    stars, outputs = torch.tensor([0.5, 1.0, 5.0]), torch.tensor([[0.0, 0.0, 0.0], [100.0, 0.0, 0.0]])
+    errors = squared_stars(stars, outputs, torch.tensor([1, 2]))
+    assert errors.tolist() == pytest.approx([(6.5 / 3 - 1) ** 2, 4.5**2])
