@@ -1,38 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipped sum by random projections costs: ratio of minima to a non-private gradient, one thread.
+"""What a clipped sum by estimated norms costs: time and peak memory, as ratios to a non-private gradient.
 
-``python benchmarks/sketched.py mnist_cnn bilstm_imdb --projections 1 10``; the drawing of the directions is included.
+    python benchmarks/sketched.py mnist_cnn cifar_cnn bilstm_imdb mlp --contenders exact jl:1 jl:10
+    python benchmarks/sketched.py gpt --positions 2048 4096 --width 512 --batch 2 --contenders exact gram factored:32
+    python benchmarks/sketched.py mlp --contenders exact floored:4
+
+Contenders: ``exact`` is the tape as it is; ``gram`` the same with the norms of linear maps by Gram matrices only;
+``jl:r``, ``factored:k`` and ``floored:r`` (at 0.8) are those of docs/sketched.md, fresh directions in every step. All
+take turns in one process; times are ratios of minima, memory is the peak of what torch allocates beyond the model.
 """
 
 import argparse
 import secrets
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import models
+import step as steps
 import torch
+from memory import peak
 
 import torch_privacy as tp
 from torch_privacy._directions import Directions
-from torch_privacy._projected import Sketch, SketchedJacobian, Sketching
+from torch_privacy._layout import Layouts
+from torch_privacy._model import Census
+from torch_privacy._projected import Sketch
+from torch_privacy._tape import Tape
+from torch_privacy.ops.linear import Linear
+from torch_privacy.sketched import sketching
+
+Step = Callable[[], Any]
 
 
-def seconds(step: Callable[[], None], repeats: int) -> float:
-    """The smallest time of some repeats, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def clipped(jacobian: SketchedJacobian, group: str) -> dict[str, torch.Tensor]:
+def clipped(jacobian: Any, group: str) -> dict[str, torch.Tensor]:
     return jacobian.weighted_sum(tp.Flat(1.0).factors(jacobian.squared_norms().sqrt()))
 
 
-def non_private(problem: models.Problem) -> Callable[[], None]:
+def non_private(problem: models.Problem) -> Step:
     """Forward and backward."""
     model, x, y = problem
     parameters = list(model.parameters())
@@ -43,40 +51,101 @@ def non_private(problem: models.Problem) -> Callable[[], None]:
     return step
 
 
-def sketched(problem: models.Problem, sketching: Sketching) -> Callable[[], None]:
-    """The same with a clipped sum, fresh directions in every step; called twice, so that checks are behind it."""
+def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
+    """The same with a clipped sum; called until all checks are behind it."""
     model, x, y = problem
-    parameters, key, numbers = dict(model.named_parameters()), secrets.token_bytes(32), count()
+    trained, others = dict(model.named_parameters()), dict(model.named_buffers())
+    layouts, key, numbers = Layouts(), secrets.token_bytes(32), count()
+    census = Census(trained, others)
+    estimating = None if setting is None else sketching(setting, layouts)
 
     def step() -> None:
-        sketch = Sketch(sketching, parameters, Directions(key, next(numbers), 0))
-        args = sketch.probe((x,))
-        sketch.begin(model, args, {})
-        out = model(*args)
-        sketch.end(out)
-        sketch.clipped_sum(models.per_example(out, y), {"all": tuple(parameters)}, clipped)
+        if estimating is None:
+            watch = Tape(trained, others.values(), layouts, len(x))
+        else:
+            watch = estimating.watch(census, len(x), Directions(key, next(numbers), 0))
+        args = watch.probe((x,))
+        if isinstance(watch, Sketch):
+            watch.begin(model, args, {})
+            out = model(*args)
+            watch.end(out)
+        else:
+            with watch:
+                out = model(*args)
+        watch.clipped_sum(models.per_example(out, y), {"all": tuple(trained)}, clipped)
 
-    step()
-    step()
     return step
 
 
+@contextmanager
+def gram_alone() -> Iterator[None]:
+    """Norms of linear maps with several positions by Gram matrices only."""
+    methods = Linear.methods
+    try:
+        Linear.methods = lambda op: methods(op)[:1]  # type: ignore[method-assign]
+        yield
+    finally:
+        Linear.methods = methods  # type: ignore[method-assign]
+
+
+def by_gram(step: Step) -> Step:
+    def with_gram() -> None:
+        with gram_alone():
+            step()
+
+    return with_gram
+
+
+def contender(name: str, problem: models.Problem) -> Step:
+    kind, _, number = name.partition(":")
+    if kind in ("exact", "gram"):
+        step = private(problem, None)
+        return step if kind == "exact" else by_gram(step)
+    how: dict[str, Any] = {"jl": {}, "factored": {"kind": "factored"}, "floored": {"floor": 0.8}}[kind]
+    return private(problem, tp.Sketched(int(number), **how))
+
+
+def compare(label: str, problem: models.Problem, names: list[str], repeats: int) -> None:
+    """One line for each contender."""
+    contenders = {"non-private": non_private(problem), **{name: contender(name, problem) for name in names}}
+    for step in contenders.values():
+        for _ in range(3):
+            step()
+    memory = {name: min(peak(step) for _ in range(2)) for name, step in contenders.items()}  # a spot check takes more
+    seconds = {name: float("inf") for name in contenders}
+    for _ in range(repeats):
+        for name, step in contenders.items():
+            start = time.perf_counter()
+            step()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    base = seconds["non-private"], memory["non-private"]
+    print(f"{label}: non-private {1000 * base[0]:.1f} ms, {base[1]:.1f} MiB")
+    for name in names:
+        print(f"  {name:12} time {seconds[name] / base[0]:6.2f}   memory {memory[name] / base[1]:6.2f}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=models.MODELS)
-    parser.add_argument("--projections", nargs="+", type=int, default=[1, 10, 32])
+    parser.add_argument("--contenders", nargs="+", default=["exact", "jl:1", "jl:10"])
+    parser.add_argument("--positions", nargs="+", type=int, help="of gpt, one comparison for each")
+    parser.add_argument("--width", type=int, default=512, help="of gpt, beside positions")
+    parser.add_argument("--batch", type=int, default=2, help="of gpt, beside positions")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()
-    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(settings.threads)
     for name in settings.models:
-        problem = models.load(name)
-        base = seconds(non_private(problem), settings.repeats)
-        print(f"{name}: non-private {1000 * base:.1f} ms")
-        for r in settings.projections:
-            sketching = Sketching(tp.Sketched(r))
-            ratio = seconds(sketched(problem, sketching), settings.repeats) / base
-            print(f"  {r:4} projections: {ratio:6.2f} x  {sketching.way}")
+        if settings.positions is None:
+            compare(name, models.load(name), settings.contenders, settings.repeats)
+        for positions in settings.positions or ():
+            torch.manual_seed(0)
+            problem = models.gpt(settings.batch, positions, settings.width)
+            label = f"gpt, {settings.batch} x {positions} positions, width {settings.width}"
+            compare(label, problem, settings.contenders, settings.repeats)
 
 
 if __name__ == "__main__":
+    steps.keep_memory()
     main()
