@@ -340,6 +340,17 @@ def test_half_precision_and_autocast_train():
     assert parameters_of(training).isfinite().all()
 
 
+def test_rows_rounded_to_half_precision_on_their_way_have_projections_that_are_their_own():
+    """Else the residual's length, a difference of squares, would be off by the rounding of half precision."""
+    torch.set_default_dtype(torch.float32)
+    model = Calls(lambda m, x: F.linear(x, m.w.sin() * m.w), w=torch.randn(4, 30).bfloat16())
+    jacobian = recorded_jacobian(model, torch.randn(9, 30).bfloat16(), losses_of)
+    rows, v = flat(jacobian.rows(), 1).float(), torch.randn(5, 120)
+    torch.testing.assert_close(jacobian.project({"w": v.view(5, 4, 30)}).float(), rows @ v.T, rtol=1e-2, atol=1e-2)
+    inside = Basis({"": ("w",)}, {"w": torch.Size((4, 30))}, {"": v}).embed(jacobian, "")
+    torch.testing.assert_close(inside.double(), rows.double() @ v.double().T, rtol=1e-5, atol=1e-5)
+
+
 def test_statement_says_what_is_released_and_what_is_taken_for_public():
     training = gep_training()
     statement = training.statement()

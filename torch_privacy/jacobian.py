@@ -139,21 +139,29 @@ class Block:
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
 
     def _sum_of_rows(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the very rows, rounded on their way back, whose norms were taken; a chunk of examples at a time."""
-        size = chunk_size(len(c), len(c) * sum(parameters[name].numel() for name in self.names))
+        """Of the very rows, rounded on their way back, whose norms were taken."""
         total: dict[str, Tensor] = {}
-        for i in range(0, max(len(c), 1), size):
-            part = slice(i, i + size)
-            for name, rows in self.select(part).rows(parameters).items():
-                rows = in_sum_dtype(rows)
-                add = Rows(rows).weighted_sum(c[part].to(rows.dtype))
+        for part, rows in self._rows_in_parts(len(c), parameters):
+            for name, of_name in rows.items():
+                add = Rows(of_name).weighted_sum(c[part].to(of_name.dtype))
                 total[name] = total[name] + add if name in total else add
         return total
+
+    def _rows_in_parts(self, n: int, parameters: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """The rows, in the type for sums, a chunk of examples at a time."""
+        size = chunk_size(n, n * sum(parameters[name].numel() for name in self.names))
+        for i in range(0, max(n, 1), size):
+            part = slice(i, i + size)
+            yield part, {name: in_sum_dtype(rows) for name, rows in self.select(part).rows(parameters).items()}
 
     def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """(n, k): J v, with the directions pushed forward from the parameters to the weight."""
         if self.dropped:
             raise NothingKept
+        if self.rounds:  # of the very rows, too: their lengths and projections are compared
+            parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
+            found = ([Rows(r).project(v[name].to(r.dtype)) for name, r in rows.items()] for _, rows in parts)
+            return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
         pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
         first, *others = (projections(op, pushed.to(op.dtype)) for op in self.ops)
         return sum(others, first)
