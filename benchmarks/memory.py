@@ -15,24 +15,16 @@ from collections.abc import Callable
 
 import step
 from models import MODELS
-from torch.profiler import ProfilerActivity, profile
 
 from torch_privacy._tape import MEMORY_BUDGET
+from torch_privacy.experiments.measure import peak_bytes
 
 NETWORKS = ["adult", "mlp", "mnist_cnn", "cifar_cnn", "resnet20_gn", "gpt", "bilstm_imdb", "gpt2_small"]
 
 
 def peak(make_step: Callable[[], object]) -> float:
     """MiB that one step takes at most beyond what it began with."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        make_step()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most / 2**20
+    return peak_bytes(make_step) / 2**20
 
 
 def main() -> None:

@@ -18,6 +18,11 @@ ABADI = Paper("Abadi et al. (2016)", "Deep learning with differential privacy", 
 GDP = Paper(
     "Bu, Dong, Long & Su (2020)", "Deep learning with Gaussian differential privacy", "HDSR 2(3), arXiv:1911.11607"
 )
+JL = Paper(
+    "Bu, Gopi, Kulkarni, Lee, Shen & Tantipongpipat (2021)",
+    "Fast and memory efficient differentially private SGD via JL projections",
+    "arXiv:2102.03013",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,17 @@ CATALOG = (
     Experiment(
         "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 40, 20,
         "MovieLens", trains=True,
+    ),
+    Experiment(
+        "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
+        6000, 100, "MNIST", trains=True,
+    ),
+    Experiment(
+        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 100_000, 110, "CIFAR-10", trains=True,
+    ),
+    Experiment(
+        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 150_000, 110, "IMDb",
+        trains=True,
     ),
 )  # fmt: skip
 

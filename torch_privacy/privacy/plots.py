@@ -100,6 +100,23 @@ def epsilon_plot(
     return figure
 
 
+def curves_plot(
+    curves: Mapping[str, tuple[Array, Array | Bracket[Array]]],
+    *,
+    title: str,
+    ylabel: str,
+    xlabel: str = "epoch",
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:
+    """Anything over anything; each curve is (x, y), or (x, bracket of y)."""
+    figure, axes = _new(title, xlabel, ylabel)
+    _lines(axes, curves)
+    axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+    axes.legend(frameon=False)
+    return figure
+
+
 def profile_plot(
     curves: Mapping[str, tuple[Array, Array | Bracket[Array]]],
     *,

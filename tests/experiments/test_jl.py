@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the JL experiments measure: methods that agree with each other, times, memory, limits."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from torch_privacy.experiments import jl, measure, methods
+from torch_privacy.experiments.methods import Problem
+
+N = 32
+
+
+def problem(noise_multiplier=1e-6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    data = TensorDataset(torch.randn(N, 5), torch.randint(3, (N,)))
+    models = []
+
+    def new_model():
+        models.append(copy.deepcopy(model))
+        return models[-1]
+
+    optimizer = partial(_sgd, 1.0)
+    return Problem(new_model, optimizer, data, batch_size=N, clip_norm=0.5, noise_multiplier=noise_multiplier), models
+
+
+def _sgd(lr, model):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def test_every_method_makes_the_same_step_where_all_examples_join(monkeypatch):
+    task, models = problem()
+    monkeypatch.setattr(Problem, "batch", lambda self: self.data.tensors)
+    makers = {"vanilla": methods.vanilla, "multiple": methods.multiple, "ours": partial(methods.ours, 0)}
+    for maker in makers.values():
+        maker(task)()
+    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ends[2], ends[0], rtol=1e-4, atol=1e-4)
+
+
+def test_vanilla_is_timed_by_few_backwards():
+    assert methods.vanilla_seconds({2: 3.0, 6: 5.0}, 10) == pytest.approx(7.0)
+
+
+def test_contenders_take_turns():
+    calls = []
+    seconds = measure.seconds_by_turns({name: partial(calls.append, name) for name in "ab"}, budget=0.0)
+    assert calls == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"]
+    assert set(seconds) == {"a", "b"}
+
+
+def test_peak_is_what_a_step_holds_at_once():
+    def step():
+        kept = torch.empty(2**18, dtype=torch.float32)
+        for _ in range(3):
+            torch.empty(2**20, dtype=torch.float32)
+        return kept
+
+    assert measure.peak_bytes(step) == pytest.approx(4 * (2**18 + 2**20), rel=0.01)
+
+
+def takes(size, limit):
+    measure.limit_memory(limit)
+    torch.zeros(size * 2**20, dtype=torch.uint8)
+
+
+def test_the_largest_size_under_a_limit_is_found():
+    assert measure.largest_that_fits(takes, limit=300 * 2**20, most=1000, least=100) == 200
+    assert measure.largest_that_fits(takes, limit=2**20, most=1000, least=100) == 0
+
+
+def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):
+    def missing(problem):
+        raise ModuleNotFoundError("opacus")
+
+    monkeypatch.setitem(jl.METHODS, "outer product", missing)
+    steps = jl._steps(problem(1.0)[0], quick=True)
+    assert "outer product" not in steps
+    assert {"non-private", "vanilla 2", "vanilla 6", "multiple", "ours, exact", "JL(1)", "JL(10)"} <= set(steps)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and memory of training steps, measured in one process by turns, or under a limit in one of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+Step = Callable[[], object]
+
+WARM_UP = 2  # steps of each contender that do not count: ours measures layouts in these
+
+
+def seconds_by_turns(steps: Mapping[str, Step], budget: float) -> dict[str, float]:
+    """Median seconds of each step, taken in turns until the time is up, three rounds at least.
+
+    Args:
+        steps: contenders by name.
+        budget: seconds for all rounds together.
+    """
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    end = perf_counter() + budget
+    while perf_counter() < end or min(map(len, taken.values())) < 3:
+        for name, step in steps.items():
+            start = perf_counter()
+            step()
+            taken[name].append(perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def peak_bytes(step: Step) -> int:
+    """Bytes that a step takes at most beyond what it began with, as torch's allocator is asked for them on a CPU.
+
+    The same on every run, whatever malloc makes of it.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def largest_that_fits(try_size: Callable[[int, int], None], limit: int, most: int, least: int = 64) -> int:
+    """The largest of ``least``, 2 ``least``, .. and ``most`` with which a call succeeds under a limit of memory.
+
+    Args:
+        try_size: (size, limit) -> None, a function of a module (it is called in processes of their own); it calls
+            `limit_memory` once its data are there, and raises where it runs out.
+        limit: bytes.
+        most: largest size.
+        least: smallest size; 0 is returned where even this one fails.
+    """
+    found, size = 0, min(least, most)
+    while _succeeds(try_size, size, limit):
+        found = size
+        if size == most:
+            break
+        size = min(2 * size, most)
+    return found
+
+
+def limit_memory(more: int) -> None:
+    """Let this process have so many bytes of data more than it has now, enforced by the system (Linux)."""
+    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmData"))
+    now = 1024 * int(line.split()[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))
+
+
+def _succeeds(try_size: Callable[[int, int], None], size: int, limit: int) -> bool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            pool.submit(try_size, size, limit).result()
+        except (RuntimeError, MemoryError, BrokenProcessPool):  # torch's allocator raises a RuntimeError
+            return False
+    return True

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that the papers on DP-SGD-JL compare, each as a step of training on the same network and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.experiments.measure import Step
+
+CHUNK_BYTES = 2**28  # of rows that vmap holds at once
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: a network, data in tensors, and the settings that all methods share."""
+
+    new_model: Callable[[], nn.Module]
+    new_optimizer: Callable[[nn.Module], Optimizer]
+    data: TensorDataset
+    batch_size: int
+    clip_norm: float
+    noise_multiplier: float
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """As many examples as a batch has, at random."""
+        chosen = torch.randint(len(self.data), (self.batch_size,))
+        inputs, targets = self.data.tensors
+        return inputs[chosen], targets[chosen]
+
+
+Maker = Callable[[Problem], Step]
+
+
+def non_private(problem: Problem) -> Step:
+    """The mean gradient."""
+    model = problem.new_model()
+    optimizer = problem.new_optimizer(model)
+
+    def step() -> None:
+        x, y = problem.batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def vanilla(problem: Problem, only: int | None = None) -> Step:
+    """One backward for each example (``only``: for so many of them), clipped and added up; then noise."""
+    model = problem.new_model()
+    optimizer, parameters = problem.new_optimizer(model), trained(model)
+
+    def step() -> None:
+        x, y = problem.batch()
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        total = [torch.zeros_like(p) for p in parameters]
+        for loss in losses[:only]:
+            row = torch.autograd.grad(loss, parameters, retain_graph=True)
+            c = clip_factors(torch.stack([part.square().sum() for part in row]).sum().sqrt(), problem.clip_norm)
+            for part, sum_ in zip(row, total, strict=True):
+                sum_.add_(c * part)
+        update(problem, optimizer, parameters, total)
+
+    return step
+
+
+def multiple(problem: Problem) -> Step:
+    """All rows by ``torch.func.vmap``, in chunks, clipped and added up; then noise."""
+    model = problem.new_model()
+    optimizer, parameters = problem.new_optimizer(model), trained(model)
+    size = max(1, CHUNK_BYTES // sum(p.nbytes for p in parameters))
+
+    def step() -> None:
+        total = [torch.zeros_like(p) for p in parameters]
+        for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
+            rows = tp.vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
+            norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
+            c = clip_factors(norms, problem.clip_norm)
+            for name, sum_ in zip(list(rows), total, strict=True):
+                sum_.add_(torch.tensordot(c, rows.pop(name), 1))
+        update(problem, optimizer, parameters, total)
+
+    return step
+
+
+def outer_product(problem: Problem) -> Step:
+    """Opacus: rows from every layer's input and output gradient, by hooks. Its own layer stands in for ``nn.LSTM``.
+
+    Raises:
+        ModuleNotFoundError: Opacus is not installed.
+    """
+    engine, validators = import_module("opacus"), import_module("opacus.validators")
+    model = validators.ModuleValidator.fix(problem.new_model())
+    private, optimizer, _ = engine.PrivacyEngine().make_private(
+        module=model,
+        optimizer=problem.new_optimizer(model),
+        data_loader=DataLoader(problem.data, batch_size=problem.batch_size),
+        noise_multiplier=problem.noise_multiplier,
+        max_grad_norm=problem.clip_norm,
+        poisson_sampling=False,
+    )
+
+    def step() -> None:
+        x, y = problem.batch()
+        optimizer.zero_grad()
+        F.cross_entropy(private(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def ours(projections: int, problem: Problem) -> Step:
+    """`PrivateTraining` with everything: exact norms, or with ``projections`` above 0 by so many directions."""
+    model = problem.new_model()
+    sketch = {"jacobian": tp.Sketched(projections), "not_for_release": True} if projections else {}
+    training = tp.PrivateTraining(
+        model,
+        problem.new_optimizer(model),
+        problem.data,
+        expected_batch_size=problem.batch_size,
+        num_steps=10**6,
+        clipping=tp.Flat(problem.clip_norm),
+        noise_multiplier=problem.noise_multiplier,
+        **sketch,
+    )
+    batches = iter(training)
+
+    def step() -> None:
+        x, y = next(batches)
+        training.step(F.cross_entropy(model(x), y, reduction="none"))
+
+    return step
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(n,) losses, as `vmapped_jacobian` asks for them."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """The parameters that are trained."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
+    """``min(1, clip_norm / norm)``."""
+    return (clip_norm / norms).clamp(max=1)
+
+
+def update(problem: Problem, optimizer: Optimizer, parameters: list[Tensor], total: list[Tensor]) -> None:
+    """Noise by torch's generator, for time's sake only: nothing made with it is released."""
+    stddev = problem.noise_multiplier * problem.clip_norm
+    for p, sum_ in zip(parameters, total, strict=True):
+        p.grad = (sum_ + stddev * torch.randn_like(sum_)) / problem.batch_size
+    optimizer.step()
+
+
+def vanilla_seconds(few: Mapping[int, float], batch_size: int) -> float:
+    """Of a whole batch, from the seconds with two numbers of backwards: they grow evenly."""
+    (less, first), (more, second) = sorted(few.items())
+    return first + (batch_size - less) * max(second - first, 0) / (more - less)
