@@ -97,9 +97,9 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(positions))))
 
 
-def gpt(batch: int = 8, positions: int = 128, width: int = 256) -> Problem:
+def gpt(batch: int = 8, positions: int = 128, width: int = 256, layers: int = 4) -> Problem:
     """Four layers, four heads, head of its own, 3.7 million parameters."""
-    model = GPT(1000, positions, width, heads=4, layers=4, tied=False)
+    model = GPT(1000, positions, width, heads=4, layers=layers, tied=False)
     return Problem(model, torch.randint(1000, (batch, positions)), torch.randint(1000, (batch, positions)))
 
 

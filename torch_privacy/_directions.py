@@ -30,12 +30,12 @@ class Directions:
         self._noise = Noise(hashlib.blake2b(label, key=noise_key, digest_size=KEY_BYTES).digest())
 
     def draw(self, numbers: Iterable[int], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Directions with these numbers, by name (g, *shape), drawn in float32."""
+        """Directions with these numbers, by name (g, *shape), drawn in float32; never in half precision."""
         numbers = list(numbers)
         drawn = {name: p.new_zeros(len(numbers), *p.shape, dtype=torch.float32) for name, p in parameters.items()}
         for k, number in enumerate(numbers):
             self._noise.add_to(number, {name: d[k] for name, d in drawn.items()}, stddev=1.0)
-        return {name: d.to(parameters[name].dtype) for name, d in drawn.items()}
+        return {name: d.to(torch.promote_types(parameters[name].dtype, d.dtype)) for name, d in drawn.items()}
 
     def in_groups(self, count: int, group_size: int, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The first ``count`` directions, so many at a time as were asked for and memory allows."""
