@@ -118,9 +118,8 @@ def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: flo
         log_size = sum(part.times * part.log_size(frequency) for part in parts)
         if log_size <= rest:
             return parts, last + 1
-        end = frequency * min(
-            max(math.sqrt(rest / min(log_size, -1.0)), 1.25), 2.0
-        )  # at first it falls with its square
+        growth = math.sqrt(rest / min(log_size, -1.0))  # as if it fell with the square
+        end = frequency * min(max(growth, 1.25), 2.0)
 
 
 class _Root(NamedTuple):
