@@ -436,3 +436,22 @@ def test_look_ups_sum_equal_tokens_before_the_norm():
     op = Embedding(torch.zeros(1, 3, dtype=torch.long), torch.randn(1, 3, 4), torch.Size((7, 4)))
     s = torch.randn(2, 7)
     torch.testing.assert_close(sketch(op, s, True), s[:, :1] * op.b.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("setting", [FACTORED, FLOORED])
+def test_half_precision_is_summed_in_float32(setting):
+    """The rows that are summed are those whose norms are estimated: with directions in float32."""
+    torch.set_default_dtype(torch.float32)
+    model, x = language_model().bfloat16(), data()[:9][0]
+    squares = on_the_tape(model, x, setting)[0]
+    with tp.record(model) as tape:
+        jacobian = tape.jacobian(losses_of(model, x))
+    rows = {name: part.double() for name, part in jacobian.rows().items()}
+    assert squares.dtype is torch.float32
+    if setting is FACTORED:
+        s = Directions(KEY, 0, 0).matrix(1, (16, 60), torch.empty(0))
+        others = jacobian.squared_norms().double() - rows["mix.weight"].square().sum((1, 2))
+        expected = others + (s.double() @ rows["mix.weight"]).square().sum((1, 2)) / 16
+        torch.testing.assert_close(squares.double(), expected, rtol=1e-4, atol=0)
+    else:
+        assert (squares >= FLOORED.floor**2 * jacobian.squared_norms()).all()
