@@ -370,12 +370,12 @@ def _spacing(steps: Sequence[tuple[Law, int]]) -> float:
     """A small part of a step's deviation unless that takes too many points; a power of 2, so that lattices are shared.
 
     Relative to ε the bracket is about ``(spacing / deviation)² sqrt(steps) / 100`` wide, so few steps do with fewer
-    points: the part is 1/80 from 1000 steps on and grows like their fourth root below. Atoms, whose bracket shrinks
+    points: the part is 1/56 from 1000 steps on and grows like their fourth root below. Atoms, whose bracket shrinks
     more slowly, always take 1/80.
     """
     deviation, num_steps = _deviation(steps), sum(count for _, count in steps)
     smooth = all(isinstance(law, Subsampled) for law, _ in steps)
-    parts = 80 * min(num_steps / 1000, 1) ** 0.25 if smooth else 80
+    parts = 56 * min(num_steps / 1000, 1) ** 0.25 if smooth else 80
     span = max(law.span for law, _ in steps) + 20 * deviation * num_steps**0.5
     if max(law.span for law, _ in steps) > 1e3:  # heavy tails: no spacing is fine, so a quick one
         span *= 4

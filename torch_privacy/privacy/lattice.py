@@ -20,6 +20,8 @@ from .bracket import Array
 from .curve import Unresolved
 from .law import Continuous, Law, Symmetrised
 
+OVER = 1e-3  # by how much of the spacing the first lattice point may lie too high
+
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
@@ -169,13 +171,14 @@ def _gentle_range(mass: Array) -> tuple[int, int]:
 def _first_height(law: Continuous, bottom: float, spacing: float) -> float:
     """Height of the first lattice point: the mean likelihood ratio of what lies below its upper cut.
 
-    A fixed point; any value at or above it is valid, so the iteration need not have converged to the last digit.
+    A fixed point, or a little above it, which is as valid: it is stepped over.
     """
-    start = height = law.ends[0]
+    height = law.ends[0]
     for _ in range(100):
-        before, height = height, max(law.mean_height(bottom, height + spacing / 2), start)
-        if abs(height - before) <= 1e-16 * abs(height):
+        mean = law.mean_height(bottom, height + spacing / 2)
+        if mean <= height:
             break
+        height = mean + OVER * min(spacing, abs(mean))
     return height
 
 
