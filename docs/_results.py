@@ -46,11 +46,10 @@ def section(results: dict[str, Any]) -> str:
     """One experiment: its command, what it shows, the table, the notes."""
     paper, seeds = results["paper"], results["seeds"]
     option = "" if seeds == [0] else f" --seeds {','.join(map(str, seeds))}"
-    what = f"{results['shows'][0].upper()}{results['shows'][1:]}"
     parts = [
         f"## {results['reproduce']}",
         f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",
-        f"{what}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
+        f"{table.what(results)}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
         table.markdown(results).rstrip(),
         *results["notes"],
     ]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_privacy.experiments.log import Progress as Step
-from torch_privacy.experiments.table import MISSING, duration, headings, lines, summary, title
+from torch_privacy.experiments.table import MISSING, duration, headings, lines, summary, title, what
 from torch_privacy.summary import round_down, round_up
 
 if TYPE_CHECKING:
@@ -334,7 +334,6 @@ def _plain_table(columns: int) -> Table:
 
 def results_view(results: Mapping[str, Any], report: str) -> Group:
     """An experiment's table, ours beside the paper's, and what there is to say about it."""
-    what = f"{results['shows'][0].upper()}{results['shows'][1:]}. {summary(results)}."
     notes = [Text(), *(Text(note) for note in results["notes"])] if results["notes"] else []
-    heading = Text(title(results), style="bold"), Text(what), Text()
+    heading = Text(title(results), style="bold"), Text(f"{what(results)}. {summary(results)}."), Text()
     return Group(*heading, ResultsTable(results), *notes, Text(), Text(f"report  {report}"))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A self-contained page in the style of the reports: no script, no font, no picture from elsewhere."""
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
+
+WIDE = 500  # points
 
 PAGE = Template("""\
 <!doctype html>
@@ -36,9 +39,12 @@ PAGE = Template("""\
            font-weight: normal; }
   td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
   .pairs th { width: 45%; }
-  .many th { font-weight: bold; }
+  .scroll { overflow-x: auto; }
+  .many th { font-weight: bold; width: auto; vertical-align: bottom; }
+  .many td { white-space: nowrap; }
   .many td:nth-child(n + 3), .many th:nth-child(n + 3) { text-align: right; }
   .many tr.paper td { color: var(--faint); }
+  figure.wide { grid-column: 1 / -1; }
   .cards svg { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }
 </style>
 <h1>$title</h1>
@@ -54,7 +60,14 @@ def page(title: str, body: str) -> str:
 
 def figures(drawn: Iterable[str], kind: str = "plots") -> str:
     """Pictures, each an ``<svg>`` element, side by side: ``plots`` in the page's colors, ``cards`` on white."""
-    return f'<div class="{kind}">' + "".join(f"<figure>{svg}</figure>" for svg in drawn) + "</div>"
+    body = "".join(f"<figure{' class=wide' * _is_wide(svg)}>{svg}</figure>" for svg in drawn)
+    return f'<div class="{kind}">{body}</div>'
+
+
+def _is_wide(svg: str) -> bool:
+    """Whether a picture of matplotlib's would be too small in half the page."""
+    width = re.search(r'width="([0-9.]+)pt"', svg)
+    return width is not None and float(width[1]) > WIDE
 
 
 def pairs(lines: Iterable[tuple[str, str]]) -> str:
@@ -70,4 +83,4 @@ def table(headings: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -
         f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
         for kind, cells in lines
     )
-    return f'<table class="many"><tr>{head}</tr>{body}</table>'
+    return f'<div class="scroll"><table class="many"><tr>{head}</tr>{body}</table></div>'

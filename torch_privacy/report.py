@@ -91,7 +91,7 @@ def _section(folder: RunFolder, results: dict[str, Any]) -> str:
     return "".join(
         (
             f"<h2>{escape(table.title(results))}</h2>",
-            f"<p>{escape(results['shows'])}. {escape(table.summary(results))}.</p>",
+            f"<p>{escape(table.what(results))}. {escape(table.summary(results))}.</p>",
             _page.table(["", "", *table.headings(results)], lines),
             "".join(f"<p>{escape(note)}</p>" for note in results["notes"]),
             _page.figures(pictures, "cards") if pictures else "",
@@ -111,15 +111,14 @@ def _comparison(trainings: Sequence[Training]) -> str:
         baseline = run.results["baseline_test_score"]
         cells = (
             run.name,
-            f"{run.measure.name}",
-            run.measure.text(run.results["test_score"]),
+            f"{run.measure.name} {run.measure.text(run.results['test_score'])}",
             table.MISSING if baseline is None else run.measure.text(baseline),
             f"{round_up(run.summary.epsilon_high)} at {run.summary.delta:g}",
             f"{round_up(100 * run.summary.true_positive_rate_high, 1)} %",
         )
         lines.append(("ours", cells))
     headings = (
-        "training", "", "test", "without privacy", "epsilon at delta, at most",
+        "training", "test", "without privacy", "epsilon at delta, at most",
         f"recognized at {FALSE_POSITIVES} false alarms, at most",
     )  # fmt: skip
     return "<h2>Trainings</h2>" + _page.figures(_overlays.draw(trainings)) + _page.table(headings, lines)

@@ -164,6 +164,17 @@ def test_training_row_stopped_before_its_first_checkpoint_starts_anew(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["accountant-q0.01", "gdp-calibration"])
+def test_quick_look_at_accounting_has_every_figure_and_number_of_the_paper(name, tmp_path, capsys):
+    path = tmp_path / "r"
+    assert command(["reproduce", name, "--quick", "--run", str(path), "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        numbers = row["runs"][0]["numbers"]
+        assert {key: numbers[key] for key in row["paper"]} == pytest.approx(row["paper"], rel=0.02)
+    assert list(path.glob("figure-*.svg"))
+
+
+@pytest.mark.slow
 def test_experiment_with_a_training_ends_with_its_numbers_and_a_page(tmp_path, capsys):
     path = tmp_path / "r"
     assert command(["reproduce", "gdp-adult", "--quick", "--run", str(path), "--json"]) == 0

@@ -103,6 +103,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def what(results: Mapping[str, Any]) -> str:
+    """What the experiment shows, as the beginning of a sentence."""
+    return results["shows"][0].upper() + results["shows"][1:]
+
+
 def title(results: Mapping[str, Any]) -> str:
     """Which table or figure of which paper."""
     return f"{results['reproduce']}: {results['place']} of {results['paper']['authors']}"
