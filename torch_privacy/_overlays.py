@@ -38,8 +38,8 @@ def _epsilon_plot(runs: Sequence[Training]) -> str:
     deltas = ", ".join(dict.fromkeys(f"{run.summary.delta:g}" for run in runs))
     figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {deltas}")
     for run, style in _styled(runs):
-        course = [row for row in run.rows if row.epsilon_high is not None]
-        axes.plot([row.epoch for row in course], [row.epsilon_high for row in course], **style)
+        spent = [(row.epoch, row.epsilon_high) for row in run.rows if row.epsilon_high is not None]
+        axes.plot(*np.array(spent, float).reshape(-1, 2).T, **style)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return as_svg(figure)
