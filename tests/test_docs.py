@@ -85,6 +85,7 @@ PAGES = {
     "README.md": EPSILON,
     "docs/accounting.md": "",
     "docs/data.md": r"29305 3256 2\n",
+    "docs/gep.md": r"epsilon in \[1\.729, 1\.730\] at delta = 1e-05 \(.*\)\nGEP: .*\n",
     "docs/index.md": EPSILON,
     "docs/jacobian.md": "",
     "docs/search.md": r"one run 2\.57\nlogarithmic 3\.76\ngeometric 3\.99\npoisson 5\.21\n",

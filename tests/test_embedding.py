@@ -67,7 +67,7 @@ def released(training, rows, v, step):
     w, r = rows @ v.T, rows - rows @ v.T @ v
     setting, (z, y) = training.perturbation, noise_of(training, step)
     if isinstance(setting.embedding_clipping, tp.Groups):
-        k = training._mechanism._anchors.quotas["0"]
+        k = sum(count for group, count in training._mechanism._anchors.quotas.items() if group.startswith("0"))
         w, r = (
             torch.cat([clipped(part, bound) for part, bound in zip(parts.split(sizes, 1), bounds, strict=True)], 1)
             for parts, sizes, bounds in ((w, [k, len(v) - k], [0.3, 0.1]), (r, [16, 10], [0.2, 0.15]))
@@ -81,10 +81,15 @@ def released(training, rows, v, step):
     return w @ v + r - r @ v.T @ v
 
 
+FINER = ("0.weight", "0.bias", "2")  # than the groups of the rules
+
+
 @pytest.mark.parametrize("rules", [FLAT, GROUPS], ids=["flat", "groups"])
-@pytest.mark.parametrize(("share", "microbatch_size"), [(0.5, None), (0.2, 3)])
-def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, microbatch_size):
-    training = gep_training(gep(*rules, share), microbatch_size=microbatch_size, num_steps=4)
+@pytest.mark.parametrize(
+    ("share", "size", "groups"), [(0.5, None, ("0", "2")), (0.2, 3, ("0", "2")), (0.5, None, FINER)]
+)
+def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, size, groups):
+    training = gep_training(gep(*rules, share, groups=groups), microbatch_size=size, num_steps=4)
     rows = []
     for x, y in training:
         step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
@@ -267,6 +272,13 @@ def test_state_of_other_auxiliary_data_or_perturbation_is_refused():
         gep_training(gep(share=0.2)).load_state_dict(state)
     with pytest.raises(tp.Refused, match="clipping="):
         training_of().load_state_dict(state)
+
+
+def test_a_small_memory_budget_changes_nothing():
+    trainings = [gep_training(memory_budget=budget) for budget in (1e-6, 100)]
+    for training in trainings:
+        train(training)
+    torch.testing.assert_close(*map(parameters_of, trainings))
 
 
 def test_labels_are_drawn_afresh_in_every_step():

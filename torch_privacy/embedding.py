@@ -70,6 +70,7 @@ class AnchorSubspace:
         - Making it changes neither the model, nor its gradients, nor any random state.
 
     Edge cases: a gradient that is not finite counts as zero; with gradients of lower rank there are fewer directions.
+        The model's own forward hooks see the auxiliary examples as well.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1, first stage.
 
