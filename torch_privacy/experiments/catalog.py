@@ -65,7 +65,7 @@ CATALOG = (
     ),
     Experiment(
         "gdp-mnist", GDP, "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
-        2400, 60, "MNIST", trains=True,
+        3000, 80, "MNIST", trains=True,
     ),
     Experiment(
         "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 10, 10, trains=True
