@@ -88,7 +88,7 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "epsilon not a number": (["delta", "--epsilon", "nan", *EVENTS], "epsilon=nan must be a finite number"),
     "no steps to compare": (["compare", *EVENTS[:5], "0"], "compare: --steps 0 must be an integer of at least 1"),
     "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
-    "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'gdp-"),
+    "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'abadi-"),
     "no seed": (["reproduce", "gdp-adult", "--seed", "x"], "'x' must be a seed, or several as in 0,3,7 or 0-4"),
     "seed twice": (["reproduce", "gdp-adult", "--seed", "1,0-2"], "'1,0-2' must be a seed, or several"),
     "no data to reproduce": (["reproduce", "gdp-adult", "--data", "/nowhere"], "/nowhere/adult/a9a.xz: no such file"),
@@ -471,8 +471,8 @@ def unlabeled():
 number = 3
 """
 NO_MODELS = {
-    "unknown": ("adlut", "'adlut' must be one of 'adult', 'gdp-adult'"),
-    "no factory": ("models:", "'models:' must be one of 'adult', 'gdp-adult'"),
+    "unknown": ("adlut", "'adlut' must be one of 'adult', "),
+    "no factory": ("models:", "'models:' must be one of 'adult', "),
     "unknown module": ("nowhere.models:make", "'nowhere.models:make' names no module 'nowhere'"),
     "unknown submodule": ("torch.nowhere:make", "'torch.nowhere:make' names no module 'torch.nowhere'"),
     "unknown factory": ("models_of_test:bad", "models_of_test has none called 'bad'"),

@@ -96,7 +96,7 @@ def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share,
         rows.append(rows_of(training, x, y))
         if training.step(cross_entropy(training.model, x, y)):
             expected = before - released(training, torch.cat(rows), v, step) / 8
-            torch.testing.assert_close(parameters_of(training), expected, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(parameters_of(training), expected, rtol=1e-7, atol=1e-7)  # the basis is float32
             rows = []
     assert training.step_count == 4
 
