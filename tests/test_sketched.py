@@ -527,3 +527,33 @@ def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     sketch._sketching.is_new(Graph(losses), 4)
     sketch._sketching.jacobian(losses, trained(model), sketch._runs[-1:], Directions(KEY, 0, 0))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_tangents_are_pushed_before_the_forward_once_the_way_is_known_and_change_nothing(monkeypatch):
+    """By then no graph stands beside them; the estimates are those of tangents pushed afterwards."""
+    initial, ahead = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []
+    push_ahead = Run.push_ahead
+    monkeypatch.setattr(Run, "push_ahead", lambda run, *args, **kwargs: ahead.append(push_ahead(run, *args, **kwargs)))
+    torch.manual_seed(4)
+    reference = train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5))
+    assert len(ahead) == 9  # three groups in all steps but the first
+    monkeypatch.setattr(Sketching, "pushes_ahead", False)
+    torch.manual_seed(4)
+    assert torch.equal(train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5)), reference)
+
+
+class InPlaceLater(nn.Module):
+    """Changes its input from the second batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = small(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x.mul_(2) if self.calls > 6 else x)
+
+
+def test_a_forward_that_comes_to_change_its_input_is_refused():
+    with pytest.raises(tp.Refused, match="cannot be made twice on this batch"):
+        train(training_of(InPlaceLater()))

@@ -6,7 +6,6 @@ It needs a vector of per-example losses and no more: no table of ops, no layout.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,14 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ._agreement import Check, vjp
 from ._calls import Reached
 from ._check import Refused
 from ._directions import Directions
 from ._fitting import fresh_generator
 from ._graph import Graph
 from ._layout import Measurement, Merging
-from ._pushforward import WAYS, Project, Run, differentiable_twice, edge_of
+from ._pushforward import WAYS, Project, Run, against_ahead, differentiable_twice, edge_of
 from ._rewind import RandomState
 from ._tape import check_losses
 from .ops._base import is_half
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._model import Census
     from .sketched import Sketched
 
+AHEAD_ENTRIES = 2**22  # of tangents of the model's outputs that are kept through its forward, at most
 _LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag})
 
 
@@ -124,6 +125,7 @@ class Sketching:
         self.way: str | None = None  # chosen on the first batch that has examples
         self._reasons: dict[str, str] = {}  # why faster ways were not taken
         self._looked_at: dict[int, int] = {}  # graph -> how many batches of it
+        self._output_entries: int | None = None  # of a forward, where the way is known
 
     @property
     def needs_runs(self) -> bool:
@@ -144,6 +146,13 @@ class Sketching:
         """What looks on at the forward on a (micro)batch of so many examples."""
         return Sketch(self, census.trained, directions)
 
+    @property
+    def pushes_ahead(self) -> bool:
+        """Whether tangents are pushed before the forward, beside no graph, and kept: outputs have to be small."""
+        if self.way is None or self._output_entries is None or not WAYS[self.way].needs_runs:
+            return False
+        return self.setting.num_projections * self._output_entries <= AHEAD_ENTRIES
+
     def is_new(self, graph: Graph, num_examples: int) -> bool:
         """Whether a batch has to show that its examples do not depend on each other; counts it."""
         path = hash(tuple(node.name() for node in graph.nodes()))
@@ -160,9 +169,21 @@ class Sketching:
         return "; ".join([text, *(f"not by {way}: {reason}" for way, reason in self._reasons.items())])
 
     def jacobian(
-        self, losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], directions: Directions
+        self,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        runs: Sequence[Run],
+        directions: Directions,
+        ahead: Mapping[str, Tensor] | None = None,
     ) -> SketchedJacobian:
-        """The sketch of one batch, and what its sums must agree with."""
+        """The sketch of one batch, and what its sums must agree with.
+
+        ``ahead``: the last of the directions along which the runs were pushed ahead, if they were.
+        """
+        self._output_entries = sum(size for run in runs for size in run.sizes)
+        if self.way is not None and ahead is not None:
+            projections = against_ahead(losses, runs, together=WAYS[self.way].together)
+            return self._of(self.way, losses, parameters, runs, ((ahead, found) for found in projections))
         if self.way is not None:
             return self._by(self.way, losses, parameters, runs, directions)
         reasons: dict[str, str] = {}
@@ -190,51 +211,30 @@ class Sketching:
         runs: Sequence[Run],
         directions: Directions,
     ) -> SketchedJacobian:
-        project, r = WAYS[way](losses, parameters, runs), self.setting.num_projections
+        project = WAYS[way](losses, parameters, runs)
+        groups = directions.in_groups(self.setting.num_projections, self.setting.group_size, parameters)
+        return self._of(way, losses, parameters, runs, ((v, project(v)) for v in groups))
+
+    def _of(
+        self,
+        way: str,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        runs: Sequence[Run],
+        groups: Iterable[tuple[Mapping[str, Tensor], Tensor]],
+    ) -> SketchedJacobian:
+        """From groups of directions (of which the last is there) and the projections on them."""
         v, projections, total = {}, losses.detach()[:, None], torch.zeros_like(losses)
-        for v in directions.in_groups(r, self.setting.group_size, parameters):
-            projections = project(v).detach().to(losses)
+        for v, found in groups:  # noqa: B007  (the last one is looked at below)
+            projections = found.detach().to(losses)
             total += projections.square().sum(1)
+        r = self.setting.num_projections
         check = Check(v, projections, (total / r).sqrt())
+
+        def project(v: Mapping[str, Tensor]) -> Tensor:
+            return WAYS[way](losses, parameters, runs)(v)
+
         return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {way}")
-
-
-class Check:
-    """Compares sums of rows by ordinary backwards with the projections: ``v·(Jᵀ c)`` is ``c·(J v)``.
-
-    Args:
-        v: name -> (g, *shape): some of the directions.
-        projections: (n, g), of the rows on these.
-        norms: (n,), estimates that set the scale.
-    """
-
-    def __init__(self, v: Mapping[str, Tensor], projections: Tensor, norms: Tensor):
-        self._v, self._projections, self._norms = v, projections, norms
-
-    def look(self, total: Mapping[str, Tensor], c: Tensor) -> None:
-        """Refuse a sum that the projections do not bear out.
-
-        Raises:
-            Refused: the model's backward is not the derivative of its forward, is not linear, or is undefined.
-        """
-        if not all(bool(part.isfinite().all()) for part in total.values()):
-            raise Refused(
-                "Sketched: the sum of the clipped gradients is not finite, and with one backward for all examples the "
-                "one that spoils it cannot be left out. Keep losses and their gradients finite, e.g. by log_softmax "
-                "in place of log(softmax), or by clamping the model's inputs."
-            )
-        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
-        used = c != 0
-        theirs = c[used] @ self._projections[used].to(c)
-        length = math.sqrt(sum(float(part.square().sum()) for part in total.values()))
-        scale = length + float((c[used] * self._norms[used].to(c)).sum())
-        tolerance = torch.finfo(self._projections.dtype).eps ** 0.5
-        if not float((ours - theirs).abs().max()) <= tolerance * scale:
-            raise Refused(
-                "Sketched: the model's ordinary gradient is not what its projections say: a custom backward or a "
-                "gradient hook that is no derivative, a parameter used outside of model(...), or a forward that does "
-                "not repeat. Remove it."
-            )
 
 
 class Sketch(TorchFunctionMode):
@@ -251,6 +251,7 @@ class Sketch(TorchFunctionMode):
         self.parameters = dict(parameters)
         self._sketching, self._directions = sketching, directions
         self._runs: list[Run] = []
+        self._ahead: dict[str, Tensor] | None = None  # the last of the directions that runs were pushed ahead along
         self._active: list[tuple[Run, ExitStack]] = []
         self._inputs: list[tuple[Any, torch.Size]] = []  # tensors or edges in which examples must be told apart
         self._outputs: list[tuple[Any, torch.Size]] = []
@@ -275,12 +276,26 @@ class Sketch(TorchFunctionMode):
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The model's forward begins."""
+        run = Run(model, args, kwargs, RandomState() if self._sketching.needs_runs else None)
         context = ExitStack()
+        self._active.append((run, context))
+        if self._sketching.pushes_ahead:
+            self._push_ahead(run)
         if self._sketching.needs_backends:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)
-        run = Run(model, args, kwargs, RandomState() if self._sketching.needs_runs else None)
-        self._active.append((run, context))
+
+    def _push_ahead(self, run: Run) -> None:
+        setting, way = self._sketching.setting, WAYS[self._sketching.way or ""]
+        for v in self._directions.in_groups(setting.num_projections, setting.group_size, self.parameters):
+            try:
+                run.push_ahead(v, self.parameters, together=way.together)
+            except RuntimeError as error:
+                raise Refused(
+                    "Sketched: the forward cannot be made twice on this batch, as it could before: "
+                    f"{str(error).partition('. ')[0]}. Let it take the same ops on every batch."
+                ) from error
+            self._ahead = v
 
     def end(self, output: Any) -> None:
         """The model's forward came to its end; ``output`` is None where it raised."""
@@ -318,7 +333,7 @@ class Sketch(TorchFunctionMode):
             self._check_seen(len(losses))
             self._check_apart(losses, self._inputs, "what the model is given")
             self._check_apart(losses, self._outputs, "what the model gives")
-        jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions)
+        jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions, self._ahead)
         (label,) = groups  # `check_rule` lets no other rule through
         return clip(jacobian, label)
 
@@ -371,10 +386,3 @@ class Sketch(TorchFunctionMode):
                 "(batch normalization, in-batch negatives, a loss averaged over the batch?). Make each loss depend on "
                 "its own example only, e.g. with GroupNorm in place of BatchNorm."
             ) from None
-
-
-def vjp(losses: Tensor, parameters: Mapping[str, Tensor], c: Tensor, *, retain_graph: bool) -> dict[str, Tensor]:
-    """Gradient of ``c · losses`` by name; zero where the losses do not depend on a parameter."""
-    grads = torch.autograd.grad(losses, list(parameters.values()), c, retain_graph=retain_graph, allow_unused=True)
-    pairs = zip(parameters.items(), grads, strict=True)
-    return {name: torch.zeros_like(p) if g is None else g.detach().clone() for (name, p), g in pairs}

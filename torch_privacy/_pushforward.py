@@ -39,7 +39,9 @@ class Run:
     kwargs: dict[str, Any]
     random_state: RandomState | None  # as it was before the forward; None where it need not be made again
     edges: list[GradientEdge] = field(default_factory=list)  # of the outputs that losses can depend on
+    sizes: list[int] = field(default_factory=list)  # their numbers of entries
     places: list[int] = field(default_factory=list)  # and their numbers among the leaves of the output
+    ahead: list[dict[int, Tensor]] = field(default_factory=list)  # for groups of directions: place -> tangents
 
     def __post_init__(self) -> None:
         tensors = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
@@ -50,13 +52,22 @@ class Run:
         leaves = tree_leaves(output)
         self.places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.grad_fn is not None]
         outputs = [leaves[k] for k in self.places]
-        self.edges = [edge_of(t) for t in outputs]
+        self.edges, self.sizes = [edge_of(t) for t in outputs], [t.numel() for t in outputs]
         return [(edge, t.shape) for edge, t in zip(self.edges, outputs, strict=True)]
+
+    def push_ahead(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], *, together: bool) -> None:
+        """Keep the tangents of all outputs along g directions, before the forward: no graph stands beside their making.
+
+        Raises:
+            RuntimeError: the forward changes its input in place, and cannot be made twice.
+        """
+        tangents = self.push(v, parameters, together=together)
+        self.ahead.append(dict(zip(self.places, tangents, strict=True)))
+        self._check_versions()
 
     def push(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], *, together: bool) -> list[Tensor]:
         """Tangents (g, *shape) of the outputs along g directions of the parameters."""
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise RuntimeError("the forward changed its input in place, and cannot be made again")
+        self._check_versions()
         assert self.random_state is not None
         own = {name: p.detach() for name, p in parameters.items()}
         after = RandomState()
@@ -72,6 +83,10 @@ class Run:
         finally:
             after.restore()
 
+    def _check_versions(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError("the forward changed its input in place, and cannot be made again")
+
     def _push_one(self, v: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
         assert self.random_state is not None
         self.random_state.restore()
@@ -82,6 +97,8 @@ class Run:
 
     def _outputs(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         leaves = tree_leaves(functional_call(self.model, dict(parameters), self.args, self.kwargs))
+        if not self.edges:  # the forward is still to come: which outputs the losses can depend on is not known
+            self.places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         return tuple(leaves[k] for k in self.places)
 
 
@@ -119,6 +136,13 @@ def forward_mode(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequenc
         return _against(gradients, u, pushed, together=together)
 
     return project
+
+
+def against_ahead(losses: Tensor, runs: Sequence[Run], *, together: bool) -> Iterator[Tensor]:
+    """J v (n, g) for every group of directions along which tangents were pushed ahead."""
+    gradients, u = _linear_in_u(losses, [edge for run in runs for edge in run.edges])
+    for number in range(len(runs[0].ahead)):
+        yield _against(gradients, u, [run.ahead[number][k] for run in runs for k in run.places], together=together)
 
 
 def double_vjp(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], *, together: bool) -> Project:
