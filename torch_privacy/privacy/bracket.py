@@ -14,3 +14,9 @@ class Bracket(NamedTuple, Generic[T]):
 
     low: T
     high: T
+
+
+def inner(first: Bracket[float], second: Bracket[float]) -> Bracket[float]:
+    """What two brackets of the same value say together."""
+    high = min(first.high, second.high)
+    return Bracket(min(max(first.low, second.low), high), high)

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from .bracket import Array
+from .bracket import Array, inner
 from .bracket import Bracket as Bracket
 from .law import Law
 
@@ -104,7 +104,7 @@ class UpperHalf:
 
 
 class Capped:
-    """An engine's curve, its upper bound cut at a curve that dominates it; where the engine fails, that curve alone.
+    """An engine's curve, its upper bound cut at a curve that dominates it.
 
     The cap costs next to nothing, so it is asked first: if its ε or δ is 0, the engine is left alone.
     """
@@ -113,41 +113,19 @@ class Capped:
         self._engine, self._cap = engine, UpperHalf(dominating)
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        return self._cut(self._cap.delta(epsilon), lambda: self._engine.delta(epsilon))
+        cap = self._cap.delta(epsilon)
+        return cap if cap.high <= cap.low else inner(self._engine.delta(epsilon), cap)
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        return self._cut(self._cap.epsilon(delta), lambda: self._engine.epsilon(delta))
+        cap = self._cap.epsilon(delta)
+        return cap if cap.high <= cap.low else inner(self._engine.epsilon(delta), cap)
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        if self._cap.surely_below(epsilon, delta):
-            return True
-        try:
-            return self._engine.surely_below(epsilon, delta)
-        except Unresolved:
-            return False
+        return self._cap.surely_below(epsilon, delta) or self._engine.surely_below(epsilon, delta)
 
     def epsilon_high(self, delta: float) -> float:
-        return self._smaller(self._cap.epsilon_high(delta), lambda: self._engine.epsilon_high(delta))
-
-    @staticmethod
-    def _smaller(cap: float, ask: Callable[[], float]) -> float:
-        if cap == 0:
-            return 0.0
-        try:
-            return min(ask(), cap)
-        except Unresolved:
-            return cap
-
-    @staticmethod
-    def _cut(cap: Bracket[float], ask: Callable[[], Bracket[float]]) -> Bracket[float]:
-        if cap.high <= cap.low:
-            return cap
-        try:
-            low, high = ask()
-        except Unresolved:
-            return cap
-        high = min(high, cap.high)
-        return Bracket(min(low, high), high)  # the cap lies above the truth but for rounding
+        cap = self._cap.epsilon_high(delta)
+        return cap if cap == 0 else min(self._engine.epsilon_high(delta), cap)
 
 
 class ClosedForm:

@@ -69,7 +69,9 @@ class Atoms(Continuous):
             losses, p, q = -losses, q, p
         epsilon = np.asarray(epsilon, float)
         above = losses > epsilon[..., None]
-        return Tails((above * p).sum(-1), np.exp(epsilon) * (above * q).sum(-1), np.abs(epsilon))
+        with np.errstate(divide="ignore", invalid="ignore"):  # log 0 = -∞ is right for what Q never gives
+            log_loss = np.where(above, np.minimum(epsilon[..., None] + np.log(q), np.log(p)), -np.inf)
+        return Tails((above * p).sum(-1), np.exp(log_loss).sum(-1), np.abs(epsilon))
 
     @property
     def coarsest_step(self) -> float:

@@ -3,7 +3,8 @@
 
 In this order, the first that can: a closed form (one step, or full-batch Gaussians only); the contour (`contour`),
 exact to about 12 digits in a millisecond; the lattice (`lattice`, `fourier`), where few steps or a law without a smooth
-density let the contour converge too slowly; for Gaussian steps also a single step that dominates all (`dominating`).
+density let the contour converge too slowly, cut off where losses are heavy-tailed (`cut`); for Gaussian steps also a
+single step that dominates all (`dominating`); and at last the sum of what the parts cost by themselves (`apart`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from typing import TypeVar
 import numpy as np
 
 from . import contour, fourier
+from .apart import Apart, StepByStep
 from .bracket import Bracket
 from .curve import Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf
+from .cut import CutCurve, add_curve
 from .jumps import JumpCurve
 from .law import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
 
@@ -64,46 +67,6 @@ class FirstThatCan:
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self._ask(lambda curve: curve.surely_below(epsilon, delta))
-
-
-class Tightest:
-    """What several curves of the same truth say together; one that gives up says nothing."""
-
-    def __init__(self, make: Sequence[Callable[[], Curve]]):
-        self._parts = [FirstThatCan([one, Anything]) for one in make]
-
-    def delta(self, epsilon: float) -> Bracket[float]:
-        return _inner([part.delta(epsilon) for part in self._parts])
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        return _inner([part.epsilon(delta) for part in self._parts])
-
-    def epsilon_high(self, delta: float) -> float:
-        return min(part.epsilon_high(delta) for part in self._parts)
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return any(part.surely_below(epsilon, delta) for part in self._parts)
-
-
-class Anything:
-    """No knowledge at all."""
-
-    def delta(self, epsilon: float) -> Bracket[float]:
-        return Bracket(max(-float(np.expm1(min(epsilon, 0.0))), 0.0), 1.0)
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        return Bracket(0.0, np.inf)
-
-    def epsilon_high(self, delta: float) -> float:
-        return np.inf
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return False
-
-
-def _inner(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
-    high = min(bracket.high for bracket in brackets)
-    return Bracket(min(max(bracket.low for bracket in brackets), high), high)
 
 
 class Extremes:
@@ -169,21 +132,28 @@ def _curve(steps: Steps, lattices: fourier.Shared, swapped: bool, cap: Curve | N
         return lattices.curve(swapped=swapped)
 
     def capped() -> Curve:
-        try:
-            return lattice() if cap is None else Capped(lattice(), cap)
-        except Unresolved:
-            if cap is None:
-                raise
-            return UpperHalf(cap)
+        return lattice() if cap is None else Capped(lattice(), cap)
 
     def on_a_line() -> Curve:
         return contour.curve(steps, swapped=swapped)
 
-    def wide() -> Curve:
-        heavy = not swapped and any(law.heavy for law, _ in steps if isinstance(law, Continuous))
-        return Tightest([capped, lambda: JumpCurve(steps)]) if heavy else capped()
+    if method != "auto":
+        return FirstThatCan([on_a_line if method == "contour" else capped])
+    heavy = any(law.heavy for law, _ in steps if isinstance(law, Continuous))
+    tails = [lambda: add_curve(steps) if swapped else CutCurve(steps)] if heavy else []
+    jumps = [lambda: JumpCurve(steps)] if heavy and not swapped else []
+    cheap = [lambda: UpperHalf(cap)] if cap is not None and len(steps) == 1 else []
+    return FirstThatCan([on_a_line, *tails, capped, *jumps, *cheap, lambda: _apart(steps, swapped)])
 
-    return FirstThatCan({"auto": [on_a_line, wide], "contour": [on_a_line], "lattice": [capped]}[method])
+
+def _apart(steps: Steps, swapped: bool) -> Curve:
+    """Without the law that matters least, and that one by itself; equal steps one by one."""
+    if len(steps) == 1:
+        return StepByStep(*steps[0], swapped=swapped)
+    moments = [times * law.second_moment() for law, times in steps]
+    least = moments.index(min(moments))
+    parts = [*steps[:least], *steps[least + 1 :]], [steps[least]]
+    return Apart(*(_curves(part, "auto")[-1 if swapped else 0] for part in parts))
 
 
 def dominating(steps: Sequence[tuple[SubsampledNormal, int]]) -> SubsampledNormal:

@@ -135,6 +135,7 @@ class Composed:
         self.steps = sum(count for _, count in tilted)
         self.log_moment = sum(count * term.log_moment for term, count in tilted)
         self.only_p = -float(np.expm1(sum(count * np.log1p(-term.lattice.only_p) for term, count in tilted)))
+        self.neglected = sum(count * term.lattice.neglected for term, count in tilted)
 
         mean = sum(count * term.mean for term, count in tilted)
         below, above = _window(tilted)
@@ -168,7 +169,7 @@ class Composed:
     def _error(self, epsilon: float) -> float:
         """What wrapping, the missing top and the rounding of the FFT can change in δ(ε)."""
         sh = self.s * self.spacing
-        reached = 1 / np.expm1(sh) - 1 / np.expm1(sh + self.spacing) if 0 < sh < 300 else 1.0 / (1 + sh)
+        reached = 1 / np.expm1(sh) - 1 / np.expm1(min(sh + self.spacing, 700.0)) if 0 < sh < 300 else 1.0 / (1 + sh)
         rounding = self.entry_error * min(reached if sh else np.inf, len(self.above))
         return float(np.exp(min(self._log_bound(np.array(epsilon)), LARGEST_LOG)) * (2 * TAIL + rounding))
 
@@ -185,7 +186,9 @@ class Composed:
     def at_least(self, epsilon: float) -> float:
         """Lower bound on δ(ε) of the composed pair."""
         epsilon = max(epsilon, self.lowest)  # δ falls with ε
-        return max(self._sum(epsilon) * (1 - self._relative_error) - self._error(epsilon), 0.0)
+        finite = self._sum(epsilon) * (1 - self._relative_error) - self._error(epsilon)
+        telling = self.only_p * (1 - self._relative_error) - self.neglected * np.exp(min(epsilon, LARGEST_LOG))
+        return max(finite + max(telling, 0.0), 0.0)
 
 
 def _window(tilted: Sequence[tuple[Tilted, int]]) -> tuple[float, float]:
@@ -226,6 +229,8 @@ def _power(tilted: Sequence[tuple[Tilted, int]], length: int) -> tuple[Array, fl
 
 def _discounted(values: Array, spacing: float) -> Array:
     """``R_j = Σ_{k >= j} e^{-(k - j) h} values_k``, block by block so that no exponential overflows."""
+    if spacing > 300:
+        return values.copy()
     result, carry = np.empty(len(values)), 0.0
     block = min(max(int(300 / spacing), 1), len(values))
     discount = np.exp(-spacing * np.arange(block + 1))
@@ -341,7 +346,8 @@ class Shared:
         self._steps = steps
 
     @cached_property
-    def _spacing(self) -> float:
+    def spacing(self) -> float:
+        """The spacing that suits these steps."""
         return _spacing(self._steps)
 
     def curve(self, *, swapped: bool) -> LatticeCurve:
@@ -350,7 +356,7 @@ class Shared:
         Raises:
             Unresolved: now or when asked, a lattice fine enough for these laws would not fit into memory.
         """
-        return LatticeCurve(self._steps, self._spacing, swapped=swapped)
+        return LatticeCurve(self._steps, self.spacing, swapped=swapped)
 
 
 def _last_above(at_least: Callable[[float], float], delta: float, high: float) -> float:

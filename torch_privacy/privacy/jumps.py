@@ -18,7 +18,7 @@ from .curve import Unresolved, bisect
 from .law import Continuous, Law
 
 EXPONENTS = np.geomspace(0.05, 60, 40)  # candidates for c ε
-LARGEST = 1e30  # ε up to which to search
+SMALLEST, LARGEST = 1e-6, 1e30  # ε between which to search
 
 
 class JumpCurve:
@@ -26,38 +26,40 @@ class JumpCurve:
 
     def __init__(self, steps: Sequence[tuple[Law, int]]):
         self._nodes: list[tuple[int, Array, Array]] = []
-        self._rest = 0.0
+        self.rest = 0.0  # the sum of all floors
         for law, times in steps:
             nodes = law.nodes(law.coarsest_step) if isinstance(law, Continuous) and law.edge else None
             if nodes is None:
                 raise Unresolved
             assert isinstance(law, Continuous)
-            self._nodes.append((times, nodes.losses, np.exp(nodes.log_mass)))
-            self._rest += times * law.floor
+            self._nodes.append((times, nodes.losses, nodes.log_mass))
+            self.rest += times * law.floor
         self._cuts = np.unique(np.concatenate([losses[losses > 1e-3] for _, losses, _ in self._nodes]))
+        if not len(self._cuts):
+            raise Unresolved
 
     def _log_no_jump(self, *, with_node: bool) -> Array:
         """``Σ times * log P(l <= cut)`` for each cut, or with the cut's own node counted as a jump."""
         total = np.zeros(len(self._cuts))
-        for times, losses, mass in self._nodes:
-            beyond = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
+        for times, losses, log_mass in self._nodes:
+            beyond = np.append(np.cumsum(np.exp(log_mass[::-1]))[::-1], 0.0)
             first = np.searchsorted(losses, self._cuts, side="left" if with_node else "right")
             total += times * np.log1p(-np.minimum(beyond[first], 1 - 1e-16))
         return total
 
     def delta(self, epsilon: float) -> Bracket[float]:
         trivial = max(-float(np.expm1(min(epsilon, 0.0))), 0.0)
-        high = self._above(epsilon) if epsilon > 0 else 1.0
+        high = self._above(epsilon) if epsilon >= SMALLEST else 1.0
         gain = -np.expm1(self._log_no_jump(with_node=False))
-        share = -np.expm1(np.minimum(epsilon - self._cuts - self._rest, 0.0))
+        share = -np.expm1(np.minimum(epsilon - self._cuts - self.rest, 0.0))
         return Bracket(min(max(float((gain * share).max()), trivial), high), high)
 
     def _above(self, epsilon: float) -> float:
-        c = EXPONENTS / epsilon
+        c = EXPONENTS / max(epsilon, SMALLEST)
         exponent = np.zeros((len(c), len(self._cuts)))
-        for times, losses, mass in self._nodes:
-            with np.errstate(over="ignore"):
-                partial = np.cumsum(mass * np.exp(np.minimum(c[:, None] * losses, 600)), axis=1)
+        for times, losses, log_mass in self._nodes:
+            with np.errstate(over="ignore"):  # an infinite sum is no bound, rightly
+                partial = np.cumsum(np.exp(log_mass + c[:, None] * losses), axis=1)
             last = np.searchsorted(losses, self._cuts, side="right") - 1
             exponent += times * np.log(partial[:, last])
         exponent += (c * np.log(c) - (1 + c) * np.log1p(c) - c * epsilon)[:, None]
@@ -72,13 +74,15 @@ class JumpCurve:
         return self._crossing(lambda epsilon: self._above(epsilon) <= delta)[1]
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        return epsilon > 0 and self._above(epsilon) <= delta
+        return epsilon >= SMALLEST and self._above(epsilon) <= delta
 
     @staticmethod
     def _crossing(holds) -> tuple[float, float]:
+        if holds(SMALLEST):
+            return 0.0, SMALLEST
         high = 0.5
         while not holds(high):
             high *= 4
             if high > LARGEST:
                 return high, np.inf
-        return bisect(holds, high / 4 if high > 0.5 else 0.0, high, 1e-4)
+        return bisect(holds, high / 4 if high > 0.5 else SMALLEST, high, 1e-4)

@@ -5,7 +5,7 @@ A pair (P, Q) is described by its hockey stick ``H(x) = sup_A P(A) - x Q(A)``, c
 lattice points makes it piecewise linear:
 
 - `pessimistic` joins the values of H at the lattice points by chords, so it lies nowhere below H;
-- `optimistic` joins values that lie on tangents of H, so it lies nowhere above H.
+- `optimistic` joins values that lie on tangents of H, so it lies nowhere above H (but for what is `neglected`).
 
 Domination of hockey sticks survives composition, and both lattices keep (or only drop) P- and Q-mass, so the swapped
 pair is dominated the same way. The two curves differ by O(h²) in the spacing h: T steps cost O(T h²), not O(T h).
@@ -20,7 +20,7 @@ from .bracket import Array
 from .curve import Unresolved
 from .law import Continuous, Law, Symmetrised
 
-OVER = 1e-3  # by how much of the spacing the first lattice point may lie too high
+OVER = 1e-3  # by how much of the spacing, or of itself, the first height may lie too high
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class Lattice:
         mass: P-mass at each lattice point.
         only_p: P-mass where Q has none (loss +∞).
         only_q: Q-mass where P has none (loss -∞); it turns into `only_p` when the pair is swapped.
+        neglected: Q-mass of the outcomes of `only_p` after all; the hockey stick is too high by e^ε times as much.
     """
 
     start: float
@@ -40,6 +41,7 @@ class Lattice:
     mass: Array
     only_p: float = 0.0
     only_q: float = 0.0
+    neglected: float = 0.0
 
     @cached_property
     def losses(self) -> Array:
@@ -123,7 +125,8 @@ def _(law: Continuous, spacing: float) -> Lattice:
     masses: ``max(κ_i, 0) / (e^h - 1)`` moves from i-1 up to i, and ``-min(κ_i, 0) / (1 - e^-h)`` from i+1 down to i.
 
     The first lattice point is the mean ratio of all that lies below the first cut (κ = 0), the last cell is longer
-    above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond are dropped, which only lowers H.
+    above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond count as perfectly telling; the
+    little Q-mass that they have is `neglected`.
     """
     bottom = 0.0 if law.edge else law.ends[0]
     heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing) + 2, 3))
@@ -136,7 +139,9 @@ def _(law: Continuous, spacing: float) -> Lattice:
         heights, cuts = heights[:-1], np.delete(cuts, -2)
         mass, kappa = law.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
-    return Lattice(law.floor + float(heights[0]), spacing, mass)
+    (only_p,), (excess,) = law.cells(np.array([cuts[-1], np.inf]), heights[-1:])
+    neglected = max(float((only_p - excess) * np.exp(-law.floor - heights[-1])), 0.0)
+    return Lattice(law.floor + float(heights[0]), spacing, mass, max(float(only_p), 0.0), neglected=neglected)
 
 
 @above.register
@@ -184,7 +189,7 @@ def _first_height(law: Continuous, bottom: float, spacing: float) -> float:
 
 def _lowered(mass: Array, kappa: Array, spacing: float) -> Array:
     """Masses of the interpolation through the lower tangents: κ moves mass towards the flatter side."""
-    up = np.maximum(kappa, 0) / np.expm1(spacing)
+    up = np.maximum(kappa, 0) / np.expm1(min(spacing, 700.0))
     down = -np.minimum(kappa, 0) / -np.expm1(-spacing)
     up[0] = down[-1] = 0.0  # κ <= 0 and κ >= 0 there, up to rounding
     lowered = mass + up + down

@@ -11,7 +11,7 @@ from ..bracket import Array, Bracket
 from .pieces import PiecewiseLinear, hull
 
 FURTHEST = 600.0  # largest threshold
-NEGLIGIBLE = 1e-12  # δ beyond the last threshold
+NEGLIGIBLE, TYPICAL = 1e-12, 1e-3  # δ beyond the last threshold, and up to where thresholds are about equally dense
 TO_TWENTY = tuple(np.linspace(0, 20, 257).tolist())
 
 
@@ -46,7 +46,8 @@ def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[Piecewis
         [0.971, 0.974, 0.971]
     """
     furthest = min(max(profile.epsilon(NEGLIGIBLE).low, 1e-6), FURTHEST)
-    thresholds = np.linspace(0, furthest, pieces + 1)
+    scale = min(max(profile.epsilon(TYPICAL).low, 1e-3 * furthest), furthest)  # wider steps beyond, for heavy tails
+    thresholds = scale * np.sinh(np.linspace(0, np.arcsinh(furthest / scale), pieces + 1))
     asked = {name: _asked(curve.delta, thresholds) for name, curve in profile.directions.items()}
     either = np.maximum.reduce(list(asked.values()))
     curves = {"symmetrized": _enclosed(thresholds, either, either)}
@@ -120,7 +121,7 @@ def highest_of_lines(forth: Array, delta: Array, back: Array, reverse: Array) ->
     first, last = kept[0], kept[-1]
     inner = [_meet(a, b, c, *pair) for pair in pairwise(kept)]
     alpha, beta = np.array([(0.0, c[first] / b[first]), *inner, (c[last] / a[last], 0.0)]).T
-    return hull(alpha, np.minimum(beta, 1 - alpha))
+    return hull(alpha, np.clip(beta, 0, np.maximum(1 - alpha, 0)))
 
 
 def _meet(a: Array, b: Array, c: Array, i: int, k: int) -> tuple[float, float]:
