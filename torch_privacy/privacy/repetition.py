@@ -8,19 +8,14 @@ import numpy as np
 
 from .._check import in_range, one_of, positive, whole
 from .bracket import Array
-from .compose import compose
+from .compose import Profile, compose
 from .discrete import allowed_by
 from .engine import Between
 from .event import Event, NeighboringRelation, priced
-from .tradeoff import TradeOff
-from .tradeoff.bounds import highest_of_lines
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
+NEAR, GRID = 24, 160  # points of the bound's table, up to the largest loss and beyond
 ORDERS = {"geometric": 1.0, "logarithmic": 0.0}  # η of the truncated negative binomial
-TABLE = 256  # thresholds at which a run's δ is asked for
-RANKS = 6000  # cells of the chance to be beaten, twice
-RATIOS = 400  # likelihood ratios between which the largest gain is interpolated
-LARGEST = 300.0  # log of a ratio beyond which outcomes count as perfectly telling
 
 
 def _law(event: "Repeated") -> Between:
@@ -29,49 +24,34 @@ def _law(event: "Repeated") -> Between:
 
 @lru_cache(maxsize=16)
 def _priced(event: "Repeated") -> Between:
-    """The table of `Repeated`'s bound as a dominating pair."""
+    """The table ``δ(ε) = mean * δ_run(ε - log 1/c)`` as a dominating pair."""
     run = compose(event.releases)
-    furthest = min(run.epsilon_high(min(1e-14 / max(event.mean, 1.0), 1e-3)), 600.0)
-    epsilons = np.linspace(0.0, max(furthest, 1e-6), TABLE + 1)
-    deltas = np.array([run.delta(epsilon).high for epsilon in epsilons.tolist()])
-    ratios, weights, rest = _largest_gains(event, highest_of_lines(epsilons, deltas, epsilons, deltas))
-    shifts = np.log(ratios)
-    asked = np.linspace(0.0, min(furthest + max(shifts[-1], 0.0), 600.0), 2 * TABLE + 1)
-    bounds = rest + _at_most(epsilons, deltas, asked[:, None] - shifts) @ weights
-    return Between(allowed_by(asked, np.minimum(bounds, 1.0)))
+    loss = _largest_loss(run, event)
+    near = np.linspace(0.0, min(loss, 600.0), NEAR)
+    above = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in near]
+    deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios leave equal slack in between
+    epsilons = loss + np.array([run.epsilon_high(min(delta / event.mean, 0.5)) for delta in deltas])
+    known = epsilons <= 600.0
+    return Between(allowed_by(np.append(near, epsilons[known]), np.append(above, deltas[known])))
 
 
-def _at_most(epsilons: Array, deltas: Array, asked: Array) -> Array:
-    """δ of a run at any real ε: chords of a table, convex in e^ε, and by symmetry below 0."""
-    above = np.interp(np.exp(np.abs(np.clip(asked, -700, 700))), np.exp(epsilons), deltas)
-    negative = np.minimum(asked, 0.0)
-    return np.where(asked < 0, -np.expm1(negative) + np.exp(negative) * above, above)
-
-
-def _largest_gains(event: "Repeated", curve: TradeOff) -> tuple[Array, Array, float]:
-    """Ratios r_k, weights w_k and a rest with ``max_y (φ'(1 - y) - φ'(1 - y') r)+ <= rest + Σ w_k (1 - r / r_k)+``.
-
-    The maximum is over y and all y' up to 1 - f(y), f the run's trade-off function: of each cell of y the line with
-    the largest φ' of its outcome and the smallest on the neighboring data. Convex and falling in r, it lies below its
-    chords, and these are a mixture of hockey sticks.
-    """
-    grids = [np.geomspace(1e-12, 1.0, RANKS), np.linspace(0.0, min(40 / event.mean, 1.0), RANKS)]
-    beaten = np.unique(np.concatenate(grids))
-    own, other = _derivative(event, beaten[:-1]), _derivative(event, 1 - np.asarray(curve(beaten[1:])))
-    with np.errstate(divide="ignore"):
-        last = min(float((np.log(own) - np.log(other)).max()), LARGEST)
-    ratios = np.concatenate([[0.0], np.exp(np.linspace(min(-3.0, last), max(last, 1e-9), RATIOS))])
-    gains = np.array([max(float((own - other * ratio).max()), 0.0) for ratio in ratios])
-    slopes = np.append(np.diff(gains) / np.diff(ratios), 0.0)
-    return ratios[1:], np.maximum(np.diff(slopes), 0.0) * ratios[1:], float(gains[-1])
-
-
-def _derivative(event: "Repeated", beaten: Array) -> Array:
-    """``φ'(1 - y)`` for chances y that one run is better than the outcome."""
+def _largest_loss(run: Profile, event: "Repeated") -> float:
+    """``log 1/c``, c the least ratio of φ' between neighboring data sets."""
     if event.distribution == "poisson":
-        return event.mean * np.exp(-event.mean * beaten)
-    stop = _stopping(event)
-    return event.mean * (stop / (stop + (1 - stop) * beaten)) ** (ORDERS[event.distribution] + 1)
+        return event.mean * run.delta(0.0).high
+    order, stop = ORDERS[event.distribution], _stopping(event)
+    grid = np.append(0.0, np.geomspace(1e-3, max(run.epsilon_high(1e-9), 0.1), 40))
+    bounds = np.array([(epsilon, run.delta(float(epsilon)).high) for epsilon in grid])
+    beaten = np.append(0.0, np.geomspace(1e-9, 1.0, 4000))  # chance y that a run is better than the outcome
+    other = _most_beaten(beaten[1:], bounds) * (1 - stop) + stop
+    own = beaten[:-1] * (1 - stop) + stop
+    return (order + 1) * float(np.log(max((other / own).max(), 1.0)))  # rising in y: each cell's end over its start
+
+
+def _most_beaten(beaten: Array, bounds: Array) -> Array:
+    """Largest chance of being beaten on the neighboring data: ``e^ε y + δ`` and ``1 - e^-ε (1 - y - δ)``, each ε."""
+    epsilon, delta = bounds.T[:, :, None]
+    return np.minimum(np.exp(epsilon) * beaten + delta, 1 - np.exp(-epsilon) * (1 - beaten - delta)).min(0)
 
 
 def _stopping(event: "Repeated") -> float:
@@ -90,16 +70,14 @@ def _stopping(event: "Repeated") -> float:
 class Repeated(Event):
     """Runs of the same releases, K of them, of which the best is released; K is drawn at random and kept secret.
 
-    **The bound.** φ is the generating function of K, ``m = φ'(1)`` its mean, f the trade-off function of one run. Ties
-    are broken at random, so ranks are continuous. Let y be the chance that a run on the first data set beats an
-    outcome, y' the chance on the neighboring one; then ``y' <= 1 - f(y)``. With densities p and p' of a run, the
-    outcome is the best of all with density ``p φ'(1 - y)`` against ``p' φ'(1 - y')``, and that no run happens is as
-    likely on both. So for ε >= 0, with ``r = e^ε p' / p`` and the convex ``g(r) = max_y (φ'(1 - y) - φ'(f(y)) r)+``,
+    With φ the generating function of K, ``m = φ'(1)`` its mean, and F an outcome's rank on one data set, F' on the
+    other, an outcome has density ``p φ'(F)`` against ``p' φ'(F')``, so
 
-        δ(ε) <= ∫ p g(r) = Σ w_k δ_run(ε - log r_k)    for    g(r) = Σ w_k (1 - r / r_k)+.
+        δ(ε) <= m δ_run(ε - log 1/c),   c = min φ'(F') / φ'(F),  for ε >= 0.
 
-    As ``g(r) <= m (1 - r / r_max)+`` it is never above ``m δ_run(ε - log r_max)``, the published bound. It is only an
-    upper one; the lower one is trivial.
+    For Poisson ``c >= e^(-m δ_run(0))``; for the others c follows from ``1 - F' <= e^ε (1 - F) + δ_run(ε)``, every ε.
+    For ``p φ'(F) - e^ε p' φ'(F') <= φ'(F) (p - e^ε c p')`` and ``φ' <= m``; that no run happens is as likely on both.
+    Ties are broken at random, which changes nothing. Only an upper bound; the lower one is trivial.
 
     What ranks the runs must itself be part of what a run releases (or be public): the accuracy on private examples is
     an event of its own among the releases.
@@ -111,12 +89,9 @@ class Repeated(Event):
 
     Guarantees:
         - for runs that are (ε, 0)-private: 3 ε for "geometric", 2 ε for "logarithmic", the published (2 + η) ε.
-        - never above ``m δ_run(ε - log r_max)`` (but for the table's width), of which the first factor and a slightly
-          larger r_max are Theorem 6 of Koskela, Redberg & Wang.
-
-    Source: the derivation above, after the proof of Koskela, Redberg & Wang (2024), arXiv:2402.06701, whose bound has
-        the largest φ' and the largest ratio at once. Distributions, and why K must be random, from Liu & Talwar
-        (2019), arXiv:1811.07971, and Papernot & Steinke (2022), arXiv:2110.03620.
+    Source: the proof is the one of Koskela, Redberg & Wang (2024), arXiv:2402.06701, in terms of ranks; distributions
+        and their need for a random K from Liu & Talwar (2019), arXiv:1811.07971, and Papernot & Steinke (2022),
+        arXiv:2110.03620.
 
     Example:
         >>> from torch_privacy.privacy import SubsampledGaussian
