@@ -7,9 +7,10 @@
 ``ours`` is a step of ``PrivateTraining(perturbation=GEP(...))`` less sampling, noise and ledger: anchor gradients,
 basis, embedding, both clipped sums, recombined. ``vmap`` is the same as one writes it down: all anchor gradients by
 ``torch.func.vmap``, a power iteration in each group with ``torch.linalg.qr``, all private gradients, their products
-with the basis, explicit residuals. Both have the paper's five groups and the same labels.
+with the basis, explicit residuals. Both have the paper's five groups and the same labels. ``plain`` is the ordinary
+gradient of all their examples.
 
-Printed are the smallest time of some rounds in which the two take turns, and the peak of what tensors take beyond
+Printed are the smallest time of some rounds in which they take turns, and the peak of what tensors take beyond
 model and data, as torch's profiler counts it. Other programs on the machine spoil the times.
 """
 
@@ -115,6 +116,17 @@ def by_vmap(setting: Setting) -> Step:
     return step
 
 
+def plain(setting: Setting) -> Callable[[], object]:
+    """Forward and backward of batch and anchors, each as one batch: what neither can do without."""
+    parameters = list(setting.model.parameters())
+
+    def step() -> None:
+        for x, y in (setting.batch, setting.auxiliary):
+            torch.autograd.grad(per_example(setting.model(x), y).sum(), parameters)
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="One GEP step: ours and by vmap.")
     parser.add_argument("--batch", type=int, default=256)
@@ -129,7 +141,7 @@ def main() -> None:
         keep_memory()
     torch.set_num_threads(chosen.threads)
     setting = new_setting(chosen.batch, chosen.anchors, chosen.basis)
-    steps = {"ours": ours(setting, chosen.chunk), "vmap": by_vmap(setting)}
+    steps = {"plain": plain(setting), "ours": ours(setting, chosen.chunk), "vmap": by_vmap(setting)}
     print(f"ResNet-20, batch {chosen.batch}, k = {chosen.basis}, m = {chosen.anchors}, {chosen.threads} threads")
     peaks = {name: peak(step) for name, step in steps.items()}
     seconds = dict.fromkeys(steps, float("inf"))

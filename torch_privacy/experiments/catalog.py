@@ -23,6 +23,11 @@ JL = Paper(
     "Fast and memory efficient differentially private SGD via JL projections",
     "arXiv:2102.03013",
 )
+GEP = Paper(
+    "Yu, Zhang, Chen & Liu (2021)",
+    "Do not let privacy overbill utility: gradient embedding perturbation for private learning",
+    "arXiv:2102.12677",
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,26 @@ CATALOG = (
     Experiment(
         "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 150_000, 110, "IMDb",
         trains=True,
+    ),
+    Experiment(
+        "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
+        3000, 150, "MNIST, CIFAR-100", trains=True,
+    ),
+    Experiment(
+        "gep-cifar10", GEP, "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
+        500_000, 150, "CIFAR-10, CIFAR-100", trains=True,
+    ),
+    Experiment(
+        "gep-linear", GEP, "Appendix A", "the same for one dense layer on features of public images",
+        1500, 150, "CIFAR-10, CIFAR-100", trains=True,
+    ),
+    Experiment(
+        "gep-ablations", GEP, "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
+        2000, 150, "MNIST, CIFAR-100", trains=True,
+    ),
+    Experiment(
+        "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
+        400, 60, "CIFAR-100",
     ),
 )  # fmt: skip
 

@@ -30,18 +30,18 @@ def mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
     return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, 2 * width, classes)))
 
 
-def gep_mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
+def gep_mnist_cnn(width: int = 16, classes: int = 10, *, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
     """Two convolutions with max-pooling and one dense layer: MNIST in Yu et al.; 14,394 parameters.
 
     Neither paper nor code gives the widths; these are the convolutions of ``mnist_cnn``. Inputs (n, 1, 28, 28).
     """
-    return nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, classes))
+    return nn.Sequential(*_mnist_convolutions(width, activation), *_dense(32 * width, classes))
 
 
-def _mnist_convolutions(width: int) -> list[nn.Module]:
+def _mnist_convolutions(width: int, activation: Callable[[], nn.Module] = nn.ReLU) -> list[nn.Module]:
     """From (n, 1, 28, 28) to (n, 2 * width, 4, 4)."""
-    first = [nn.Conv2d(1, width, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1)]
-    return [*first, nn.Conv2d(width, 2 * width, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)]
+    first = [nn.Conv2d(1, width, 8, 2, 3), activation(), nn.MaxPool2d(2, 1)]
+    return [*first, nn.Conv2d(width, 2 * width, 4, 2), activation(), nn.MaxPool2d(2, 1)]
 
 
 def cifar_cnn(width: int = 32, size: int = 32, classes: int = 10) -> nn.Module:
@@ -108,17 +108,23 @@ def _dense(*widths: int) -> list[nn.Module]:
 class AveragedWords(nn.Module):
     """16 numbers a word, averaged over the text, 16 ReLU units: IMDb in Bu, Dong et al.; 160,306 parameters.
 
-    Inputs (n, t) of words' numbers. Padding is averaged as any word is, as in the paper's code.
+    Inputs (n, t) of words' numbers. Padding, the number 0, is averaged as any word is, as in the paper's code, unless
+    ``padded=False``.
     """
 
-    def __init__(self, vocabulary: int = 10_000, width: int = 16, classes: int = 2):
+    def __init__(self, vocabulary: int = 10_000, width: int = 16, classes: int = 2, *, padded: bool = True):
         super().__init__()
+        self.padded = padded
         self.embedding = nn.Embedding(vocabulary, width)
         self.dense = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes))
         draw_as_keras(self)
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.dense(self.embedding(words).mean(1))
+        vectors = self.embedding(words)
+        if self.padded:
+            return self.dense(vectors.mean(1))
+        real = (words != 0).to(vectors.dtype)[:, :, None]
+        return self.dense((real * vectors).sum(1) / real.sum(1).clamp(min=1))
 
 
 class BiLSTM(nn.Module):
@@ -192,10 +198,19 @@ class ResNet20(nn.Module):
 
     He et al. (2016), section 4.2: a stem, three stages of three blocks with 16, 32 and 64 channels, and a dense layer,
     which are the five groups of parameters of GEP. The defaults are those of the authors' code: four groups without
-    scale and shift, and one more normalization in the shortcut where the channels double.
+    scale and shift, and one more normalization in the shortcut where the channels double. With n blocks in a stage
+    instead of three it is ResNet-(6n + 2).
     """
 
-    def __init__(self, classes: int = 10, *, groups: int = 4, affine: bool = False, normed_shortcut: bool = True):
+    def __init__(
+        self,
+        classes: int = 10,
+        *,
+        blocks: int = 3,
+        groups: int = 4,
+        affine: bool = False,
+        normed_shortcut: bool = True,
+    ):
         super().__init__()
 
         def norm(channels: int) -> nn.Module:
@@ -205,8 +220,8 @@ class ResNet20(nn.Module):
         stages = []
         for before, after in [(16, 16), (16, 32), (32, 64)]:
             shortcut = norm(before) if normed_shortcut and before != after else nn.Identity()
-            blocks = [BasicBlock(before, after, norm, shortcut), *(BasicBlock(after, after, norm) for _ in range(2))]
-            stages.append(nn.Sequential(*blocks))
+            others = (BasicBlock(after, after, norm) for _ in range(blocks - 1))
+            stages.append(nn.Sequential(BasicBlock(before, after, norm, shortcut), *others))
         self.stages = nn.ModuleList(stages)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
         for module in self.modules():

@@ -58,7 +58,7 @@ class Run:
 
     @classmethod
     def start(cls, path: Path, experiment: str, **chosen: Any) -> Run:
-        """A new run in a new folder; the ``chosen`` settings replace the experiment's own, a target its noise.
+        """A new run in a new folder; the ``chosen`` settings replace the experiment's own: a target its noise, too.
 
         Raises:
             ValueError: If the experiment is unknown, a setting cannot be run, or the folder is not empty or in use.
@@ -68,6 +68,8 @@ class Run:
         module = load_trainable(experiment)
         if "target_epsilon" in chosen:
             chosen = {"noise_multiplier": None, **chosen}
+        elif "noise_multiplier" in chosen:
+            chosen = {"target_epsilon": None, **chosen}
         check_names(experiment, module, chosen)
         settings = module.Settings(**chosen)
         check_numbers(settings)
