@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ._check import Refused as Refused
     from ._statement import Spent as Spent
     from ._tape import record as record
+    from .averaging import MovingAverage as MovingAverage
     from .checkup import Checkup as Checkup
     from .checkup import check as check
     from .clipping import Adaptive as Adaptive
@@ -48,6 +49,7 @@ _HOME = {
     "Groups": "clipping",
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
+    "MovingAverage": "averaging",
     "PerLayer": "clipping",
     "PrivatePCA": "pca",
     "PrivateTraining": "training",
@@ -74,6 +76,7 @@ __all__ = [
     "Groups",
     "Jacobian",
     "MicroBatches",
+    "MovingAverage",
     "PerLayer",
     "PrivatePCA",
     "PrivateTraining",

@@ -4,10 +4,11 @@
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -61,6 +62,12 @@ def build_task(settings, released=None):
     )
 
 
+def in_views(settings, released=None):
+    """The same in three views each, shaken at random, with averaged weights."""
+    task = build_task(settings)
+    return replace(task, views=3, augment=lambda x: x + 0.1 * torch.randn_like(x), average=0.9)
+
+
 @pytest.fixture
 def regression(monkeypatch):
     """The experiment ``regression``, for as long as the test lasts."""
@@ -68,6 +75,7 @@ def regression(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_privacy.experiments.regression", module)
     monkeypatch.setitem(experiments.EXPERIMENTS, "regression", Experiment("regression", GDP, "", "", 1, 1, trains=True))
     monkeypatch.setattr(experiments, "TRAININGS", ("regression",))
+    return module
 
 
 def finish(run):
@@ -118,6 +126,29 @@ def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regressi
     finish(whole)
     assert stopped.private.rows == whole.private.rows
     assert stopped.folder.ledger.read_text() == whole.folder.ledger.read_text()
+
+
+def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regression, tmp_path):
+    regression.build_task = in_views
+    run = Run.start(tmp_path / "stopped", "regression")
+    shutil.copytree(tmp_path / "stopped", tmp_path / "whole")
+    for _ in zip(range(7), run.steps(), strict=False):
+        pass
+    run.checkpoint()
+    run.close()
+    stopped = Run.resume(tmp_path / "stopped")
+    results = finish(stopped)
+    whole = finish(Run.resume(tmp_path / "whole"))  # not before: both draw from torch's random state
+    assert results == {**whole, "seconds": results["seconds"]}
+    assert stopped.training.views == 3
+    assert stopped.average is not None
+    assert stopped.average.step_count == stopped.training.step_count
+    x, y = stopped.task.test.tensors
+    rmse = float((stopped.average.model(x) - y).square().mean().sqrt())
+    assert results["test_score"] == pytest.approx(rmse, rel=1e-6)
+    saved = safetensors.torch.load_file(stopped.folder.model)
+    assert all(torch.equal(saved[name], value) for name, value in stopped.average.model.state_dict().items())
+    assert not torch.equal(saved["0.weight"], stopped.model.state_dict()["0.weight"])
 
 
 def test_stars_are_the_mean_under_the_softmax():

@@ -84,6 +84,9 @@ class Task:
     score: Score = ACCURACY
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # of the number of steps; moves every step
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
+    augment: Callable[[Tensor], Tensor] | None = None  # inputs in training, each changed at random by itself
+    views: int = 1  # of each example at once, every one augmented anew; their mean gradient is the example's
+    average: float | None = None  # decay of the weights' moving average, which is scored and released in their place
     released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run gets it back
     device: str = "cpu"
     not_covered: tuple[str, ...] = ()  # what was taken from the examples without noise

@@ -31,7 +31,8 @@ from torch_privacy.summary import Releases, Summary, summarize
 
 TEST_BATCH_SIZE = 4096
 CHECKPOINT_KEYS = {
-    "experiment", "settings", "released", "model", "optimizer", "scheduler", "training", "log", "random_state",
+    "experiment", "settings", "released", "model", "optimizer", "scheduler", "training", "average", "log",
+    "random_state",
 }  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class Run:
     settings: Any
     task: Task
     training: tp.PrivateTraining
+    average: tp.MovingAverage | None
     private: Log
     baseline: Log
 
@@ -106,14 +108,20 @@ class Run:
     def _build(cls, folder: RunFolder, experiment: str, settings: Any, task: Task) -> Run:
         torch.manual_seed(settings.seed)  # what the network draws, such as dropout; never the batches, never the noise
         training = new_training(settings, task, folder.path)
+        average = new_average(task, training.model, training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
         log = partial(Log, num_steps=training.num_steps, epochs=settings.epochs, **score)
-        return cls(folder, experiment, settings, task, training, log("private"), log("non-private"))
+        return cls(folder, experiment, settings, task, training, average, log("private"), log("non-private"))
 
     @property
     def model(self) -> nn.Module:
         """The network that is trained privately."""
         return self.training.model
+
+    @property
+    def released_model(self) -> nn.Module:
+        """What is scored and saved: the network, or its average over the steps where the task asks for that."""
+        return self.model if self.average is None else self.average.model
 
     def steps(self) -> Iterator[Progress]:
         """Train to the end, privately and then, unless switched off, without privacy; yields after every step."""
@@ -132,6 +140,7 @@ class Run:
             "optimizer": self.training.optimizer.state_dict(),
             "scheduler": None if self.training.scheduler is None else self.training.scheduler.state_dict(),
             "training": self.training.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
         }
@@ -145,7 +154,8 @@ class Run:
 
         The model comes first: whatever fails behind it, the trained weights are on disk.
         """
-        weights = {name: value.detach().clone().contiguous() for name, value in self.model.state_dict().items()}
+        state = self.released_model.state_dict()
+        weights = {name: value.detach().clone().contiguous() for name, value in state.items()}
         self.folder.write_model(safetensors.torch.save(weights))
         results = self._results()
         self.folder.write_json(self.folder.privacy, self._statement())
@@ -179,16 +189,16 @@ class Run:
         if self.training.scheduler is not None:
             self.training.scheduler.load_state_dict(state["scheduler"])
         self.training.load_state_dict(state["training"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         self.private.load_state_dict(state["log"])
         torch.set_rng_state(state["random_state"])
 
     def _private_steps(self) -> Iterator[Progress]:
         for batch in self.training:
-            inputs, targets = _moved(batch, self.task.device)
-            outputs = self.model(inputs)
-            losses = self.task.losses(outputs, targets)
+            losses, scores = losses_and_scores(self.task, self.model, batch, self.task.views)
             made = self.training.step(losses)
-            self.private.add(losses, self.task.score.of_each(outputs.detach(), targets))
+            self.private.add(losses.flatten(), scores)
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
         if not self.private.is_complete():  # the last steps drew nobody: the loop above never saw them
@@ -200,7 +210,7 @@ class Run:
         if not self.private.is_epoch_over(step):
             return self.private.progress(step)
         epsilon = map(float, self.training.spent().epsilon)
-        progress = self.private.end_epoch(step, test_score(self.task, self.model), *epsilon)
+        progress = self.private.end_epoch(step, test_score(self.task, self.released_model), *epsilon)
         self.folder.write_metrics(self.private.rows)
         self.checkpoint()
         return progress
@@ -208,20 +218,20 @@ class Run:
     def _baseline_steps(self) -> Iterator[Progress]:
         """The same network, settings and number of steps with shuffled batches, no clipping and no noise."""
         model, optimizer, scheduler = _new_parts(self.task, self.baseline.num_steps)
+        average = new_average(self.task, model, optimizer)
         for step, batch in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
-            inputs, targets = _moved(batch, self.task.device)
-            outputs = model(inputs)
-            losses = self.task.losses(outputs, targets)
+            losses, scores = losses_and_scores(self.task, model, batch)
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            self.baseline.add(losses, self.task.score.of_each(outputs.detach(), targets))
+            self.baseline.add(losses, scores)
             if not self.baseline.is_epoch_over(step):
                 yield self.baseline.progress(step)
                 continue
-            progress = self.baseline.end_epoch(step, test_score(self.task, model))
+            score = test_score(self.task, model if average is None else average.model)
+            progress = self.baseline.end_epoch(step, score)
             self.folder.write_metrics(self.private.rows + self.baseline.rows)
             yield progress
 
@@ -283,10 +293,24 @@ def new_training(settings: Any, task: Task, run_folder: Path | None, **more: Any
         noise_multiplier=settings.noise_multiplier,
         target_epsilon=settings.target_epsilon,
         delta=settings.delta,
+        views=task.views,
         scheduler=scheduler,
         run_folder=run_folder,
         **arguments,
     )
+
+
+def new_average(task: Task, model: nn.Module, optimizer: Optimizer) -> tp.MovingAverage | None:
+    """The moving average of the weights, where the task asks for one."""
+    return None if task.average is None else tp.MovingAverage(model, optimizer, task.average)
+
+
+def losses_and_scores(task: Task, model: nn.Module, batch: Any, views: int = 1) -> tuple[Tensor, Tensor]:
+    """A batch in training, augmented: losses (n,) or (n, views), and the score of every view."""
+    inputs, targets = _moved(batch, task.device)
+    outputs = model(inputs if task.augment is None else task.augment(inputs))
+    losses, scores = task.losses(outputs, targets), task.score.of_each(outputs.detach(), targets)
+    return losses if views == 1 else losses.view(-1, views), scores
 
 
 def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:

@@ -15,7 +15,13 @@ import torch_privacy as tp
 from torch_privacy import _check
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments._protocol import Task, check_numbers, check_settings
-from torch_privacy.experiments.runner import new_training, number_of_threads, test_score
+from torch_privacy.experiments.runner import (
+    losses_and_scores,
+    new_average,
+    new_training,
+    number_of_threads,
+    test_score,
+)
 
 TRIED = ("learning_rate", "clip_norm", "expected_batch_size")
 
@@ -84,8 +90,11 @@ def trained(settings: Any, task: Task, **changes: Any) -> tp.PrivateTraining:
     with number_of_threads(task.num_threads):
         torch.manual_seed(settings.seed)
         training = new_training(settings, task, None, **changes)
-        for inputs, targets in training:
-            training.step(task.losses(training.model(inputs.to(task.device)), targets.to(task.device)))
+        average = new_average(task, training.model, training.optimizer)
+        for batch in training:
+            training.step(losses_and_scores(task, training.model, batch, task.views)[0])
+        if average is not None:
+            training.model.load_state_dict(average.model.state_dict())
     return training
 
 
