@@ -27,7 +27,7 @@ from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUM
 HELD_OUT = 2000
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}
 NOTES = (
-    "The paper's accuracies are of CIFAR-10, with m = 2000 where nothing else is said. Ours: k = 100 and m = 500.",
+    "The paper's accuracies are of CIFAR-10, with m = 2000 where nothing else is said. Ours: k = 100 and m = 400.",
     "Accuracy on the last 8,000 test images: the first 2,000 are auxiliary data of some rows.",
 )
 

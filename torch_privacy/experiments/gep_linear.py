@@ -22,10 +22,11 @@ from torch.utils.data import TensorDataset
 from torch_privacy.data import Data, load_cifar10, load_public_images
 from torch_privacy.experiments import gep
 
-FILTERS, SIZE, STRIDE, CELLS = 512, 6, 2, 2  # a feature for every filter, sign, and cell of a quarter of the image
+FILTERS, SIZE, STRIDE, CELLS = 512, 6, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
 NUM_PATCHES = 50_000  # of which the variances are taken
-LEAST_VARIANCE = 0.01  # added to those of patches before they are divided by
-THRESHOLD = 0.5  # of a response, in standard deviations of a patch's
+LEAST_VARIANCE = 0.1  # added to those of the whitened directions
+FLAT = 1e-3  # added to the variance of a patch of pixels in [0, 1]
+THRESHOLD = 0.25  # that a response must exceed; responses have a standard deviation of about 1
 CHUNK = 500  # images at a time
 
 
@@ -57,25 +58,26 @@ class Features:
         covariance = patches.T @ patches / NUM_PATCHES
         variances, directions = torch.linalg.eigh(covariance)
         whitening = directions / (variances + LEAST_VARIANCE).sqrt() @ directions.T
-        self._filters = F.normalize(patches[:FILTERS] @ whitening) @ whitening  # applied to patches that are not white
+        filters = F.normalize(patches[:FILTERS] @ whitening) @ whitening  # of patches that are not white
+        filters -= filters.mean(1, keepdim=True)  # hence of patches that are not centered
+        self._filters = filters.view(FILTERS, -1, SIZE, SIZE)
 
     def __call__(self, images: Tensor) -> Tensor:
         """In chunks."""
         return torch.cat([self._of_few(part) for part in images.split(CHUNK)])
 
     def _of_few(self, images: Tensor) -> Tensor:
-        patches = F.unfold(images, SIZE, stride=STRIDE).transpose(1, 2)  # (n, t, d)
-        responses = _normalized(patches) @ self._filters.T
-        both = torch.cat([(responses - THRESHOLD).relu(), (-responses - THRESHOLD).relu()], 2)
-        side = round(both.shape[1] ** 0.5)
-        pooled = F.adaptive_avg_pool2d(both.transpose(1, 2).unflatten(2, (side, side)), CELLS)
-        return F.normalize(pooled.sqrt().flatten(1))
+        mean, square = (F.avg_pool2d(x.mean(1, keepdim=True), SIZE, STRIDE) for x in (images, images.square()))
+        responses = F.conv2d(images, self._filters, stride=STRIDE)
+        responses /= (square - mean.square()).clamp(min=0).add(FLAT).sqrt()
+        pooled = [F.adaptive_avg_pool2d(F.relu(sign * responses - THRESHOLD), CELLS) for sign in (1, -1)]
+        return F.normalize(torch.cat(pooled, 1).sqrt().flatten(1))
 
 
 def _normalized(patches: Tensor) -> Tensor:
     """Every patch with mean 0 and, unless it is flat, variance 1."""
     centered = patches - patches.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + LEAST_VARIANCE / 10).sqrt()
+    return centered / (centered.square().mean(-1, keepdim=True) + FLAT).sqrt()
 
 
 @cache
