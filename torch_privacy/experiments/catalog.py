@@ -28,6 +28,16 @@ GEP = Paper(
     "Do not let privacy overbill utility: gradient embedding perturbation for private learning",
     "arXiv:2102.12677",
 )
+TRAMER = Paper(
+    "Tramèr & Boneh (2021)",
+    "Differentially private learning needs better features (or much more data)",
+    "arXiv:2011.11660",
+)
+DE = Paper(
+    "Tramèr & Boneh (2021) and De, Berrada, Hayes, Smith & Balle (2022)",
+    "Unlocking high-accuracy differentially private image classification through scale",
+    "arXiv:2011.11660, 2204.13650",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,15 @@ CATALOG = (
     Experiment(
         "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
         1200, 40, data="MNIST", trains=True,
+    ),
+    Experiment(
+        "abadi-sweep", ABADI, "Figure 5",
+        "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 100, "MNIST",
+        trains=True,
+    ),
+    Experiment(
+        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 60,
+        "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gdp-figures", GDP, "Figures 2, 3, A.1",
@@ -113,6 +132,17 @@ CATALOG = (
     Experiment(
         "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
         400, 60, "CIFAR-100",
+    ),
+    Experiment(
+        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 900, 60, "MNIST"
+    ),
+    Experiment(
+        "best-mnist", TRAMER, "Table 1, MNIST", "the best of today: scattering, several views, averaged weights",
+        3600, 120, "MNIST", trains=True,
+    ),
+    Experiment(
+        "best-cifar10", DE, "tables, CIFAR-10", "the same for small photographs; wants a GPU", 200_000, 150,
+        "CIFAR-10", trains=True,
     ),
 )  # fmt: skip
 

@@ -5,28 +5,52 @@
 The paper reports 83.8 % test accuracy at mu = 2.07, and 84.7 % without privacy. As there, the vocabulary is that of the
 training reviews: which words are frequent is not covered by epsilon.
 
+Exact norms give less. The authors' code takes norms that are too small (see `sparse_norms`); with these, which are no
+private training, the paper's accuracy comes out. So it does with exact norms, privately, if padding is left out of the
+average: its embedding is what makes the gradients of short texts long.
+
 Source: Z. Bu, J. Dong, Q. Long, W. Su, "Deep learning with Gaussian differential privacy", Harvard Data Science Review
 2(3), 2020, arXiv:1911.11607.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from torch_privacy.data import TrainingWords, load_imdb
-from torch_privacy.experiments._protocol import Task, seeded
+from torch_privacy.experiments import sparse_norms
+from torch_privacy.experiments._protocol import Task, number_of_steps, seeded
 from torch_privacy.experiments.networks import AveragedWords
-from torch_privacy.experiments.rows import ACCURACY_COLUMN, BASELINE, MU, PRIVACY_COLUMNS, SCORE, Column, Training
+from torch_privacy.experiments.rows import (
+    ACCURACY_COLUMN,
+    BASELINE,
+    MU,
+    PRIVACY_COLUMNS,
+    SCORE,
+    Column,
+    Computation,
+    Context,
+    Numbers,
+    Row,
+    Training,
+)
+from torch_privacy.experiments.runner import test_score
 
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
     BASELINE: Column("not private", digits=1, percent=True),
     **PRIVACY_COLUMNS,
 }
-NOTES = ("The vocabulary is taken from the training reviews without noise, as in the paper: no epsilon covers it.",)
+NOTES = (
+    "The vocabulary is taken from the training reviews without noise, as in the paper: no epsilon covers it.",
+    "The authors' norms square the gradient of a word that stands k times in a text, padding included, position by "
+    "position: too small, so that clipping does not bound what is released. That row has no guarantee.",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +66,7 @@ class Settings:
     epochs: float = 9
     words: int = 10_000
     length: int = 256
+    padded: bool = True  # whether padding is averaged as any word is, as in the paper's code
     seed: int = 0  # public: the initial weights, the baseline's shuffling; never the noise
     baseline: bool = True
     data: str | None = None
@@ -53,7 +78,7 @@ def build_task(settings: Settings) -> Task:
     return Task(
         train=data.train,
         test=data.test,
-        new_model=partial(seeded, partial(AveragedWords, settings.words), settings.seed),
+        new_model=partial(seeded, partial(AveragedWords, settings.words, padded=settings.padded), settings.seed),
         new_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
         losses=partial(F.cross_entropy, reduction="none"),
         not_covered=data.not_covered,
@@ -61,6 +86,22 @@ def build_task(settings: Settings) -> Task:
     )
 
 
-def rows(quick: bool) -> Sequence[Training]:
-    """The private line of Table 3; a quick look makes two epochs."""
-    return [Training("NoisyAdam", {"epochs": 2} if quick else {}, {SCORE: 0.838, BASELINE: 0.847, MU: 2.07})]
+def rows(quick: bool) -> Sequence[Row]:
+    """The private line of Table 3, and how the paper came by it; a quick look makes two epochs."""
+    epochs = {"epochs": 2} if quick else {}
+    authors = Computation("the authors' norms", partial(with_sparse_norms, epochs), {SCORE: 0.838}, seeded=True)
+    return [
+        Training("NoisyAdam", epochs, {SCORE: 0.838, BASELINE: 0.847, MU: 2.07}),
+        authors,
+        Training("NoisyAdam, without padding", {**epochs, "padded": False}),
+    ]
+
+
+def with_sparse_norms(chosen: Mapping[str, Any], context: Context) -> Numbers:
+    """Test accuracy by norms as in the authors' code; not private."""
+    settings = Settings(**chosen, seed=context.seed, data=context.data)
+    task = build_task(settings)
+    words, labels = cast(TensorDataset, task.train).tensors
+    model = cast(AveragedWords, task.new_model())
+    sparse_norms.train(model, words, labels, settings, number_of_steps(settings, len(words)))
+    return {SCORE: test_score(task, model)}

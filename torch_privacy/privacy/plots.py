@@ -117,6 +117,23 @@ def curves_plot(
     return figure
 
 
+def panels_plot(panels: Mapping[str, tuple[Array, Array]], *, title: str, ylabel: str) -> Figure:
+    """One line of (x, y) each, three panels to a line, by the name of x; all share the axis of y."""
+    lines = -(-len(panels) // 3)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 2.8 * lines + 0.4), layout="constrained")
+        grid = figure.subplots(lines, 3, sharey=True, squeeze=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        for axes, (name, (x, y)) in zip(grid.flat, panels.items(), strict=False):
+            axes.plot(x, y, marker="o", color=COLORS[0])
+            axes.set_xlabel(name)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel(ylabel)
+    return figure
+
+
 def profile_plot(
     curves: Mapping[str, tuple[Array, Array | Bracket[Array]]],
     *,
