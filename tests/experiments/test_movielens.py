@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other methods of gdp-movielens, on ratings made up here of a user's and a film's numbers and one factor."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from torch_privacy.data.dataset import Data
+from torch_privacy.experiments import gdp_movielens
+from torch_privacy.experiments.rows import SCORE, Computation, Context
+
+
+@pytest.fixture
+def errors(monkeypatch):
+    """Root mean squared errors by the name of the method."""
+    pytest.importorskip("sklearn")
+    random = np.random.default_rng(0)
+    users, films = 80, 40
+    taste = 3 + random.normal(0, 0.4, (users, 1)) + random.normal(0, 0.4, films)
+    taste = taste + np.outer(random.choice([-1, 1], users), random.choice([-1, 1], films))
+    pairs = np.stack(np.meshgrid(np.arange(users), np.arange(films), indexing="ij"), 2).reshape(-1, 2)
+    stars = np.arange(0.5, 5.5, 0.5)
+    labels = np.abs(taste.reshape(-1, 1) - stars).argmin(1)
+    test = random.random(len(pairs)) < 0.2
+    parts = [
+        TensorDataset(torch.from_numpy(pairs[chosen]), torch.from_numpy(labels[chosen])) for chosen in (~test, test)
+    ]
+    data = Data("made up", *parts, tuple(stars), "none", {}, (users, films))
+    monkeypatch.setattr(gdp_movielens, "load_movielens", lambda *args, **options: data)
+    others = [row for row in gdp_movielens.rows(quick=False) if isinstance(row, Computation)]
+    return {row.name: row.compute(Context(quick=False, seed=0, data=None))[SCORE] for row in others}
+
+
+def test_methods_that_know_more_err_less(errors):
+    assert errors["user, film and factors"] < errors["user and film"] - 0.2
+    assert errors["user and film"] < errors["global average"]
+    assert errors["nearest users"] < errors["global average"]
