@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import abadi_cifar10, best, best_cifar10, best_mnist
+from torch_privacy.experiments import abadi_cifar10, abadi_sweep, best, best_cifar10, best_mnist
 from torch_privacy.experiments.abadi_sweep import EPSILON, FACTORS, Settings, epochs_within_budget
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training
 from torch_privacy.experiments.scattering import scattering
@@ -94,6 +94,20 @@ def test_sweep_ends_when_epsilon_is_spent_and_not_later(factor):
         step = SubsampledGaussian(settings.noise_multiplier, probability)
         spent = [compose([(NoisyCovariance(7.0), 1), (step, n)]).epsilon(1e-5).high for n in (steps, steps + 2)]
         assert spent[0] <= EPSILON < spent[1]
+
+
+def test_sweep_draws_every_setting_with_the_reference_among_its_values(tmp_path):
+    rows = [
+        {"row": row.name, "runs": [{"numbers": {"score": 0.5 + number / 1000}}]}
+        for number, row in enumerate(abadi_sweep.rows(quick=False))
+    ]
+    (figure,) = abadi_sweep.figures({"rows": rows}, tmp_path).values()
+    assert len(figure.axes) == len(FACTORS) == 6
+    for axes, factor in zip(figure.axes, FACTORS, strict=True):
+        x, y = axes.lines[0].get_data()
+        assert axes.get_xlabel() == factor.title
+        assert list(x) == sorted([factor.reference, *factor.values])
+        assert y[list(x).index(factor.reference)] == pytest.approx(50.0)
 
 
 def test_pretrained_convolutions_stay_and_the_last_layer_has_twice_the_bound(monkeypatch):
