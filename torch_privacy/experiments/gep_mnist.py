@@ -16,8 +16,8 @@ private learning", ICLR 2021, arXiv:2102.12677.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
+import torch
 from torch import nn
 
 from torch_privacy.data import Data, load_mnist, load_public_images
@@ -47,11 +47,16 @@ def load_public(settings: gep.Settings) -> gep.Public:
     return gep.Public(found.images, found.files)
 
 
+def new_model() -> nn.Module:
+    """With channels innermost in memory: pooling takes a third of the time on a CPU."""
+    return gep_mnist_cnn(activation=nn.Tanh).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
 EXPERIMENT = gep.Experiment(
     Settings,
     load,
     load_public,
-    partial(gep_mnist_cnn, activation=nn.Tanh),
+    new_model,
     groups=("0", "3", "7"),
     methods={"GP": {"num_basis": 0, "learning_rate": 0.5}, "B-GEP": {"residual_clip_norm": 0.0}, "GEP": {}},
     levels={2.0: {"epochs": 7}, 5.0: {"epochs": 11}, 8.0: {"epochs": 18}},
