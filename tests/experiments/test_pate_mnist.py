@@ -39,7 +39,7 @@ def test_every_example_belongs_to_one_teacher_who_votes_once(made_up, monkeypatc
     monkeypatch.setattr(pate_mnist, "trained_teacher", teach)
     monkeypatch.setattr(pate_mnist, "predicted", lambda model, x: model(x).argmax(1))
     votes = votes_of_teachers(TINY, 0, None)
-    assert votes.sum(1).tolist() == [6] * 20
+    assert votes.sum(1).tolist() == [6] * 5
     assert len(seen) == 6
     everything = torch.cat(seen).flatten(1)
     assert len(everything) == 60 == len(everything.unique(dim=0))

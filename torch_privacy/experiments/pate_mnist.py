@@ -69,7 +69,7 @@ class Size:
 
 
 FULL = Size(250, 240, 2000, {2: 300, 5: 1000, 8: 1500})
-QUICK = Size(40, 80, 100, {8: 60})
+QUICK = Size(25, 60, 60, {8: 40})
 PAPER = {2: 0.985, 5: 0.985, 8: 0.986}
 
 
@@ -84,11 +84,11 @@ def rows(quick: bool) -> Sequence[Computation]:
 
 def student_numbers(size: Size, epsilon: int, context: Context) -> Numbers:
     """Answers at one epsilon, and the student that learns from them."""
-    votes = votes_of_teachers(size, context.seed, context.data)
     images, digits = load_mnist(context.data).test.tensors
-    asked = np.random.default_rng(context.seed).permutation(NUM_PUBLIC)[: size.queries[epsilon]]
+    asked = questions(size, context.seed)[: size.queries[epsilon]]
+    votes = votes_of_teachers(size, context.seed, context.data)[: len(asked)]
     noise = sqrt(2) * privacy.calibrate(epsilon, DELTA, sampling_probability=1.0, num_steps=len(asked))
-    noisy = {"votes": votes[asked].clone()}
+    noisy = {"votes": votes.clone()}
     Noise(None).add_to(0, noisy, noise)
     labels = noisy["votes"].argmax(1)
     student = trained_student(images[:NUM_PUBLIC], asked, labels, size.student_steps, context.seed)
@@ -98,7 +98,7 @@ def student_numbers(size: Size, epsilon: int, context: Context) -> Numbers:
         QUERIES: len(asked),
         NOISE: noise,
         EXACT: privacy.compose([(votes_event(noise), len(asked))]).epsilon(DELTA),
-        DEPENDENT: data_dependent_epsilon(votes[asked].numpy(), noise, DELTA),
+        DEPENDENT: data_dependent_epsilon(votes.numpy(), noise, DELTA),
     }
 
 
@@ -108,19 +108,25 @@ def network(classes: int = 10) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.3), nn.Linear(32 * 49, classes))
 
 
+def questions(size: Size, seed: int) -> Tensor:
+    """The public images whose labels are asked for at the largest number of them; fewer are the first of these."""
+    chosen = np.random.default_rng(seed).permutation(NUM_PUBLIC)[: max(size.queries.values())]
+    return torch.from_numpy(chosen)
+
+
 @lru_cache(maxsize=2)  # all rows ask the same teachers
 def votes_of_teachers(size: Size, seed: int, folder: str | None) -> Tensor:
-    """(public images, 10): how many teachers vote for each digit; secret. The seed says whose example is whose."""
+    """(questions, 10): how many teachers vote for each digit; secret. The seed says whose example is whose."""
     data = load_mnist(folder)
     (images, digits), (public, _) = data.train.tensors, data.test.tensors
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
-    votes = torch.zeros(NUM_PUBLIC, 10)
+    order, asked = torch.from_numpy(np.random.default_rng(seed).permutation(len(images))), questions(size, seed)
+    votes = torch.zeros(len(asked), 10)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for number in range(size.teachers):
             own = order[number :: size.teachers]
             teacher = trained_teacher(images[own], digits[own], size.teacher_steps, number)
-            votes[torch.arange(NUM_PUBLIC), predicted(teacher, public[:NUM_PUBLIC])] += 1
+            votes[torch.arange(len(asked)), predicted(teacher, public[asked])] += 1
     return votes
 
 
@@ -134,11 +140,11 @@ def trained_teacher(images: Tensor, digits: Tensor, num_steps: int, seed: int) -
     return model
 
 
-def trained_student(images: Tensor, asked: np.ndarray, labels: Tensor, num_steps: int, seed: int) -> nn.Module:
+def trained_student(images: Tensor, asked: Tensor, labels: Tensor, num_steps: int, seed: int) -> nn.Module:
     """A network that fits the labels, and its own confident answers to the other images when these are changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, known = seeded(network, seed), images[torch.from_numpy(asked)]
+        model, known = seeded(network, seed), images[asked]
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         for step in range(num_steps):
             batch, others = torch.randint(len(known), (64,)), images[torch.randint(len(images), (192,))]
