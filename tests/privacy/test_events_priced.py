@@ -26,13 +26,21 @@ def assert_digits(bracket, expected: str):
     assert bracket.high <= float(expected) + 0.75 * unit
 
 
+def assert_near(bracket, expected: str):
+    """The bracket is narrow and has the value, as far as its digits go."""
+    unit = 10.0 ** -len(expected.partition(".")[2])
+    assert bracket.low - 0.75 * unit <= float(expected) <= bracket.high + 0.75 * unit
+    assert bracket.high <= bracket.low * (1 + 2e-4)
+
+
 def epsilon(event, count, delta=1e-5, method="auto"):
     return privacy.compose([(event, count)], method).epsilon(delta)
 
 
 SETTINGS = {"MNIST": (1.3, MNIST, 3516), "CIFAR": (0.9, CIFAR, 3906), "IMDb": (0.6, IMDB, 1953)}
 JL_TABLE = {  # projections -> remove and add for each setting
-    10: (("7.1475", ".9743"), ("19.6181", "2.3027"), None),
+    8: (("15.7048", "1.0344"), ("39.5204", "2.4615"), ("96.548", "6.5235")),
+    10: (("7.1475", ".9743"), ("19.6181", "2.3027"), ("50.760", "6.2500")),
     16: (("1.7300", ".8979"), ("6.9220", "2.0893"), ("22.212", "5.8337")),
     20: (("1.1384", ".8758"), ("4.9272", "2.0254"), ("18.048", "5.6951")),
     30: (("0.9545", ".8487"), ("3.2293", "1.9460"), ("14.341", "5.5120")),
@@ -44,31 +52,38 @@ JL_TABLE = {  # projections -> remove and add for each setting
 @pytest.mark.parametrize("projections", JL_TABLE)
 def test_jl_table_of_the_notes(projections):
     for (noise, q, steps), expected in zip(SETTINGS.values(), JL_TABLE[projections], strict=True):
-        if expected is None:
-            continue
         curves = privacy.compose([(SubsampledJL(noise, projections, q), steps)]).directions
-        assert_digits(curves["remove"].epsilon(1e-5), expected[0])
-        assert_digits(curves["add"].epsilon(1e-5), expected[1])
+        assert_near(curves["remove"].epsilon(1e-5), expected[0])
+        assert_near(curves["add"].epsilon(1e-5), expected[1])
 
 
-FEW = {1: (4.24e11, 4.89e11), 2: (4.36e5, 5.16e5), 3: (3.98e3, 5.63e3), 4: (508.2, 511.1), 5: (131.1, 131.7)}
+FEW = {  # projections -> the notes' bounds in the remove direction, and add, for each setting
+    1: (((4.24e11, 4.89e11), "4.6163"), ((1.57e12, 1.81e12), "8.1254"), ((3.54e12, 4.08e12), "11.8519")),
+    2: (((4.36e5, 5.16e5), "2.5409"), ((1.22e6, 1.43e6), "5.2747"), ((2.76e6, 3.23e6), "9.6277")),
+    3: (((3.98e3, 5.63e3), "1.7857"), ((1.09e4, 1.42e4), "4.0332"), ((2.54e4, 3.21e4), "8.4767")),
+    4: (((508.2, 511.1), "1.4413"), ((1232.6, 1237.9), "3.3809"), ((2787, 2795), "7.7720")),
+    5: (((131.1, 131.7), "1.2590"), ((313.6, 314.6), "2.9962"), ((717.5, 718.7), "7.3000")),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("projections", FEW)
-def test_few_projections_are_bracketed_between_jump_bounds(projections):
-    low, high = epsilon(SubsampledJL(1.3, projections, MNIST), 3516)
-    assert low <= FEW[projections][1]
-    assert high >= FEW[projections][0]
-    assert high <= 1.5 * low
+def test_few_projections_match_the_bounds_of_the_notes(projections):
+    width = 0.4 if projections < 3 else 3e-3  # beyond 1e5 nobody cares
+    for (noise, q, steps), (remove, add) in zip(SETTINGS.values(), FEW[projections], strict=True):
+        curves = privacy.compose([(SubsampledJL(noise, projections, q), steps)]).directions
+        low, high = curves["remove"].epsilon(1e-5)
+        assert low <= remove[1] * 1.001  # the notes give three digits
+        assert high >= remove[0] * 0.999
+        assert high <= low * (1 + width)
+        low, high = curves["add"].epsilon(1e-5)
+        assert low - 1e-4 <= float(add) <= high + 1e-4
+        assert high <= low * 1.03
 
 
-@pytest.mark.slow
 def test_eight_projections_match_the_lattice_of_the_notes():
-    assert_digits(epsilon(SubsampledJL(1.3, 8, MNIST), 3516), "15.7048")
     low, high = epsilon(SubsampledJL(1.0, 8, 0.01), 2000)
-    assert low <= 32.3005
-    assert high >= 32.2954
+    assert 32.2954 <= low <= high <= 32.3005
 
 
 def test_many_projections_approach_the_exact_norm_at_the_rate_of_the_notes():
@@ -95,10 +110,10 @@ def test_floored_jl_table_of_the_notes(floor):
 
 @pytest.mark.parametrize(
     ("directions", "expected"),
-    [(16, "6.1320"), (32, "3.3013"), (64, "2.8932"), (128, "2.7619"), (256, "2.6963")],
+    [(8, "32.3268"), (16, "6.1320"), (32, "3.3013"), (64, "2.8932"), (128, "2.7619"), (256, "2.6963")],
 )
 def test_sketch_table_of_the_notes(directions, expected):
-    assert_digits(epsilon(SubsampledSketch(1.0, directions, 0.01), 2000), expected)
+    assert_near(epsilon(SubsampledSketch(1.0, directions, 0.01), 2000), expected)
     jl, conjectured = SubsampledJL(1.0, directions, 0.01), privacy.SubsampledSketchConjectured(1.0, directions, 0.01)
     assert epsilon(jl, 2000) == epsilon(conjectured, 2000)
     assert epsilon(jl, 2000).high < epsilon(SubsampledSketch(1.0, directions, 0.01), 2000).low
@@ -448,3 +463,33 @@ def test_composed_delta_agrees_with_simulation(case, swapped):
         low, high = curves[-1 if swapped else 0].delta(target)
         deviation = gains.std() / len(gains) ** 0.5 + 1e-6
         assert low - 4 * deviation <= gains.mean() <= high + 4 * deviation
+
+
+HEAVY = {  # lists with a heavy tail: alone, in whole batches, beside bounded losses, beside much that matters more
+    "one projection": [(SubsampledJL(1.0, 1, 0.01), 100)],
+    "whole batches": [(SubsampledJL(1.4, 5, 1.0), 753)],
+    "beside Laplace": [(SubsampledJL(2.1, 3, 8.5e-4), 1612), (privacy.Laplace(1.7), 2)],
+    "hardly ever sampled": [(SubsampledJL(2.0, 8, 1.6e-4), 41), (SubsampledGaussian(0.73, 0.0055), 231)],
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_tails_are_bracketed_narrowly_and_at_least_as_dear_as_each_part(name):
+    low, high = privacy.compose(HEAVY[name]).epsilon(1e-5)
+    assert high <= low * (1.4 if high > 1e5 else 1.02)
+    for part in HEAVY[name]:
+        assert low >= privacy.compose([part]).epsilon(1e-5).low * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", list(HEAVY)[:3])
+def test_lattice_of_a_heavy_tail_claims_nothing_beyond_the_bounds_that_need_none(name):
+    rough, fine = privacy.compose(HEAVY[name]), privacy.compose(HEAVY[name], "lattice")
+    for delta in (1e-2, 1e-5, 1e-8):
+        low, high = fine.epsilon(delta)
+        assert low <= rough.epsilon(delta).high
+        assert high >= rough.epsilon(delta).low
+
+
+def test_engine_that_cannot_resolve_a_list_says_so():
+    with pytest.raises(ValueError, match="Leave it to method='auto'"):
+        privacy.compose([(privacy.Laplace(1.0), 3)], "contour").epsilon(1e-5)

@@ -7,6 +7,8 @@
 Source: Dwork & Roth (2014), Theorem 3.16; it holds for each direction, at any real s and t.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .bracket import Bracket
@@ -66,3 +68,27 @@ class StepByStep:
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self.epsilon_high(delta) <= epsilon
+
+
+class AtLeastParts:
+    """An engine's curve; where it knows no lower bound but the trivial one, that of the parts."""
+
+    def __init__(self, engine: Curve, apart: Callable[[], Curve]):
+        self._engine, self._apart = engine, apart
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return self._raised(self._engine.delta(epsilon), lambda parts: parts.delta(epsilon))
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return self._raised(self._engine.epsilon(delta), lambda parts: parts.epsilon(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return self._engine.epsilon_high(delta)
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._engine.surely_below(epsilon, delta)
+
+    def _raised(self, known: Bracket[float], ask: Callable[[Curve], Bracket[float]]) -> Bracket[float]:
+        return (
+            known if known.low > 0 or known.high == 0 else Bracket(min(ask(self._apart()).low, known.high), known.high)
+        )

@@ -13,8 +13,13 @@ from .law import Law
 Value = TypeVar("Value", float, Array, float | Array)
 
 
-class Unresolved(Exception):
+class Unresolved(ValueError):
     """An engine cannot represent these laws; whoever asks falls back on a bound that needs no engine."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "compose: the engine that was asked for cannot resolve these releases. Leave it to method='auto'."
+        )
 
 
 class Curve(Protocol):
@@ -63,7 +68,7 @@ def crossing(small_enough: Callable[[float], bool]) -> Bracket[float]:
     while not small_enough(upper):
         upper *= 2
         if upper > 1e20:
-            return Bracket(upper, np.inf)
+            return Bracket(upper / 2, np.inf)
     return Bracket(*bisect(small_enough, 0.0, upper, 1e-13))
 
 

@@ -6,7 +6,7 @@ A loss far above ε counts the same whether it is large or infinite: ``1 - e^(ε
 ever happens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from .mixture import SubsampledMixture
 Steps = Sequence[tuple[Law, int]]
 
 MARGIN = 20.0  # e^-20 of the largest losses' share in δ is what their size may still matter
+HOPELESS = 1e5  # ε from which on a third more or less is nobody's concern
 SMALL = 1e-6  # share of δ that may come from the lattice's end
 POINTS, COARSER = 2**12, 4.0  # lattice points up to ε that are enough, unless the spacing gets so much wider
 
@@ -28,12 +29,16 @@ POINTS, COARSER = 2**12, 4.0  # lattice points up to ε that are enough, unless 
 class CutCurve:
     """The remove curve of steps some of which are heavy-tailed, on a lattice cut for each question.
 
+    Args:
+        steps: the steps.
+        at_least: adds what else is known from below to a lattice's curve.
+
     Raises:
         Unresolved: at once or when asked, if no lattice is fine enough.
     """
 
-    def __init__(self, steps: Steps):
-        self._steps, self._rough = steps, JumpCurve(steps)
+    def __init__(self, steps: Steps, at_least: Callable[[Curve], Curve]):
+        self._steps, self._rough, self._at_least = steps, JumpCurve(steps), at_least
         self._lattices: dict[tuple[float, float], Curve] = {}
 
     def delta(self, epsilon: float) -> Bracket[float]:
@@ -42,11 +47,13 @@ class CutCurve:
 
     def epsilon(self, delta: float) -> Bracket[float]:
         rough = self._rough.epsilon(delta)
+        if rough.high > HOPELESS:
+            return rough
         return inner(rough, self._lattice(rough.high, delta).epsilon(delta))
 
     def epsilon_high(self, delta: float) -> float:
         rough = self._rough.epsilon_high(delta)
-        return min(rough, self._lattice(rough, delta).epsilon_high(delta))
+        return rough if rough > HOPELESS else min(rough, self._lattice(rough, delta).epsilon_high(delta))
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self.delta(epsilon).high <= delta
@@ -64,7 +71,7 @@ class CutCurve:
             finest = Shared(steps).spacing
             enough = float(2.0 ** np.floor(np.log2(max(epsilon, finest) / POINTS)))
             spacing = max(finest, min(enough, COARSER * finest))
-            self._lattices[end, rare] = LatticeCurve(steps, spacing, swapped=False)
+            self._lattices[end, rare] = self._at_least(LatticeCurve(steps, spacing, swapped=False))
         return self._lattices[end, rare]
 
 

@@ -45,6 +45,10 @@ class Atoms(Continuous):
             return -1e-9, 1e-9
         return float(finite[0]) - 1e-9 * (1 + abs(finite[0])), float(finite[-1]) + 1e-9 * (1 + abs(finite[-1]))
 
+    @property
+    def smallest(self) -> float:
+        return self.ends[0]
+
     def second_moment(self) -> float:
         losses, p, _ = self._sorted
         finite = np.isfinite(losses)
@@ -71,7 +75,8 @@ class Atoms(Continuous):
         above = losses > epsilon[..., None]
         with np.errstate(divide="ignore", invalid="ignore"):  # log 0 = -∞ is right for what Q never gives
             log_loss = np.where(above, np.minimum(epsilon[..., None] + np.log(q), np.log(p)), -np.inf)
-        return Tails((above * p).sum(-1), np.exp(log_loss).sum(-1), np.abs(epsilon))
+        loss = np.exp(log_loss).sum(-1)
+        return Tails((above * p).sum(-1), loss, np.where(loss > 0, np.abs(epsilon), 0.0))
 
     @property
     def coarsest_step(self) -> float:
@@ -136,6 +141,10 @@ class LaplacePair(Continuous):
     def ends(self) -> tuple[float, float]:
         end = self.shift * (1 + 1e-9)
         return -end, end
+
+    @property
+    def smallest(self) -> float:
+        return self.ends[0]
 
     def cells(self, cuts: Array, at: Array) -> tuple[Array, Array]:
         z = self.shift

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import contour, fourier
-from .apart import Apart, StepByStep
+from .apart import Apart, AtLeastParts, StepByStep
 from .bracket import Bracket
 from .curve import Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf
 from .cut import CutCurve, add_curve
@@ -139,11 +139,18 @@ def _curve(steps: Steps, lattices: fourier.Shared, swapped: bool, cap: Curve | N
 
     if method != "auto":
         return FirstThatCan([on_a_line if method == "contour" else capped])
+
+    def apart() -> Curve:
+        return _apart(steps, swapped)
+
+    def at_least(curve: Curve) -> Curve:
+        return AtLeastParts(curve, apart) if len(steps) > 1 else curve
+
     heavy = any(law.heavy for law, _ in steps if isinstance(law, Continuous))
-    tails = [lambda: add_curve(steps) if swapped else CutCurve(steps)] if heavy else []
+    tails = [lambda: add_curve(steps) if swapped else CutCurve(steps, at_least)] if heavy else []
     jumps = [lambda: JumpCurve(steps)] if heavy and not swapped else []
     cheap = [lambda: UpperHalf(cap)] if cap is not None and len(steps) == 1 else []
-    return FirstThatCan([on_a_line, *tails, capped, *jumps, *cheap, lambda: _apart(steps, swapped)])
+    return FirstThatCan([on_a_line, *tails, lambda: at_least(capped()), *jumps, *cheap, apart])
 
 
 def _apart(steps: Steps, swapped: bool) -> Curve:

@@ -135,7 +135,8 @@ class Composed:
         self.steps = sum(count for _, count in tilted)
         self.log_moment = sum(count * term.log_moment for term, count in tilted)
         self.only_p = -float(np.expm1(sum(count * np.log1p(-term.lattice.only_p) for term, count in tilted)))
-        self.neglected = sum(count * term.lattice.neglected for term, count in tilted)
+        parts = [np.log(count) + term.lattice.log_neglected for term, count in tilted]
+        self.log_neglected = float(np.logaddexp.reduce(parts))
 
         mean = sum(count * term.mean for term, count in tilted)
         below, above = _window(tilted)
@@ -187,7 +188,7 @@ class Composed:
         """Lower bound on δ(ε) of the composed pair."""
         epsilon = max(epsilon, self.lowest)  # δ falls with ε
         finite = self._sum(epsilon) * (1 - self._relative_error) - self._error(epsilon)
-        telling = self.only_p * (1 - self._relative_error) - self.neglected * np.exp(min(epsilon, LARGEST_LOG))
+        telling = self.only_p * (1 - self._relative_error) - np.exp(min(self.log_neglected + epsilon, LARGEST_LOG))
         return max(finite + max(telling, 0.0), 0.0)
 
 
@@ -298,7 +299,7 @@ class LatticeCurve:
     def delta(self, epsilon: float) -> Bracket[float]:
         high = self._composed(pessimistic, lambda family: family.at_epsilon(epsilon)).at_most(epsilon)
         try:
-            low = self._composed(optimistic, lambda family: family.at_epsilon(epsilon)).at_least(epsilon)
+            low = self._tilted_for(epsilon).at_least(epsilon)
         except Unresolved:
             low = 0.0
         return Bracket(low, high)
@@ -310,8 +311,15 @@ class LatticeCurve:
             lower = self._composed(optimistic, lambda family: family.at_delta(delta))
         except Unresolved:
             return Bracket(0.0, high)
-        reach = high if np.isfinite(high) else crossing(lambda epsilon: lower.at_least(epsilon) <= delta).high
-        return Bracket(_last_above(lower.at_least, delta, reach), high)
+        reach = high
+        if np.isinf(high):
+            least, reach = crossing(lambda epsilon: lower.at_least(epsilon) <= delta)
+            if np.isinf(reach):
+                return Bracket(least, high)
+        low = _last_above(lower.at_least, delta, reach)
+        if low == 0 < reach:  # at the end of the finite losses: each ε under a tilt of its own
+            low = _last_above(lambda epsilon: self._tilted_for(epsilon).at_least(epsilon), delta, reach)
+        return Bracket(low, high)
 
     def epsilon_high(self, delta: float) -> float:
         upper = self._composed(pessimistic, lambda family: family.at_delta(delta))
@@ -321,6 +329,9 @@ class LatticeCurve:
         if self._family(pessimistic).epsilon_bound(delta) <= epsilon:
             return True
         return self._composed(pessimistic, lambda family: family.at_delta(delta)).at_most(epsilon) <= delta
+
+    def _tilted_for(self, epsilon: float) -> Composed:
+        return self._composed(optimistic, lambda family: family.at_epsilon(epsilon))
 
     def _family(self, discretise: Discretise) -> Family:
         if discretise not in self._families:
@@ -349,6 +360,11 @@ class Shared:
     def spacing(self) -> float:
         """The spacing that suits these steps."""
         return _spacing(self._steps)
+
+    @property
+    def deviation(self) -> float:
+        """Root mean square loss of one step."""
+        return _deviation(self._steps)
 
     def curve(self, *, swapped: bool) -> LatticeCurve:
         """The *remove* curve, or the *add* curve if swapped.

@@ -4,7 +4,7 @@
 - Above: ``δ(ε) <= P(some loss > b) + exp(Σ log E_P[e^(c l); l <= b] + H(c) - c ε)`` for every cut b and every c > 0,
   with ``(1 - e^-x)+ <= e^(H(c) + c x)``.
 - Below: ``δ(ε) >= P(some loss > m) (1 - e^(ε - m - rest))`` for every m, as all others together lose at most ``-rest``,
-  the sum of their floors.
+  the sum of their smallest.
 
 Masses beyond a node are summed with that node for the bound above and without it for the one below.
 """
@@ -22,18 +22,19 @@ SMALLEST, LARGEST = 1e-6, 1e30  # ε between which to search
 
 
 class JumpCurve:
-    """The remove curve of sampled steps, good to some ten percent of ε where single losses decide."""
+    """The remove curve of steps with bounded gains, good to some ten percent of ε where single losses decide."""
 
     def __init__(self, steps: Sequence[tuple[Law, int]]):
         self._nodes: list[tuple[int, Array, Array]] = []
-        self.rest = 0.0  # the sum of all floors
+        self.rest = 0.0  # the sum of all smallest losses
         for law, times in steps:
-            nodes = law.nodes(law.coarsest_step) if isinstance(law, Continuous) and law.edge else None
+            if not isinstance(law, Continuous) or law.smallest == -np.inf:
+                raise Unresolved
+            nodes = law.nodes(law.coarsest_step)
             if nodes is None:
                 raise Unresolved
-            assert isinstance(law, Continuous)
             self._nodes.append((times, nodes.losses, nodes.log_mass))
-            self.rest += times * law.floor
+            self.rest += times * law.smallest
         self._cuts = np.unique(np.concatenate([losses[losses > 1e-3] for _, losses, _ in self._nodes]))
         if not len(self._cuts):
             raise Unresolved
@@ -58,10 +59,10 @@ class JumpCurve:
         c = EXPONENTS / max(epsilon, SMALLEST)
         exponent = np.zeros((len(c), len(self._cuts)))
         for times, losses, log_mass in self._nodes:
+            last = np.searchsorted(losses, self._cuts, side="right") - 1  # below all losses: any bound will do
             with np.errstate(over="ignore"):  # an infinite sum is no bound, rightly
                 partial = np.cumsum(np.exp(log_mass + c[:, None] * losses), axis=1)
-            last = np.searchsorted(losses, self._cuts, side="right") - 1
-            exponent += times * np.log(partial[:, last])
+            exponent += times * np.log(np.maximum(partial[:, last], 1e-300))
         exponent += (c * np.log(c) - (1 + c) * np.log1p(c) - c * epsilon)[:, None]
         rare = -np.expm1(self._log_no_jump(with_node=False))
         return min(float((np.exp(np.minimum(exponent, 0.0)) + rare).min()), 1.0)

@@ -5,12 +5,13 @@ A pair (P, Q) is described by its hockey stick ``H(x) = sup_A P(A) - x Q(A)``, c
 lattice points makes it piecewise linear:
 
 - `pessimistic` joins the values of H at the lattice points by chords, so it lies nowhere below H;
-- `optimistic` joins values that lie on tangents of H, so it lies nowhere above H (but for what is `neglected`).
+- `optimistic` joins values that lie on tangents of H, so it lies nowhere above H (but for `log_neglected`).
 
 Domination of hockey sticks survives composition, and both lattices keep (or only drop) P- and Q-mass, so the swapped
 pair is dominated the same way. The two curves differ by O(h²) in the spacing h: T steps cost O(T h²), not O(T h).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, singledispatch
 
@@ -20,6 +21,7 @@ from .bracket import Array
 from .curve import Unresolved
 from .law import Continuous, Law, Symmetrised
 
+CANCELLED = 1e-12  # relative error of a difference of masses that nearly cancel
 OVER = 1e-3  # by how much of the spacing, or of itself, the first height may lie too high
 
 
@@ -33,7 +35,8 @@ class Lattice:
         mass: P-mass at each lattice point.
         only_p: P-mass where Q has none (loss +∞).
         only_q: Q-mass where P has none (loss -∞); it turns into `only_p` when the pair is swapped.
-        neglected: Q-mass of the outcomes of `only_p` after all; the hockey stick is too high by e^ε times as much.
+        log_neglected: log of the Q-mass that the outcomes of `only_p` have after all; the hockey stick is too high by
+            at most e^ε times as much. A logarithm, as heavy tails lie at losses far above 700.
     """
 
     start: float
@@ -41,7 +44,7 @@ class Lattice:
     mass: Array
     only_p: float = 0.0
     only_q: float = 0.0
-    neglected: float = 0.0
+    log_neglected: float = -np.inf
 
     @cached_property
     def losses(self) -> Array:
@@ -51,7 +54,8 @@ class Lattice:
     @cached_property
     def swapped(self) -> "Lattice":
         """The pair (Q, P), i.e. the other direction."""
-        q_mass = self.mass * np.exp(-self.losses)
+        with np.errstate(divide="ignore"):  # log 0 = -∞ is right
+            q_mass = np.exp(np.log(self.mass) - self.losses)
         return Lattice(-float(self.losses[-1]), self.spacing, q_mass[::-1], self.only_q, self.only_p)
 
     def delta(self, epsilon: float) -> float:
@@ -105,7 +109,7 @@ def _(law: Continuous, spacing: float) -> Lattice:
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = law.floor + float(heights[0])
     missing = law.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
-    only_q = max(-float(np.exp(-start) * missing[0]), 0.0)
+    only_q = max(-math.exp(-start) * float(missing[0]), 0.0) if start > -700 else 1.0
     return Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
 
 
@@ -126,7 +130,7 @@ def _(law: Continuous, spacing: float) -> Lattice:
 
     The first lattice point is the mean ratio of all that lies below the first cut (κ = 0), the last cell is longer
     above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond count as perfectly telling; the
-    little Q-mass that they have is `neglected`.
+    little Q-mass that they have is told by `log_neglected`.
     """
     bottom = 0.0 if law.edge else law.ends[0]
     heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing) + 2, 3))
@@ -140,8 +144,10 @@ def _(law: Continuous, spacing: float) -> Lattice:
         mass, kappa = law.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
     (only_p,), (excess,) = law.cells(np.array([cuts[-1], np.inf]), heights[-1:])
-    neglected = max(float((only_p - excess) * np.exp(-law.floor - heights[-1])), 0.0)
-    return Lattice(law.floor + float(heights[0]), spacing, mass, max(float(only_p), 0.0), neglected=neglected)
+    only_p = max(float(only_p), 0.0)
+    weighted = max(only_p - float(excess), CANCELLED * only_p)  # e^height of the last point times their Q-mass
+    log_neglected = float(np.log(weighted)) - law.floor - float(heights[-1]) if weighted else -np.inf
+    return Lattice(law.floor + float(heights[0]), spacing, mass, only_p, log_neglected=log_neglected)
 
 
 @above.register
@@ -204,14 +210,20 @@ def _without_concave_kinks(mass: Array, spacing: float) -> Array:
     Each one's mass goes to its neighbors so that P- and Q-mass are kept. Mostly rounding in far tails (masses below
     1e-22) and the first cells of a law make such points.
     """
-    kept, mass = np.arange(len(mass)), mass.copy()
-    while (concave := np.flatnonzero(mass[kept] < 0)).size:
-        if concave[0] == 0 or concave[0] == len(kept) - 1:
+    mass = mass.copy()
+    waiting = np.flatnonzero(mass < 0)[::-1].tolist()
+    before, after = np.arange(-1, len(mass) - 1), np.arange(1, len(mass) + 1)  # neighbors among the points still there
+    while waiting:
+        here = waiting.pop()
+        if mass[here] >= 0:  # dropped already
+            continue
+        below, above = int(before[here]), int(after[here])
+        if below < 0 or above == len(mass):
             raise Unresolved
-        below, here, above = kept[concave[0] - 1 : concave[0] + 2]
-        share = -np.expm1((below - here) * spacing) / -np.expm1((below - above) * spacing)
+        share = math.expm1((below - here) * spacing) / math.expm1((below - above) * spacing)
         mass[above] += share * mass[here]
         mass[below] += (1 - share) * mass[here]
         mass[here] = 0.0
-        kept = np.delete(kept, concave[0])
+        after[below], before[above] = above, below
+        waiting += [point for point in (above, below) if mass[point] < 0]
     return mass

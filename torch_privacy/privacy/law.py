@@ -84,6 +84,11 @@ class Continuous(Law):
         """Whether no loss lies below the floor."""
         return False
 
+    @property
+    def smallest(self) -> float:
+        """No loss of P lies below this; may be -∞."""
+        return self.floor if self.edge else -np.inf
+
     @abstractmethod
     def cells(self, cuts: Array, at: Array) -> tuple[Array, Array]:
         """P-mass of the cells between consecutive heights ``cuts``, and their ``P - e^(floor + at) Q``.
@@ -202,7 +207,7 @@ class Subsampled(Continuous):
     def mean_height_of(self, base: float, shifted: float) -> float:
         """Log of the mean likelihood ratio, less the floor, of what has these masses under B and A."""
         if self.probability == 1:
-            return float(np.log(shifted / base)) - self.floor
+            return float(np.log(shifted / base)) - self.floor if shifted else -np.inf
         return float(np.log1p(self.probability / (1 - self.probability) * shifted / base))
 
     def mean_height(self, low: float, high: float) -> float:

@@ -17,6 +17,7 @@ from .curve import Unresolved
 from .law import Continuous, Law, Nodes
 
 NOWHERE = -80.0  # log of the mass under any tilt of nodes that are left out of moments, which are at least about 1
+LARGEST_EXPONENT = 700.0  # e to this power is a finite number
 TRIMMED = -44.0  # log of the mass under the tilt, relative to the largest, of nodes that are left out
 
 
@@ -128,7 +129,14 @@ class Tilted(NamedTuple):
 def tilted(one: Term, c: float) -> Tilted:
     """A term under the tilt c."""
     exponents = c * one.losses
-    log_moment = math.log1p(float(np.expm1(exponents) @ one.mass) + c * one.drift)
+    if max(exponents[0], exponents[-1]) < LARGEST_EXPONENT:
+        excess = float(np.expm1(exponents) @ one.mass)
+    else:  # far out in a heavy tail, where the mass is as small
+        excess = float((np.exp(exponents + one.log_mass) - one.mass).sum())
+    excess += c * one.drift
+    if not excess > -1:  # rounding in a heavy tail
+        raise Unresolved
+    log_moment = math.log1p(excess)
     exponents += one.log_mass
     exponents -= exponents.max()
     matter = np.flatnonzero(exponents > TRIMMED)

@@ -62,7 +62,7 @@ def posterior(f: TradeOff, prior: float, false_positive_rate: float) -> float:
 def mu(f: TradeOff, floor: float = 1e-6) -> Bracket[float]:
     """The smallest μ with ``G_μ <= f``: Gaussian differential privacy that the mechanism certainly has.
 
-    ``μ = sup_α Φ⁻¹(1 - α) - Φ⁻¹(f(α))`` over the α at which both errors are at least ``floor``.
+    ``μ = sup_α Φ⁻¹(1 - α) - Φ⁻¹(f(α))`` over the α at which both errors are at least ``floor``; ∞ if there are none.
 
     Args:
         f: trade-off function.
@@ -87,15 +87,15 @@ def mu(f: TradeOff, floor: float = 1e-6) -> Bracket[float]:
     if isinstance(f, Gaussian):
         return Bracket(f.mu, f.mu)
     low, high = enclosed(f, pieces=2048)
-    return Bracket(_mu_of_corners(high, floor), _mu_of_corners(low, floor))
+    return Bracket(*(max(_mu_of_half(side, floor), _mu_of_half(side.inverse(), floor)) for side in (high, low)))
 
 
-def _mu_of_corners(f: TradeOff, floor: float) -> float:
+def _mu_of_half(f: TradeOff, floor: float) -> float:
+    """The same over the α between ``floor`` and f(α); the others are those of the inverse."""
     assert f.corners is not None
-    ends = np.array([floor, float(f.inverse()(floor))])
-    alpha = np.concatenate([f.corners[0], ends])
-    alpha = alpha[(alpha >= ends[0]) & (alpha <= ends[1])]
-    if not alpha.size:
+    alpha, beta = f.corners
+    fixed = float(np.interp(0.0, alpha - beta, alpha))  # f(α) = α
+    if fixed < floor:
         return np.inf
-    beta = np.maximum(np.asarray(f(alpha)), 0)
-    return max(float((-ndtri(alpha) - ndtri(beta)).max()), 0.0)
+    alpha = np.concatenate([[floor], alpha[(alpha > floor) & (alpha < fixed)], [fixed]])
+    return max(float((-ndtri(alpha) - ndtri(np.maximum(np.asarray(f(alpha)), 0))).max()), 0.0)
