@@ -56,28 +56,28 @@ class EpsilonAhead:
 
     Guarantees:
         - The bound is never below the certified epsilon of the step that it is asked for.
-        - It is computed at most about once a second, and rarer where that would take more than ``SHARE`` of the time.
+        - Computing it takes about ``SHARE`` of the time, and no more once the speed is known.
     """
 
     def __init__(self) -> None:
         self._step, self._epsilon = 0, 0.0  # priced last
         self._asked, self._time, self._cost = 0, 0.0, 0.0  # of that pricing: asked for which step, when, how long
 
-    def bound(self, step: int, latest: int, price: Price) -> float:
-        """Epsilon of all steps up to ``step``, or somewhat more, but no more than of those up to ``latest``."""
+    def bound(self, step: int, num_steps: int, price: Price) -> float:
+        """Epsilon of all steps up to ``step``, or somewhat more, but no more than of all ``num_steps``."""
         if step > self._step:
             start = monotonic()
-            self._step = min(latest, step + self._ahead(step, latest, start))
+            self._step = min(num_steps, step + self._ahead(step, num_steps, start))
             self._epsilon = price(self._step)
             self._asked, self._time, self._cost = step, monotonic(), monotonic() - start
         return self._epsilon
 
-    def _ahead(self, step: int, latest: int, now: float) -> int:
+    def _ahead(self, step: int, num_steps: int, now: float) -> int:
         """How many steps are likely made until a new price is due; a hundredth of all while the speed is unknown."""
         if self._asked == 0:
-            return latest // 100
+            return num_steps // 100
         speed = (step - self._asked) / max(now - self._time, 1e-6)
-        return math.ceil(speed * max(1.0, self._cost / SHARE))
+        return math.ceil(speed * self._cost / SHARE)
 
 
 class TrainingDisplay:
@@ -116,9 +116,7 @@ class TrainingDisplay:
         """Epsilon first, and alone where there is no room for more."""
         parts = [f"loss {step.loss:.3f}", f"{step.measure.name} {step.measure.text(step.score)}"]
         if step.training == "private":
-            # No further ahead than the end of the epoch, whose price is due for the metrics anyway.
-            latest = max(step.step, step.epoch_end or step.num_steps)
-            parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, latest, price))}")
+            parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, step.num_steps, price))}")
         state = "  ".join(parts if self._console.width >= 60 else parts[:1])
         return state if self._console.width >= 70 else state.replace(f"{step.measure.name} ", "")
 

@@ -62,7 +62,6 @@ class Progress:
     loss: float
     score: float
     metrics: Metrics | None = None
-    epoch_end: int | None = None  # the step that ends the epoch under way
     measure: Measure = ACCURACY  # of the score
 
 
@@ -109,8 +108,7 @@ class Log:
 
     def progress(self, step: int) -> Progress:
         """Where the training stands in the middle of an epoch."""
-        end = self._epoch_end()
-        return Progress(self.training, step, self.num_steps, *self._means(), epoch_end=end, measure=self.measure)
+        return Progress(self.training, step, self.num_steps, *self._means(), measure=self.measure)
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """The same steps, with the time spent in them added up; the time between them is the caller's."""
