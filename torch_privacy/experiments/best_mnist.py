@@ -39,10 +39,16 @@ EXPERIMENT = best.Experiment(
     Settings,
     load_mnist,
     {
-        "scattering, linear": Recipe(partial(linear, 81 * 49), {}, {"epochs": 4}, inputs=scattered),
+        "scattering, linear": Recipe(
+            partial(linear, 81 * 49),
+            {},
+            {"epochs": 4},
+            inputs=scattered,
+            at={1: {"learning_rate": 0.5}, 2: {"learning_rate": 0.5}},
+        ),
         "convolutions": Recipe(
             tanh_cnn,
-            {"expected_batch_size": 2048, "epochs": 25, "views": 2, "average": 0.99, "microbatch_size": 512},
+            {"expected_batch_size": 2048, "epochs": 10, "views": 2, "average": 0.98, "microbatch_size": 512},
             {"epochs": 1, "expected_batch_size": 512, "average": 0.9},
             augment=partial(cropped, size=28, padding=SHIFT),
         ),
