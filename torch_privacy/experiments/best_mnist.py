@@ -20,6 +20,14 @@ from torch_privacy.experiments.augmentation import cropped
 from torch_privacy.experiments.best import Recipe, linear, scattered
 
 SHIFT = 2  # pixels, at most
+CONVOLUTIONS = {
+    "expected_batch_size": 2048,
+    "epochs": 10,
+    "learning_rate": 2.0,
+    "views": 2,
+    "average": 0.98,
+    "microbatch_size": 512,
+}
 
 
 def tanh_cnn(width: int = 16, classes: int = 10) -> nn.Module:
@@ -48,8 +56,9 @@ EXPERIMENT = best.Experiment(
         ),
         "convolutions": Recipe(
             tanh_cnn,
-            {"expected_batch_size": 2048, "epochs": 10, "views": 2, "average": 0.98, "microbatch_size": 512},
+            CONVOLUTIONS,
             {"epochs": 1, "expected_batch_size": 512, "average": 0.9},
+            at={1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}},
             augment=partial(cropped, size=28, padding=SHIFT),
         ),
     },
