@@ -125,3 +125,14 @@ def test_first_weights_are_those_of_keras():
     torch.testing.assert_close(square, torch.eye(64))
     biases = model.lstm.bias_ih_l0 + model.lstm.bias_hh_l0
     assert biases.tolist() == [0.0] * 64 + [1.0] * 64 + [0.0] * 128
+
+
+def test_words_are_averaged_without_their_padding_when_told_so():
+    model = networks.AveragedWords(20, padded=False)
+    words, padding = torch.tensor([[4, 7, 7], [5, 6, 9]]), torch.zeros(2, 4, dtype=torch.int64)
+    without = model(words)
+    torch.testing.assert_close(model(torch.cat([padding, words], 1)), without)
+    assert torch.isfinite(model(padding)).all()
+    model.padded = True
+    torch.testing.assert_close(model(words), without)
+    assert not torch.allclose(model(torch.cat([padding, words], 1)), without)
