@@ -84,7 +84,6 @@ class Experiment:
     """One of the experiments: what it trains, and the paper's numbers.
 
     Args:
-        settings: as defaults, what all rows share.
         load: settings -> the data.
         load_public: settings -> the auxiliary data.
         new_model: the network.
@@ -95,7 +94,6 @@ class Experiment:
         quick: settings of a quick look; those of a method go before.
     """
 
-    settings: Callable[..., Settings]
     load: Callable[[Any], Data]
     load_public: Callable[[Any], Public]
     new_model: Callable[[], nn.Module]

@@ -70,7 +70,7 @@ def load_public(settings: Any) -> gep.Public:
     return AUXILIARY[settings.auxiliary](settings)
 
 
-build_task = replace(gep_mnist.EXPERIMENT, settings=Settings, load=load, load_public=load_public).build_task
+build_task = replace(gep_mnist.EXPERIMENT, load=load, load_public=load_public).build_task
 
 
 def rows(quick: bool) -> Sequence[Training]:

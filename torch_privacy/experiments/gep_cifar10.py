@@ -41,7 +41,6 @@ def load_public(settings: gep.Settings) -> gep.Public:
 
 
 EXPERIMENT = gep.Experiment(
-    Settings,
     load,
     load_public,
     ResNet20,

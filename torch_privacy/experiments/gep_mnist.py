@@ -53,7 +53,6 @@ def new_model() -> nn.Module:
 
 
 EXPERIMENT = gep.Experiment(
-    Settings,
     load,
     load_public,
     new_model,
