@@ -68,7 +68,7 @@ class Size:
     queries: Mapping[int, int]  # epsilon -> how many labels are asked for
 
 
-FULL = Size(250, 240, 2000, {2: 300, 5: 1000, 8: 1500})
+FULL = Size(250, 160, 1000, {2: 300, 5: 1000, 8: 1500})
 QUICK = Size(25, 60, 60, {8: 40})
 PAPER = {2: 0.985, 5: 0.985, 8: 0.986}
 
