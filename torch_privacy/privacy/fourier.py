@@ -27,7 +27,8 @@ from .tilt import tilt_entropy
 
 TAIL = 1e-17  # tilted mass outside the window, per side
 LONGEST = 2**22  # FFT length, beyond which the spacing is doubled
-POINTS = 2**19  # lattice points that a typical window may take before the spacing is widened
+POINTS = 2**18  # lattice points that a typical window may take before the spacing is widened
+COARSEST = 1e4  # deviations of a step that a spacing may be: what is hardly ever sampled hardly ever deviates
 FINEST = 4e-3  # spacing that even widely spread losses get
 ROUNDING = 16 * 2.0**-53
 NEARLY = 3.0  # log of the factor in error by which a tilt may miss the best one
@@ -399,13 +400,11 @@ def _spacing(steps: Sequence[tuple[Law, int]]) -> float:
     smooth = all(isinstance(law, Subsampled) for law, _ in steps)
     parts = 56 * min(num_steps / 1000, 1) ** 0.25 if smooth else 80
     span = max(law.span for law, _ in steps) + 20 * deviation * num_steps**0.5
-    if max(law.span for law, _ in steps) > 1e3:  # heavy tails: no spacing is fine, so a quick one
-        span *= 4
     spacing = float(2.0 ** np.floor(np.log2(max(min(deviation / parts, FINEST), span / POINTS))))
     _check_spacing(steps, spacing)
     return spacing
 
 
 def _check_spacing(steps: Sequence[tuple[Law, int]], spacing: float) -> None:
-    if spacing > 4 * _deviation(steps):
+    if spacing > COARSEST * _deviation(steps):
         raise Unresolved
