@@ -69,7 +69,7 @@ CATALOG = (
     ),
     Experiment(
         "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
-        1200, 40, data="MNIST", trains=True,
+        1400, 40, data="MNIST", trains=True,
     ),
     Experiment(
         "abadi-sweep", ABADI, "Figure 5",
@@ -77,7 +77,7 @@ CATALOG = (
         trains=True,
     ),
     Experiment(
-        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 60,
+        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 40,
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
@@ -89,13 +89,13 @@ CATALOG = (
     ),
     Experiment(
         "gdp-mnist", GDP, "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
-        3000, 80, "MNIST", trains=True,
+        4500, 80, "MNIST", trains=True,
     ),
     Experiment(
         "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 10, 10, trains=True
     ),
     Experiment(
-        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 50, 25,
+        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 250, 80,
         "IMDb", trains=True,
     ),
     Experiment(
@@ -134,11 +134,11 @@ CATALOG = (
         400, 60, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 900, 60, "MNIST"
+        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 900, 25, "MNIST"
     ),
     Experiment(
         "best-mnist", TRAMER, "Table 1, MNIST", "the best of today: scattering, several views, averaged weights",
-        3600, 120, "MNIST", trains=True,
+        1500, 120, "MNIST", trains=True,
     ),
     Experiment(
         "best-cifar10", DE, "tables, CIFAR-10", "the same for small photographs; wants a GPU", 200_000, 150,
