@@ -145,7 +145,8 @@ def orthonormalize(vectors: Tensor, generator: torch.Generator) -> Tensor:
         that no rank is assumed.
     """
     k, p = vectors.shape
-    largest = vectors.abs().amax() if vectors.numel() else vectors.new_zeros(())
+    least, most = vectors.aminmax() if vectors.numel() else vectors.new_zeros(2)
+    largest = torch.maximum(-least, most)  # without a copy of the vectors
     if not largest > 0:
         return vectors[:0]
     vectors.div_(largest)
