@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a clipped sum by estimated norms costs: time and peak memory, as ratios to a non-private gradient.
 
-    python benchmarks/sketched.py mnist_cnn cifar_cnn bilstm_imdb mlp --contenders exact jl:1 jl:10
-    python benchmarks/sketched.py gpt --positions 2048 4096 --width 512 --batch 2 --contenders exact gram factored:32
+    python benchmarks/sketched.py mnist_cnn cifar_cnn bilstm_imdb mlp --contenders exact jl:1 jl:10 jl:10:2
+    python benchmarks/sketched.py gpt --positions 2048 --layers 2 --contenders exact gram factored:32
     python benchmarks/sketched.py mlp --contenders exact floored:4
 
 Contenders: ``exact`` is the tape as it is; ``gram`` the same with the norms of linear maps by Gram matrices only;
-``jl:r``, ``factored:k`` and ``floored:r`` (at 0.8) are those of docs/sketched.md, fresh directions in every step. All
-take turns in one process; times are ratios of minima, memory is the peak of what torch allocates beyond the model.
-With one thread the time is that of the processor, which other programs on the machine spoil less.
+``jl:r``, ``jl:r:group_size``, ``factored:k`` and ``floored:r`` (at 0.8) are those of docs/sketched.md, fresh directions
+in every step. All take turns in one process; times are ratios of minima, memory is the peak of what torch allocates
+beyond the model. With one thread the time is that of the processor, which other programs spoil less.
 """
 
 import argparse
@@ -98,12 +98,12 @@ def by_gram(step: Step) -> Step:
 
 
 def contender(name: str, problem: models.Problem) -> Step:
-    kind, _, number = name.partition(":")
+    kind, *numbers = name.split(":")
     if kind in ("exact", "gram"):
         step = private(problem, None)
         return step if kind == "exact" else by_gram(step)
     how: dict[str, Any] = {"jl": {}, "factored": {"kind": "factored"}, "floored": {"floor": 0.8}}[kind]
-    return private(problem, tp.Sketched(int(number), **how))
+    return private(problem, tp.Sketched(*map(int, numbers), **how))
 
 
 def compare(label: str, problem: models.Problem, names: list[str], repeats: int) -> None:
