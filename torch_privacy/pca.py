@@ -221,15 +221,17 @@ def second_moment(rows: Array, chosen: Array) -> NDArray[np.float64]:
     unit = 2.0 ** -((53 - len(rows).bit_length()) // 2)
     total = np.zeros((rows.shape[1], rows.shape[1]))
     for start in range(0, len(chosen), _CHUNK):
-        u = rows[chosen[start : start + _CHUNK]].astype(np.float64)
-        for length in (_largest, _norm):  # first to entries of at most 1, whose squares neither overflow nor vanish
-            lengths = length(u)
-            u /= np.where(lengths > 0, lengths, 1.0)[:, None]
-        u /= unit
-        np.trunc(u, out=u)
-        u *= unit
-        total += u.T @ u
-    return total
+        u = rows[chosen[start : start + _CHUNK]]
+        u = _scaled(u, _largest(u)) if u.dtype == np.float64 else u.astype(np.float64)  # else squares may overflow
+        u = _scaled(u, unit * _norm(u))
+        total += u.T @ np.trunc(u, out=u)
+    return total * unit**2
+
+
+def _scaled(rows: Array, lengths: Array) -> Array:
+    """Every row over its length, in place; one of length 0 as it is."""
+    rows /= np.where(lengths > 0, lengths, 1.0)[:, None]
+    return rows
 
 
 def _largest(rows: Array) -> Array:

@@ -2,6 +2,7 @@
 """The experiments on gradient embedding perturbation: what each method releases, and what its anchors may know."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import gep, gep_ablations, gep_figures, gep_linear, gep_mnist
+from torch_privacy.experiments import gep, gep_ablations, gep_figures, gep_linear, gep_mnist, runner
 from torch_privacy.experiments.runner import new_training
 
 SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}
@@ -51,6 +52,15 @@ def test_every_method_is_one_event_within_its_epsilon(method):
 def test_equal_split_is_the_papers_event():
     settings = gep_mnist.Settings(**SMALL, embedding_share=0.5)
     assert isinstance(new_training(settings, made_up().build_task(settings), None).event, privacy.SubsampledGEP)
+
+
+def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path):
+    module = SimpleNamespace(Settings=gep_mnist.Settings, build_task=made_up().build_task)
+    monkeypatch.setattr(runner, "load_trainable", lambda name: module)
+    run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
+    assert run.settings.target_epsilon is None
+    assert run.training.noise_multiplier == 3.0
+    run.close()
 
 
 @pytest.mark.parametrize("has_labels", [False, True])
