@@ -99,11 +99,11 @@ class Experiment:
             data_files=data.files,
         )
 
-    def rows(self, quick: bool) -> Sequence[Training]:
-        """Every recipe at every epsilon; a quick look has epsilon 3 only, and makes few steps."""
+    def rows(self, quick: bool, *, of: Sequence[str] = ()) -> Sequence[Training]:
+        """All recipes, or those named, at every epsilon; a quick look has epsilon 3 only, and makes few steps."""
         return [
             Training(f"{name}, epsilon {epsilon:g}", self._settings(name, epsilon, quick), self._paper(name, epsilon))
-            for name in self.recipes
+            for name in of or self.recipes
             for epsilon in EPSILONS
             if not quick or epsilon == 3
         ]
