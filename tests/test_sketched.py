@@ -93,7 +93,7 @@ class TwiceDifferentiable(torch.autograd.Function):
 
 
 def neural_ode(module, x):
-    """Five steps of Runge-Kutta through the field ``tanh(W x)``, in a function with a backward by the adjoint."""
+    """Five steps of Runge-Kutta through the field ``tanh(W x)``."""
 
     def field(h):
         return torch.tanh(F.linear(h, module.w))
@@ -315,6 +315,20 @@ def test_group_size_changes_nothing_but_rounding():
     ends = [train(training_of(copy.deepcopy(initial), tp.Sketched(17, g), test_seed=5)) for g in (1, 4, 17)]
     torch.testing.assert_close(ends[0], ends[1])
     torch.testing.assert_close(ends[0], ends[2])
+
+
+def test_groups_are_even_and_one_direction_is_pushed_by_itself():
+    groups = Directions(KEY, 0, 0).in_groups(10, 8, {"w": torch.zeros(3)})
+    assert [len(group["w"]) for group in groups] == [5, 5]
+    said = []
+    for r in (1, 2):
+        model = small()
+        losses, run = run_of(model, torch.randn(4, 3))
+        sketching = Sketching(tp.Sketched(r))
+        sketching.jacobian(losses, trained(model), [run], Directions(KEY, 0, 0))
+        said.append(sketching.explain())
+    assert "one direction after the other" in said[0]
+    assert "directions together" in said[1]
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
@@ -555,5 +569,18 @@ class InPlaceLater(nn.Module):
 
 
 def test_a_forward_that_comes_to_change_its_input_is_refused():
-    with pytest.raises(tp.Refused, match="cannot be made twice on this batch"):
+    with pytest.raises(tp.Refused, match=r"cannot be projected as those before it: .*in-place operation"):
         train(training_of(InPlaceLater()))
+
+
+@pytest.mark.parametrize("functions", [(CubeWithJvp, TwiceDifferentiable), (TwiceDifferentiable, CubeWithJvp)])
+def test_a_batch_that_takes_other_ops_is_refused_and_nothing_is_released(functions):
+    model = Calls(lambda m, x: m.function(x, m.w), w=torch.rand(3))
+    training = training_of(model)
+    model.function = functions[0].apply
+    train(training, steps=2)
+    before, model.function = model.w.detach().clone(), functions[1].apply
+    with pytest.raises(tp.Refused, match="cannot be projected as those before it"):
+        train(training)
+    assert training.step_count == 2
+    assert torch.equal(model.w, before)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -38,9 +39,10 @@ class Directions:
         return {name: d.to(torch.promote_types(parameters[name].dtype, d.dtype)) for name, d in drawn.items()}
 
     def in_groups(self, count: int, group_size: int, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The first ``count`` directions, so many at a time as were asked for and memory allows."""
+        """The first ``count`` directions in even groups, as large as was asked for and memory allows at most."""
         entries = sum(p.numel() for p in parameters.values())
         size = max(1, min(group_size, GROUP_ENTRIES // max(entries, 1)))
+        size = math.ceil(count / math.ceil(count / size))
         for start in range(0, count, size):
             yield self.draw(range(start, min(start + size, count)), parameters)
 

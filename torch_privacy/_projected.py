@@ -185,9 +185,12 @@ class Sketching:
             projections = against_ahead(losses, runs, together=WAYS[self.way].together)
             return self._of(self.way, losses, parameters, runs, ((ahead, found) for found in projections))
         if self.way is not None:
-            return self._by(self.way, losses, parameters, runs, directions)
+            try:
+                return self._by(self.way, losses, parameters, runs, directions)
+            except RuntimeError as error:
+                raise _changed(error) from error
         reasons: dict[str, str] = {}
-        for way in WAYS:
+        for way in sorted(WAYS, key=self._rank):
             try:
                 self._reasons = reasons
                 jacobian = self._by(way, losses, parameters, runs, directions)
@@ -202,6 +205,10 @@ class Sketching:
             f"Sketched: no way to project the gradients of these losses. {listed}. Give custom functions a jvp or a "
             "backward that can be differentiated; or use exact norms, without jacobian=."
         )
+
+    def _rank(self, way: str) -> tuple[bool, bool]:
+        """Forward mode comes first; then, of several directions, those ways that take them together."""
+        return not WAYS[way].needs_runs, WAYS[way].together != (self.setting.num_projections > 1)
 
     def _by(
         self,
@@ -291,10 +298,7 @@ class Sketch(TorchFunctionMode):
             try:
                 run.push_ahead(v, self.parameters, together=way.together)
             except RuntimeError as error:
-                raise Refused(
-                    "Sketched: the forward cannot be made twice on this batch, as it could before: "
-                    f"{str(error).partition('. ')[0]}. Let it take the same ops on every batch."
-                ) from error
+                raise _changed(error) from error
             self._ahead = v
 
     def end(self, output: Any) -> None:
@@ -386,3 +390,11 @@ class Sketch(TorchFunctionMode):
                 "(batch normalization, in-batch negatives, a loss averaged over the batch?). Make each loss depend on "
                 "its own example only, e.g. with GroupNorm in place of BatchNorm."
             ) from None
+
+
+def _changed(error: RuntimeError) -> Refused:
+    """Of a batch on which the way that earlier ones took fails."""
+    reason = str(error).partition(". ")[0]
+    return Refused(
+        f"Sketched: this batch cannot be projected as those before it: {reason}. Let it take the same ops as they did."
+    )
