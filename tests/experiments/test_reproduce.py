@@ -22,6 +22,7 @@ COLUMNS = {
     "bracket": Column("bracket"),
     "unknown": Column("never known"),
 }
+PICTURES = ("jl-accuracy",)  # of which the paper prints no numbers
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_experiment_keeps_the_shape_that_all_have(experiment):
             assert set(row.paper) <= set(module.COLUMNS)
             if isinstance(row, Training):
                 module.Settings(**row.settings)  # pyright: ignore[reportAttributeAccessIssue]
-    assert any(row.paper for row in module.rows(False))
+    assert any(row.paper for row in module.rows(False)) or experiment.name in PICTURES
     assert experiment.trains == hasattr(module, "build_task")
     assert experiment.quick_seconds < 180
 

@@ -44,8 +44,8 @@ DE = Paper(
 class Experiment:
     """A table or figure of a paper that one command makes anew.
 
-    The module of the experiment has ``COLUMNS`` and ``rows`` (see `rows`), and perhaps ``figures`` and ``NOTES``; one
-    that ``trains`` has ``Settings`` and ``build_task`` as well (see `_protocol`).
+    The module of the experiment has ``COLUMNS`` and ``rows`` (see `rows`), perhaps ``figures``, ``findings`` and
+    ``NOTES``; one that ``trains`` has ``Settings`` and ``build_task`` as well (see `_protocol`).
     """
 
     name: str
@@ -101,6 +101,10 @@ CATALOG = (
     Experiment(
         "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 40, 20,
         "MovieLens", trains=True,
+    ),
+    Experiment(
+        "jl-accuracy", JL, "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
+        trains=True,
     ),
     Experiment(
         "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",

@@ -164,17 +164,17 @@ class Experiment:
         """With exact norms and by projections; a quick look makes a part of an epoch of two of them."""
         epochs = self.quick_epochs if quick else self.settings().epochs
         return [
-            Training(f"trained, {f'JL({r})' if r else 'exact'}", {"num_projections": r, "epochs": epochs}, paper)
+            Training(f"trained, {method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
             for r, paper in self.trained.items()
             if not quick or r in (0, 30)
         ]
 
     def figures(self, results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
         """Epsilon and accuracy over epochs for each number of projections, and accuracy over time and over epsilon."""
-        courses = _courses(folder, self.trainings(results["quick"]), results["seeds"][0])
+        found = courses(folder, self.trainings(results["quick"]), results["seeds"][0])
         spent = {row["row"]: row["runs"][0]["seconds"] for row in results["rows"]}
-        accuracy = {name: (epochs, 100 * scores) for name, (epochs, scores, _) in courses.items()}
-        epsilon = {name: (epochs, np.minimum(high, OFF_CHART)) for name, (epochs, _, high) in courses.items()}
+        accuracy = {name: (epochs, 100 * scores) for name, (epochs, scores, _) in found.items()}
+        epsilon = {name: (epochs, np.minimum(high, OFF_CHART)) for name, (epochs, _, high) in found.items()}
         over_time = {name: (x / x[-1] * spent[name], y) for name, (x, y) in accuracy.items()}
         price = {name: (epsilon[name][1], y) for name, (_, y) in accuracy.items()}
         return {
@@ -191,6 +191,11 @@ class Experiment:
     def _optimizer(self, learning_rate: float, model: nn.Module) -> Optimizer:
         trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         return self.new_optimizer(trained, lr=learning_rate)
+
+
+def method_name(num_projections: int) -> str:
+    """What training by so many projections is called; 0 are exact norms."""
+    return f"JL({num_projections})" if num_projections else "exact"
 
 
 def _arguments(num_projections: int, model: nn.Module) -> dict[str, Any]:
@@ -257,7 +262,7 @@ def _try_size(experiment: Experiment, method: str, data: str | None, size: int, 
         step()
 
 
-def _courses(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
+def courses(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
     """Epochs, test scores and certified epsilons of each training."""
     found = {}
     for row in trainings:

@@ -173,7 +173,7 @@ class Reproduction:
         for job in self.jobs():
             content = job.folder.read_json(job.folder.results)
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
-        return {
+        results = {
             "reproduce": self.experiment.name,
             "paper": asdict(self.experiment.paper),
             "place": self.experiment.place,
@@ -189,6 +189,8 @@ class Reproduction:
             ],
             "notes": list(getattr(self.module, "NOTES", ())),
         }
+        find = getattr(self.module, "findings", None)  # few compare rows
+        return results if find is None else {**results, "notes": [*results["notes"], *find(results)]}
 
 
 def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:

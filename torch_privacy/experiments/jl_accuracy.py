@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether few projections train like exact norms: Bu, Gopi, Kulkarni, Lee, Shen and Tantipongpipat (2021), Figure 4.
+
+``torch-privacy reproduce jl-accuracy --seeds 0-24`` trains the network of ``jl-mnist`` on the first 1,500 and the first
+3,000 digits with 1, 3 and 20 projections and with exact norms, and compares the accuracies of runs that begin with the
+same weights. The paper, of 25 runs on all digits: JL(3) "is already very close" and JL(20) "almost indistinguishable".
+
+Source: arXiv:2102.03013, Section 3.3.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+from torch.utils.data import TensorDataset
+
+from torch_privacy.experiments import jl, jl_mnist
+from torch_privacy.experiments._protocol import Task
+from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.privacy import plots
+from torch_privacy.privacy.bracket import Array
+
+SIZES, QUICK_SIZE = (1_500, 3_000), 1_000  # training examples
+TESTED = 2_000  # test examples
+EPOCHS = 3
+PROJECTIONS = 0, 1, 3, 20  # 0: exact norms
+COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: replace(PRIVACY_COLUMNS[EXACT], scientific=True)}
+NOTES = (
+    "NOT PRIVATE with 1 or 3 projections, as their epsilons say: they show how training behaves.",
+    f"Noise relative to the mean gradient of a batch is that of jl-mnist. Accuracy is that on {TESTED:,} test digits.",
+)
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Settings(jl.Settings):
+    """Those of ``jl-mnist`` for batches of 64 in place of 256, a quarter of the noise, and twice the learning rate."""
+
+    noise_multiplier: float | None = 0.325
+    expected_batch_size: int = 64
+    learning_rate: float = 0.5
+    clip_norm: float = 1.5
+    epochs: float = EPOCHS
+    num_examples: int = SIZES[-1]  # the first of the training examples
+
+
+def build_task(settings: Settings) -> Task:
+    """The first digits of MNIST, and the network to be trained on them."""
+    task = jl_mnist.build_task(settings)
+    return replace(task, train=_first(task.train, settings.num_examples), test=_first(task.test, TESTED))
+
+
+def rows(quick: bool) -> Sequence[Training]:
+    """Every number of projections on every number of examples; a quick look is at fewer examples for two epochs."""
+    sizes, epochs = ((QUICK_SIZE,), 2) if quick else (SIZES, EPOCHS)
+    return [
+        Training(name(size, r), {"num_examples": size, "num_projections": r, "epochs": epochs})
+        for size in sizes
+        for r in PROJECTIONS
+    ]
+
+
+def name(size: int, projections: int) -> str:
+    """What a row is called, such as ``3,000 digits, JL(3)``."""
+    return f"{size:,} digits, {jl.method_name(projections)}"
+
+
+def findings(results: Mapping[str, Any]) -> Iterator[str]:
+    """How far every number of projections ends from exact norms, and whether that is more than chance."""
+    scores = {row["row"]: 100 * np.array([run["numbers"][SCORE] for run in row["runs"]]) for row in results["rows"]}
+    if len(results["seeds"]) > 1:
+        for row, exact in _pairs(results["quick"]):
+            low, mean, high = paired(scores[row] - scores[exact])
+            chance = stats.ttest_rel(scores[row], scores[exact]).pvalue
+            yield (
+                f"{row}: {mean:+.2f} points of accuracy from exact norms, {CONFIDENCE:.0%} interval {low:+.2f} to "
+                f"{high:+.2f}, p = {chance:.2g}, paired over {len(results['seeds'])} seeds."
+            )
+
+
+class Interval(NamedTuple):
+    """A mean between the ends of its confidence interval."""
+
+    low: Array
+    mean: Array
+    high: Array
+
+
+def paired(differences: Array) -> Interval:
+    """Of the differences (runs, ...) of pairs of runs, by Student's law."""
+    runs = len(differences)
+    mean, error = differences.mean(0), differences.std(0, ddof=1) / sqrt(runs)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, runs - 1)) * error
+    return Interval(mean - reach, mean, mean + reach)
+
+
+def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
+    """The paper's Figure 4 for each number of examples, and the differences from exact norms with their intervals."""
+    quick, seeds = results["quick"], results["seeds"]
+    courses = [jl.courses(folder, rows(quick), seed) for seed in seeds]
+    epochs = {row: course[0] for row, course in courses[0].items()}
+    scores = {row: 100 * np.array([course[row][1] for course in courses]) for row in epochs}  # (seeds, epochs)
+    drawn: dict[str, plots.Figure] = {}
+    for size in dict.fromkeys(row.settings["num_examples"] for row in rows(quick)):
+        means = {jl.method_name(r): (epochs[name(size, r)], scores[name(size, r)].mean(0)) for r in PROJECTIONS}
+        title = f"Mean accuracy of {len(seeds)} run{'s' * (len(seeds) > 1)}, {size:,} digits"
+        drawn[f"accuracy-{size}"] = plots.curves_plot(means, title=title, ylabel=jl.ACCURACY)
+        if len(seeds) > 1:
+            apart = {
+                jl.method_name(r): (epochs[name(size, r)], paired(scores[name(size, r)] - scores[name(size, 0)]))
+                for r in PROJECTIONS[1:]
+            }
+            drawn[f"difference-{size}"] = _differences(apart, f"Less exact norms, {size:,} digits, 95 % intervals")
+    return drawn
+
+
+def _differences(curves: Mapping[str, tuple[Array, Interval]], title: str) -> plots.Figure:
+    """Mean differences over epochs, each in the area of its interval."""
+    means = {method: (x, interval.mean) for method, (x, interval) in curves.items()}
+    figure = plots.curves_plot(means, title=title, ylabel="points of test accuracy")
+    axes = figure.axes[0]
+    for line, (x, interval) in zip(axes.get_lines(), curves.values(), strict=True):
+        axes.fill_between(x, interval.low, interval.high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.axhline(0, color=plots.FAINT, linewidth=1.2)
+    return figure
+
+
+def _pairs(quick: bool) -> Iterator[tuple[str, str]]:
+    """Every row with projections, and that of exact norms on the same examples."""
+    for row in rows(quick):
+        if row.settings["num_projections"]:
+            yield row.name, name(row.settings["num_examples"], 0)
+
+
+def _first(data: Any, size: int) -> TensorDataset:
+    return TensorDataset(*data[:size])
