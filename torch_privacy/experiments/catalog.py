@@ -119,7 +119,7 @@ CATALOG = (
     ),
     Experiment(
         "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
-        3000, 150, "MNIST, CIFAR-100", trains=True,
+        3000, 100, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-cifar10", GEP, "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
@@ -127,7 +127,7 @@ CATALOG = (
     ),
     Experiment(
         "gep-linear", GEP, "Appendix A", "the same for one dense layer on features of public images",
-        1500, 150, "CIFAR-10, CIFAR-100", trains=True,
+        2600, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-ablations", GEP, "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
@@ -135,7 +135,7 @@ CATALOG = (
     ),
     Experiment(
         "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
-        400, 60, "CIFAR-100",
+        600, 100, "CIFAR-100",
     ),
     Experiment(
         "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 900, 25, "MNIST"
