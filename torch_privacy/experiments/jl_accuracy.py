@@ -74,8 +74,9 @@ def findings(results: Mapping[str, Any]) -> Iterator[str]:
     scores = {row["row"]: 100 * np.array([run["numbers"][SCORE] for run in row["runs"]]) for row in results["rows"]}
     if len(results["seeds"]) > 1:
         for row, exact in _pairs(results["quick"]):
-            low, mean, high = paired(scores[row] - scores[exact])
-            chance = stats.ttest_rel(scores[row], scores[exact]).pvalue
+            differences = scores[row] - scores[exact]
+            low, mean, high = paired(differences)
+            chance = stats.ttest_rel(scores[row], scores[exact]).pvalue if differences.any() else 1.0
             yield (
                 f"{row}: {mean:+.2f} points of accuracy from exact norms, {CONFIDENCE:.0%} interval {low:+.2f} to "
                 f"{high:+.2f}, p = {chance:.2g}, paired over {len(results['seeds'])} seeds."
