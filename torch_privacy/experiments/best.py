@@ -50,7 +50,7 @@ class Settings:
     views: int = 1
     average: float | None = 0.99  # decay of the weights' moving average
     microbatch_size: int = 2048  # images at once, each in all its views
-    num_examples: int | None = None  # only the first so many training examples
+    num_examples: int | None = None  # only the first so many for training, and for testing
     seed: int = 0  # public: the initial weights, the augmentation, the baseline's shuffling; never noise or batches
     baseline: bool = False
     data: str | None = None
@@ -130,11 +130,11 @@ def as_seen(
     folder: str | None,
     num_examples: int | None,
 ) -> Data:
-    """The data, or the first of their training examples, with every image replaced by what the network sees."""
+    """The data, or the first so many of both parts, with every image replaced by what the network sees."""
     data = load(folder)
-    train = [tensor[:num_examples] for tensor in data.train.tensors]
-    parts = [TensorDataset(x if inputs is None else inputs(x), y) for x, y in (train, data.test.tensors)]
-    return replace(data, train=parts[0], test=parts[1])
+    pairs = [[tensor[:num_examples] for tensor in part.tensors] for part in (data.train, data.test)]
+    train, test = (TensorDataset(x if inputs is None else inputs(x), y) for x, y in pairs)
+    return replace(data, train=train, test=test)
 
 
 def linear(num_features: int, classes: int = 10) -> nn.Module:
