@@ -253,6 +253,12 @@ def test_a_function_whose_backward_ends_there_takes_forward_mode_and_the_other_a
     assert "not by forward mode" in ways["custom function without"].explain()
 
 
+def test_losses_may_have_more_digits_than_the_model():
+    training = training_of(small().float(), dataset=TensorDataset(data().tensors[0].float(), data().tensors[1]))
+    train(training, lambda model, x, y: losses_of(model, x).double(), steps=2)
+    assert "forward mode" in training.explain().partition(";")[0]
+
+
 class Counts(nn.Module):
     """No two of its forwards are the same."""
 

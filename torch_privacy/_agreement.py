@@ -41,7 +41,7 @@ class Check:
         theirs = c[used] @ self._projections[used].to(c)
         length = math.sqrt(sum(float(part.square().sum()) for part in total.values()))
         scale = length + float((c[used] * self._norms[used].to(c)).sum())
-        tolerance = torch.finfo(self._projections.dtype).eps ** 0.5
+        tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
         if not float((ours - theirs).abs().max()) <= tolerance * scale:
             raise Refused(
                 "Sketched: the model's ordinary gradient is not what its projections say: a custom backward or a "
