@@ -64,7 +64,7 @@ EXPERIMENT = gep.Experiment(
         ("GEP", 2.0): 0.597, ("GEP", 5.0): 0.701, ("GEP", 8.0): 0.749,
     },
     baseline=0.904,
-    quick={"epochs": 0.01, "expected_batch_size": 100, "num_basis": 50, "num_anchors": 100, "num_test_examples": 1000},
+    quick={"epochs": 0.005, "expected_batch_size": 50, "num_basis": 50, "num_anchors": 60, "num_test_examples": 1000},
 )  # fmt: skip
 COLUMNS, NOTES = gep.COLUMNS, gep.NOTES
 build_task, rows = EXPERIMENT.build_task, EXPERIMENT.rows
