@@ -23,7 +23,7 @@ from torch_privacy.experiments.wide_resnet import WideResNet
 
 CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
 FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "average": 0.9}
-SMALL = {"num_examples": 500, "expected_batch_size": 50, "epochs": 0.5, "views": 2, "average": 0.9}
+SMALL = {"num_examples": 200, "expected_batch_size": 16, "epochs": 0.25, "views": 2, "average": 0.9}
 
 
 def scattering_cnn(width: int = 64, classes: int = 10) -> nn.Module:
