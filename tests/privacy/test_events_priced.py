@@ -146,6 +146,44 @@ def test_gep_on_svhn_costs_more_than_was_claimed(noise, expected):
     assert high == pytest.approx(expected, rel=1e-3)
 
 
+GEP_NEEDS = [  # noise per part, batch, examples, epochs, delta, epsilon that it is just enough for
+    (3.0307, 1000, 50_000, 50, 1e-5, 2.0),
+    (2.0534, 1000, 50_000, 100, 1e-5, 5.0),
+    (1.9647, 1000, 50_000, 200, 1e-5, 8.0),
+    (2.7952, 1000, 60_000, 50, 1e-5, 2.0),
+    (1.9128, 1000, 60_000, 100, 1e-5, 5.0),
+    (1.8326, 1000, 60_000, 200, 1e-5, 8.0),
+    (0.9688, 1000, 604_388, 5, 1e-6, 2.0),
+    (0.7933, 1000, 604_388, 10, 1e-6, 5.0),
+    (0.7400, 1000, 604_388, 20, 1e-6, 8.0),
+]
+
+
+@pytest.mark.parametrize("row", GEP_NEEDS, ids=str)
+def test_gep_needs_the_noise_of_the_notes(row):
+    noise, batch, examples, epochs, delta, target = row
+    steps = epochs * examples // batch
+    less, more = (epsilon(SubsampledGEP(noise + x, batch / examples), steps, delta).high for x in (-6e-5, 6e-5))
+    assert less > target > more
+
+
+@pytest.mark.parametrize(("embedding", "residual"), [(2.752, 1.073), (2**0.5, 2**0.5)])
+def test_blocks_of_unequal_noise_are_one_gaussian_as_in_the_notes(embedding, residual):
+    blocks, whole = privacy.SubsampledBlocks((2 * embedding, 2 * residual), 0.01), SubsampledGaussian(2.0, 0.01)
+    assert epsilon(blocks, 2000).high == pytest.approx(epsilon(whole, 2000).high, rel=1e-3)
+
+
+INFLATION = [(8, 2.602, 2.603), (16, 1.339, 1.343), (32, 1.089, 1.106), (64, 1.035, 1.055), (128, 1.016, 1.033)]
+
+
+@pytest.mark.parametrize(("directions", "projected", "factored"), [*INFLATION, (256, 1.008, 1.021)])
+def test_estimated_norms_need_the_noise_of_the_notes(directions, projected, factored):
+    exact = epsilon(SubsampledGaussian(1.0, 0.01), 2000).high
+    for event, noise in ((SubsampledJL, projected), (SubsampledSketch, factored)):
+        less, more = (epsilon(event(noise + x, directions, 0.01), 2000).high for x in (-6e-4, 6e-4))
+        assert less > exact > more
+
+
 WITHOUT_REPLACEMENT = [  # noise over clip norm, q, steps, Poisson add/remove, Poisson replace-one, fixed size
     (1.0, MNIST, 10_000, "2.3451", "3.9798", ("17.7241", "21.4318")),
     (1.3, MNIST, 3516, "0.8645", "1.5555", ("4.3568", "5.0872")),
