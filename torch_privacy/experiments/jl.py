@@ -222,10 +222,14 @@ MEASURED: dict[Any, tuple[dict[str, float], dict[str, int]]] = {}
 
 
 def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds per epoch, and bytes at the peak of a step, of every method that can be had; kept for the next row."""
+    """Seconds per epoch, and bytes at the peak of a step, of every method that can be had; kept for the next row.
+
+    A quick look takes an eighth of the batch.
+    """
     key = experiment.settings, context
     if key not in MEASURED:
-        problem = experiment.problem(context.data)
+        whole = experiment.settings().expected_batch_size
+        problem = experiment.problem(context.data, whole // 8 if context.quick else whole)
         steps = _steps(problem, quick=context.quick)
         seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
         seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
