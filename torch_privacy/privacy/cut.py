@@ -81,10 +81,13 @@ def add_curve(steps: Steps) -> Curve:
 
 
 def _cut(steps: Steps, end: float, rare: float) -> Steps:
-    """The same with losses above ``end``, or as rare as that in a sampled step, counted as infinite."""
+    """The same with losses above ``end``, or as rare as that in a sampled step, counted as infinite.
+
+    Steps on whole batches stay: their tails are as heavy in either direction.
+    """
     return [
         (replace(law, largest=min(end - float(np.log(law.probability)), law.quantile(rare))), times)
-        if isinstance(law, SubsampledMixture) and law.heavy
+        if isinstance(law, SubsampledMixture) and law.heavy and law.edge
         else (law, times)
         for law, times in steps
     ]

@@ -12,7 +12,7 @@ pair is dominated the same way. The two curves differ by O(h²) in the spacing h
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, singledispatch
 
 import numpy as np
@@ -109,8 +109,12 @@ def _(law: Continuous, spacing: float) -> Lattice:
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = law.floor + float(heights[0])
     missing = law.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
-    only_q = max(-math.exp(-start) * float(missing[0]), 0.0) if start > -700 else 1.0
-    return Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]), only_q)
+    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]))
+    if start > -700:
+        only_q = max(-math.exp(-start) * float(missing[0]), 0.0)
+    else:  # e^start is 0: what Q has nowhere else
+        only_q = min(max(1.0 - float(lattice.swapped.mass.sum()), 0.0) + CANCELLED, 1.0)
+    return replace(lattice, only_q=only_q)
 
 
 def _lowest_index(law: Continuous, spacing: float) -> int:
