@@ -1,57 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """pate-mnist on images made up here: disjoint teachers, priced votes. And the norms of the code for film reviews."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from torch_privacy.data import Data
 from torch_privacy.experiments import pate_mnist, sparse_norms
 from torch_privacy.experiments.networks import AveragedWords
 from torch_privacy.experiments.pate_mnist import Size, student_numbers, votes_of_teachers
 from torch_privacy.experiments.rows import Context
 from torch_privacy.privacy import compose
-from torch_privacy.privacy.pate import votes_event
 
-TINY = Size(teachers=6, teacher_steps=2, student_steps=3, queries={8: 5})
+TINY = Size(teachers=6, threshold=4.0, answers={8: 5})
 
 
 @pytest.fixture
 def made_up(monkeypatch):
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    train, test = (TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(10, (n,))) for n in (60, 30))
-    data = SimpleNamespace(train=train, test=test)
-    monkeypatch.setattr(pate_mnist, "load_mnist", lambda folder: data)
-    monkeypatch.setattr(pate_mnist, "NUM_PUBLIC", 20)
+    train, test = (TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(10, (n,))) for n in (60, 40))
+    monkeypatch.setattr(pate_mnist, "load_mnist", lambda folder: Data("made up", train, test, tuple(range(10)), "", {}))
+    monkeypatch.setattr(pate_mnist, "NUM_SCORED", 10)
+    pate_mnist.images_seen.cache_clear()
     votes_of_teachers.cache_clear()
-    return data
+    yield train.tensors[0]
+    pate_mnist.images_seen.cache_clear()
+    votes_of_teachers.cache_clear()
 
 
 def test_every_example_belongs_to_one_teacher_who_votes_once(made_up, monkeypatch):
     seen = []
 
-    def teach(images, digits, num_steps, seed):
-        seen.append(images)
-        return lambda x: torch.eye(10)[torch.full((len(x),), seed % 10)]
+    class Teacher:
+        @classmethod
+        def fitted(cls, points, labels, width):
+            seen.append(points)
+            return cls()
 
-    monkeypatch.setattr(pate_mnist, "trained_teacher", teach)
-    monkeypatch.setattr(pate_mnist, "predicted", lambda model, x: model(x).argmax(1))
+        def predicted(self, points):
+            return torch.full((len(points),), len(seen) % 10)
+
+    monkeypatch.setattr(pate_mnist, "Ridge", Teacher)
     votes = votes_of_teachers(TINY, 0, None)
-    assert votes.sum(1).tolist() == [6] * 5
+    assert votes.sum(1).tolist() == [6] * 10
     assert len(seen) == 6
-    everything = torch.cat(seen).flatten(1)
+    everything = torch.cat(seen)
     assert len(everything) == 60 == len(everything.unique(dim=0))
 
 
-def test_noise_spends_the_epsilon_and_the_certified_one_covers_any_votes(made_up):
-    numbers = student_numbers(TINY, 8, Context(quick=True, seed=0, data=None))
+def test_principal_components_see_public_images_only(made_up):
+    before = pate_mnist.images_seen(TINY, None)
+    made_up.zero_()
+    pate_mnist.images_seen.cache_clear()
+    pate_mnist.as_seen.cache_clear()
+    after = pate_mnist.images_seen(TINY, None)
+    assert not torch.equal(before.private, after.private)
+    assert torch.equal(before.public, after.public)
+    assert torch.equal(before.scored, after.scored)
+    assert before.width == after.width
+
+
+@pytest.mark.parametrize("confident", [False, True])
+def test_noise_spends_the_epsilon_and_the_certified_one_covers_any_votes(made_up, confident):
+    numbers = student_numbers(TINY, 8, confident, Context(quick=True, seed=0, data=None))
     certified = numbers["epsilon"]
     assert 7.9 < certified.high <= 8
-    assert certified == compose([(votes_event(numbers["noise_stddev"]), 5)]).epsilon(1e-5)
-    assert numbers["queries"] == 5
-    assert 0 <= numbers["epsilon_data_dependent"]
+    assert certified == compose(TINY.mechanism(8, confident).events()).epsilon(1e-5)
+    assert (numbers["tests"] is not None) == confident
+    assert numbers["queries"] <= 5
+    assert 0 <= numbers["epsilon_data_dependent"] <= 1.1 * certified.high  # Renyi orders see a little more
 
 
 def test_authors_norms_are_exact_only_where_no_word_stands_twice():

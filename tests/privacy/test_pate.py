@@ -53,10 +53,38 @@ def test_agreement_makes_answers_cheap_and_disagreement_never_dearer_than_any_vo
     assert pate.data_dependent_epsilon(agreed, 40.0, 1e-5) < 0.2 * anyway
 
 
+def test_the_larger_the_lead_the_cheaper_the_answer():
+    leads = [np.array([[100 + lead, 100 - lead, 0.0]]) for lead in range(0, 101, 10)]
+    spent = [pate.data_dependent_epsilon(np.tile(votes, (50, 1)), 20.0, 1e-5) for votes in leads]
+    assert spent == sorted(spent, reverse=True)
+    assert spent[-1] < 0.5 * spent[0]
+
+
 def test_whatever_the_votes_the_price_is_a_gaussian_of_sensitivity_root_two():
     profile = privacy.compose([(pate.votes_event(40.0), 200)])
     assert profile.epsilon(1e-5).low <= privacy.compose([(privacy.Gaussian(40 / 400**0.5), 1)]).epsilon(1e-5).high
     assert profile.epsilon(1e-5).high >= privacy.compose([(privacy.Gaussian(40 / 400**0.5), 1)]).epsilon(1e-5).low
+
+
+@pytest.mark.parametrize("noise_stddev", [0.5, 3.0, 40.0])
+@pytest.mark.parametrize("largest", [0.0, 50.0, 99.0, 100.0, 103.0, 250.0])
+def test_tests_cost_what_their_two_outcomes_differ_and_never_more_than_any_votes(largest, noise_stddev):
+    orders = np.array([1.1, 2.0, 8.0, 64.0])
+    tests = pate.ThresholdTests(np.array([largest]), 100.0, noise_stddev)
+    spent = pate._of_tests(tests, orders)
+    assert (spent <= orders / (2 * noise_stddev**2)).all()
+    passes = [norm.sf(100.0, largest + change, noise_stddev) for change in (0, -1, 1)]
+    here, *there = (np.array([chance, 1 - chance]) for chance in passes)
+    if min(np.minimum(*outcomes).min() for outcomes in zip(there, [here] * 2, strict=True)) > 1e-12:
+        for order, most in zip(orders, spent, strict=True):
+            assert most == pytest.approx(max(renyi(here, other, order) for other in there), rel=1e-5, abs=1e-12)
+
+
+def test_tests_are_cheap_far_from_the_threshold():
+    tests = [pate.ThresholdTests(np.full(100, count), 200.0, 10.0) for count in (201.0, 220.0, 249.0)]
+    spent = [pate.data_dependent_epsilon(np.zeros((0, 3)), 40.0, 1e-5, tests=one) for one in tests]
+    assert spent[0] > spent[1] > 2 * spent[2]
+    assert pate.data_dependent_epsilon(np.full((1, 3), 5.0), 40.0, 1e-5, tests=tests[0]) > spent[0]
 
 
 @pytest.mark.parametrize(

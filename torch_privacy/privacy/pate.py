@@ -6,13 +6,19 @@ one, so a query has sensitivity sqrt(2). Whatever the votes, an answer is theref
 gives. Where teachers agree the answer hardly depends on any of them, and `data_dependent_epsilon` is smaller. **That
 number itself depends on the votes, hence on private data: it must not be published** (not without smooth sensitivity
 and noise of its own), and never goes into a ledger.
+
+Confident GNMax first tests whether the largest count, with noise, reaches a threshold, and answers only where it does.
+A test has sensitivity 1, `threshold_event`. Which queries are answered is random, but their price is not if the numbers
+of tests and of answers are bounded in advance: every release is Gaussian given those before, so the squares of their
+1 / noise multiplier add up, and no more of them can come than are paid for (Smith & Thakurta 2022, arXiv:2210.17520).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import erfc
+from scipy.special import erfc, log_ndtr
 
 from .._check import positive, strictly_between
 from .bracket import Array
@@ -40,16 +46,46 @@ def votes_event(noise_stddev: float) -> Gaussian:
     return Gaussian(noise_stddev / math.sqrt(2), NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
+def threshold_event(noise_stddev: float) -> Gaussian:
+    """One test, ``max(votes) + N(0, noise_stddev²) >= threshold``, for the accountant: the largest count changes by 1.
+
+    Args:
+        noise_stddev: standard deviation of the noise on the largest count, in votes.
+
+    Example:
+        >>> from torch_privacy.privacy import compose
+        >>> f"{compose([(threshold_event(100.0), 1000), (votes_event(40.0), 300)]).epsilon(1e-5).high:.2f}"
+        '2.86'
+    """
+    positive("threshold_event", noise_stddev=noise_stddev)
+    return Gaussian(noise_stddev, NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
+@dataclass(frozen=True, eq=False)
+class ThresholdTests:
+    """ThresholdTests that were made: the largest counts, secret, of shape (tests,), and what they were held against."""
+
+    largest: Array
+    threshold: float
+    noise_stddev: float  # of the noise on the largest count, in votes
+
+
 def data_dependent_epsilon(
-    votes: Array, noise_stddev: float, delta: float, orders: Sequence[float] | Array = ORDERS
+    votes: Array,
+    noise_stddev: float,
+    delta: float,
+    orders: Sequence[float] | Array = ORDERS,
+    *,
+    tests: ThresholdTests | None = None,
 ) -> float:
     """ε of having answered these very votes, by Rényi divergences: **private itself**, to compare with papers only.
 
     Args:
-        votes: (queries, classes) counts of the teachers' votes.
+        votes: (queries, classes) counts of the teachers' votes, where they were answered.
         noise_stddev: standard deviation of the noise on every count, in votes.
         delta: in (0, 1).
         orders: Rényi orders to try, each above 1.
+        tests: of confident GNMax, all that were made.
 
     Returns:
         ε >= 0; never above the one for any votes at the same orders.
@@ -57,8 +93,9 @@ def data_dependent_epsilon(
     Raises:
         ValueError: votes that are no counts; a number out of range.
 
-    Source: Papernot, Song, Mironov, Raghunathan, Talwar & Erlingsson (2018), arXiv:1802.08908, Theorem 6 and
-        Propositions 7 and 10; Canonne, Kamath & Steinke (2020), arXiv:2004.00010, for the last step.
+    Source: Papernot, Song, Mironov, Raghunathan, Talwar & Erlingsson (2018), arXiv:1802.08908, Theorem 6,
+        Propositions 7 and 10, and Algorithm 1, whose tests have two outcomes and so the divergence that these have;
+        Canonne, Kamath & Steinke (2020), arXiv:2004.00010, for the last step.
     """
     votes, values = _counts(votes), np.asarray(orders, float)
     positive("data_dependent_epsilon", noise_stddev=noise_stddev)
@@ -67,7 +104,7 @@ def data_dependent_epsilon(
         raise ValueError(f"data_dependent_epsilon: orders={orders!r} must be one or more finite numbers above 1.")
     divergence = sum(
         (_divergence(log_q, noise_stddev, values) for log_q in log_chance_of_another(votes, noise_stddev)),
-        np.zeros(len(values)),
+        np.zeros(len(values)) if tests is None else _of_tests(tests, values),
     )
     candidates = divergence + np.log1p(-1 / values) - np.log(delta * values) / (values - 1)
     return max(float(candidates.min()), 0.0)
@@ -106,6 +143,21 @@ def _divergence(log_q: float, noise_stddev: float, orders: Array) -> Array:
     log_b = (orders - 1) * (first / variance - log_q / second)
     sharper = np.logaddexp(log_stays + log_a, log_q + log_b) / (orders - 1)
     return np.where(orders < first, np.minimum(sharper, anyway), anyway)
+
+
+def _of_tests(tests: ThresholdTests, orders: Array) -> Array:
+    """Rényi divergences of all tests, at every order: those of two outcomes whose chances a count one off changes."""
+    positive("ThresholdTests", noise_stddev=tests.noise_stddev)
+    largest = _counts(np.column_stack([tests.largest, tests.largest]))[:, :1]
+    here, *there = (
+        (log_ndtr(x), log_ndtr(-x))
+        for x in ((largest + change - tests.threshold) / tests.noise_stddev for change in (0, 1, -1))
+    )
+    either = [
+        np.logaddexp(*(orders * p + (1 - orders) * q for p, q in zip(here, other, strict=True))) / (orders - 1)
+        for other in there
+    ]
+    return np.clip(np.maximum(*either), 0, orders / (2 * tests.noise_stddev**2)).sum(0)
 
 
 def _log_1_minus_exp(x: float) -> float:
