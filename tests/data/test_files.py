@@ -93,7 +93,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["/no\0where", "x" * 300, "/dev/null"])
 def test_folder_that_cannot_be_looked_into_holds_nothing(folder):
-    with pytest.raises(DataError, match=r"a\.txt\.gz: no such file\. Put the original"):
+    with pytest.raises(DataError, match=r": no such folder\. Put the original a\.txt\.gz at"):
         SOURCE.folder(folder).read("a.txt.gz")
 
 
@@ -140,3 +140,11 @@ def test_random_split_depends_on_the_seed_alone():
     one, again, other = (random_split(1000, test_fraction=0.1, seed=seed)[1] for seed in (1, 1, 2))
     assert np.array_equal(one, again)
     assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>404</html>"])
+def test_file_of_another_kind_is_named_empty_or_changed(tmp_path, content):
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    said = "is empty" if not content else r"is truncated or changed \(16 bytes"
+    with pytest.raises(DataError, match=rf"{tmp_path / 'a.txt.gz'}: {said}.*Put the original a\.txt\.gz at"):
+        SOURCE.folder(tmp_path).read("a.txt.gz")

@@ -102,6 +102,8 @@ class Folder:
         """
         cure = self.cure(name)
         path = self._find(name)
+        if path is None and not os.path.isdir(self.path):
+            raise DataError(f"{self.path}: no such folder. {cure}")
         if path is None:
             raise DataError(f"{self.path_of(name)}: no such file. {cure}")
         try:
@@ -148,8 +150,9 @@ def verify_content(file: File, checksum: str | None) -> None:
     found = hashlib.new(kind, file.content, usedforsecurity=False).hexdigest()
     if found != expected:
         file.refuse(
-            f"is truncated or changed ({len(file.content)} bytes of content, {kind.upper()} {found[:12]}..., expected "
-            f"{expected[:12]}...; for data of your own in this format pass verify=False)"
+            f"is {'truncated or changed' if file.content else 'empty'} ({len(file.content)} bytes of content, "
+            f"{kind.upper()} {found[:12]}..., expected {expected[:12]}...; for data of your own in this format pass "
+            "verify=False)"
         )
 
 

@@ -59,9 +59,8 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
         "strong composition, as in 2016 (not valid)": STRONG,
         "moments accountant": MOMENTS,
     }
-    drawn: dict[str, Any] = {
-        name: (epochs, np.array([number[key] for number in numbers], float)) for name, key in curves.items()
-    }
+    drawn: dict[str, Any] = {"certified": (epochs, privacy.Bracket(low, high))}
+    for name, key in curves.items():
+        drawn[name] = epochs, np.array([number[key] for number in numbers], float)
     title = f"Noise multiplier {NOISE:g}, q = {PROBABILITY:g}, delta = {DELTA:g}"
-    drawn["certified"] = epochs, privacy.Bracket(low, high)
     return {"figure-2": plots.epsilon_plot(drawn, title=title)}
