@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,17 +61,35 @@ def render(folders: Sequence[RunFolder]) -> str:
     contents = [folder.read_json(folder.results) for folder in folders]
     if len(folders) == 1 and "reproduce" not in contents[0]:
         return _page_of_training(folders[0])
-    experiments, trainings = [], []
-    for folder, content in zip(folders, contents, strict=True):
+    names = _told_apart(
+        content.get("reproduce", folder.path.name) for folder, content in zip(folders, contents, strict=True)
+    )
+    sections, trainings = [], []
+    for name, folder, content in zip(names, folders, contents, strict=True):
         if "reproduce" in content:
-            experiments.append(_section(folder, content))
+            sections.append(_section(name, folder, content))
             trainings += _trainings_of(folder)
         else:
             trainings.append(Training.read(folder))
-    title = " and ".join(
-        content.get("reproduce", folder.path.name) for folder, content in zip(folders, contents, strict=True)
-    )
-    return _page.page(title, "".join(experiments) + (_comparison(trainings) if trainings else ""))
+    shown = zip(trainings, _told_apart(run.name for run in trainings), strict=True)
+    trainings = [replace(run, name=name) for run, name in shown]
+    return _page.page(_in_words(names), "".join(sections) + (_comparison(trainings) if trainings else ""))
+
+
+def _told_apart(names: Iterable[str]) -> list[str]:
+    """The names, with (2), (3), ... behind those that were there before."""
+    times = Counter[str]()
+    told = []
+    for name in names:
+        times[name] += 1
+        told.append(f"{name} ({times[name]})" if times[name] > 1 else name)
+    return told
+
+
+def _in_words(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _trainings_of(folder: RunFolder) -> list[Training]:
@@ -81,8 +100,8 @@ def _trainings_of(folder: RunFolder) -> list[Training]:
     return [Training.read(inner, inner.path.name.removesuffix(f"-seed-{seed}")) for inner in kept]
 
 
-def _section(folder: RunFolder, results: dict[str, Any]) -> str:
-    """An experiment: its table, pictures and notes."""
+def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
+    """An experiment under this name: its table, pictures and notes."""
     lines = (
         (line.whose, (line.row if line.whose == "ours" else "", line.whose, *line.cells))
         for line in table.lines(results)
@@ -90,7 +109,7 @@ def _section(folder: RunFolder, results: dict[str, Any]) -> str:
     pictures = [_svg(path) for path in sorted(folder.path.glob("*.svg"))]
     return "".join(
         (
-            f"<h2>{escape(table.title(results))}</h2>",
+            f"<h2>{escape(table.title(results | {'reproduce': name}))}</h2>",
             f"<p>{escape(table.what(results))}. {escape(table.summary(results))}.</p>",
             _page.table(["", "", *table.headings(results)], lines),
             "".join(f"<p>{escape(note)}</p>" for note in results["notes"]),

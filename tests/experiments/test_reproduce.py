@@ -113,6 +113,16 @@ def test_report_of_an_experiment_has_its_table_pictures_and_notes(tiny, tmp_path
     assert not re.search(r"url\((?!#)|@import|<script|<link|<img", page)
 
 
+def test_report_on_several_runs_tells_them_apart(tiny, tmp_path):
+    for name in ("one", "two", "three"):
+        assert command(["reproduce", "tiny-one", "--run", str(tmp_path / name), "--json"]) == 0
+    runs = [str(tmp_path / name) for name in ("one", "two", "three")]
+    assert command(["report", *runs, "--out", str(tmp_path / "all.html")]) == 0
+    page = (tmp_path / "all.html").read_text()
+    assert re.findall("<h1>(.*)</h1>", page) == ["tiny-one, tiny-one (2) and tiny-one (3)"]
+    assert re.findall("<h2>(tiny-one[^:]*):", page) == ["tiny-one", "tiny-one (2)", "tiny-one (3)"]
+
+
 def test_stopped_run_does_only_what_is_left(tiny, tmp_path, capsys):
     run = Reproduction.start(tmp_path / "r", "tiny-one")
     run.compute(run.unfinished()[0])
