@@ -65,11 +65,11 @@ class Experiment:
 
 CATALOG = (
     Experiment(
-        "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 10
+        "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
     ),
     Experiment(
         "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
-        1400, 40, data="MNIST", trains=True,
+        3300, 70, data="MNIST", trains=True,
     ),
     Experiment(
         "abadi-sweep", ABADI, "Figure 5",
@@ -82,24 +82,24 @@ CATALOG = (
     ),
     Experiment(
         "gdp-figures", GDP, "Figures 2, 3, A.1",
-        "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 20,
+        "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 15,
     ),
     Experiment(
         "gdp-calibration", GDP, "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
     ),
     Experiment(
         "gdp-mnist", GDP, "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
-        4500, 80, "MNIST", trains=True,
+        4500, 110, "MNIST", trains=True,
     ),
     Experiment(
-        "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 10, 10, trains=True
+        "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
     ),
     Experiment(
-        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 250, 80,
+        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
         "IMDb", trains=True,
     ),
     Experiment(
-        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 40, 20,
+        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220, 20,
         "MovieLens", trains=True,
     ),
     Experiment(
@@ -138,15 +138,15 @@ CATALOG = (
         600, 100, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 900, 25, "MNIST"
+        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 150, 20, "MNIST"
     ),
     Experiment(
         "best-mnist", TRAMER, "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
-        250, 90, "MNIST", trains=True,
+        440, 80, "MNIST", trains=True,
     ),
     Experiment(
         "best-mnist-cnn", TRAMER, "Table 1, MNIST", "the same by convolutions that see several views of an example",
-        800, 45, "MNIST", trains=True,
+        2300, 40, "MNIST", trains=True,
     ),
     Experiment(
         "best-cifar10", DE, "tables, CIFAR-10", "the same for small photographs; wants a GPU", 200_000, 150,
