@@ -99,8 +99,8 @@ CATALOG = (
         "IMDb", trains=True,
     ),
     Experiment(
-        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220, 20,
-        "MovieLens", trains=True,
+        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
+        20, "MovieLens", trains=True,
     ),
     Experiment(
         "jl-accuracy", JL, "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",

@@ -156,7 +156,7 @@ def questions(size: Size, seed: int, num_public: int) -> Tensor:
     return torch.from_numpy(chosen)
 
 
-@lru_cache(maxsize=2)  # all rows ask the same teachers
+@lru_cache(maxsize=16)  # seeds; all rows ask the same teachers
 def votes_of_teachers(size: Size, seed: int, folder: str | None) -> Tensor:
     """(questions, 10): how many teachers vote for each digit; secret. The seed says whose example is whose."""
     images = images_seen(size, folder)
