@@ -16,7 +16,8 @@ from torch.utils.data import Subset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._embedded import EmbeddedSum
-from torch_privacy._subspace import Basis
+from torch_privacy._frame import Frame
+from torch_privacy._subspace import Basis, Columns
 from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
 
 FLAT = tp.Flat(0.3), tp.Flat(0.2)
@@ -39,7 +40,7 @@ def gep_training(perturbation=None, **settings):
 
 def directions(training):
     """The basis of the step under way as a matrix (k, 26)."""
-    return torch.block_diag(*training._mechanism._basis.vectors.values())
+    return torch.block_diag(*(frame.formed() for frame in training._mechanism._basis.frames.values()))
 
 
 def noise_of(training, step):
@@ -135,7 +136,7 @@ def test_whatever_the_tape_takes_is_embedded_and_recombined(case):
     mechanism = EmbeddedSum(gep(tp.Flat(1e6), tp.Flat(1e6), num_basis=4, groups=[""]), trained, 1.0)
     shapes = {name: p.shape for name, p in trained.items()}
     v = torch.linalg.qr(torch.randn(rows.shape[1], min(3, rows.shape[1])))[0].T.contiguous()
-    mechanism._basis = Basis({"": tuple(trained)}, shapes, {"": v})
+    mechanism._basis = Basis({"": Columns(shapes)}, {"": Frame(v, torch.eye(len(v)))})
     summing = mechanism.summing(None, 0, len(x))
     sums = mechanism.complete(summing(jacobian, "all"), trained)
     scale = rows.abs().sum() + 1
@@ -163,7 +164,7 @@ def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
     mechanism = EmbeddedSum(setting, {"w": model.w}, 1.0)
     mechanism._basis = basis = setting.subspace.basis(model)
     (group,) = basis.groups
-    v = basis.vectors[group]
+    v = basis.frames[group].formed()
     assert len(v) == 30
     worst = 0.0
     for x in adversarial(v).split(1):
@@ -359,7 +360,7 @@ def test_rows_rounded_to_half_precision_on_their_way_have_projections_that_are_t
     jacobian = recorded_jacobian(model, torch.randn(9, 30).bfloat16(), losses_of)
     rows, v = flat(jacobian.rows(), 1).float(), torch.randn(5, 120)
     torch.testing.assert_close(jacobian.project({"w": v.view(5, 4, 30)}).float(), rows @ v.T, rtol=1e-2, atol=1e-2)
-    inside = Basis({"": ("w",)}, {"w": torch.Size((4, 30))}, {"": v}).embed(jacobian, "")
+    inside = Basis({"": Columns({"w": torch.Size((4, 30))})}, {"": Frame(v, torch.eye(5))}).embed(jacobian, "")
     torch.testing.assert_close(inside.double(), rows.double() @ v.double().T, rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._subspace import Start, balanced_groups, groups_by_prefix, orthonormalize, quotas
+from torch_privacy._frame import Start, orthonormalize
+from torch_privacy._subspace import Columns, balanced_groups, groups_by_prefix, quotas
+from torch_privacy.ops.dense import Rows
 
 
 def generator():
@@ -32,10 +34,11 @@ def images(m=60, dtype=torch.float32):
 def explicit(basis):
     """All directions as rows over all parameters, in the model's order."""
     rows = []
-    for group, v in basis.vectors.items():
-        for direction in torch.eye(len(v), dtype=v.dtype):
+    shapes = {name: shape for columns in basis.columns.values() for name, shape in columns.shapes.items()}
+    for group, zeros in basis.zeros().items():
+        for direction in torch.eye(len(zeros), dtype=zeros.dtype):
             part = basis.expand({group: direction})
-            rows.append(torch.cat([part.get(n, v.new_zeros(s)).flatten() for n, s in basis.shapes.items()]))
+            rows.append(torch.cat([part.get(n, zeros.new_zeros(s)).flatten() for n, s in shapes.items()]))
     return torch.stack(rows)
 
 
@@ -73,8 +76,10 @@ def test_one_iteration_spans_what_the_formula_says():
     """Directions for as many anchors as there are span all of these, whatever the start."""
     model = cnn(torch.float64)
     basis, g = anchors(tp.AnchorSubspace(images(12, torch.float64), 36, ["0", "1", "3", "7"]), model)
-    sizes = [sum(basis.shapes[n].numel() for n in names) for names in basis.groups.values()]
-    for part, (group, v) in zip(g.split(sizes, 1), basis.vectors.items(), strict=True):
+    sizes = [sum(shape.numel() for shape in columns.shapes.values()) for columns in basis.columns.values()]
+    directions, count = explicit(basis).split(list(basis.num_directions.values())), 0
+    for part, group, v in zip(g.split(sizes, 1), basis.groups, directions, strict=True):
+        v, count = v[:, count : count + part.shape[1]], count + part.shape[1]
         span = torch.linalg.matrix_rank(part)
         assert len(v) <= span
         if len(v) == span:
@@ -89,9 +94,9 @@ def test_the_fold_of_large_groups_begins_as_well_as_normal_numbers():
     u, v = (torch.linalg.qr(torch.randn(size, 60))[0] for size in (200, 4000))
     spectrum = torch.logspace(0, -2, 60)
     g = u * spectrum @ v.T
-    b = Start(4000, 20, generator(), g)((g[:, :1500], g[:, 1500:])).T @ g
-    basis = orthonormalize(b, generator())
-    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator())
+    b = Start(4000, 20, generator(), g).coordinates((g[:, :1500], g[:, 1500:])).T @ g
+    basis = orthonormalize(b, generator()).formed()
+    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator()).formed()
     left, by_normal, best = (
         (g - g @ basis.T @ basis).norm(),
         (g - g @ normal.T @ normal).norm(),
@@ -106,9 +111,24 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     torch.set_default_dtype(torch.float32)
     u = torch.linalg.qr(torch.randn(9000, 30).double())[0]
     mixed = torch.linalg.qr(torch.randn(30, 30).double())[0] * torch.logspace(0, -decades, 30).double() @ u.T
-    v = orthonormalize(1e-12 * mixed.float(), generator())
+    v = orthonormalize(1e-12 * mixed.float(), generator()).formed()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
+
+
+def test_columns_lie_as_rows_do_in_memory_and_come_back_in_shape():
+    """Rows of convolutions lie with the channels last: neither they nor the directions are copied for a product."""
+    rows = {"a": torch.randn(5, 4, 2, 3, 6).permute(0, 1, 4, 2, 3), "b": torch.randn(5, 7), "c": torch.randn(5)}
+    columns = Columns.of(rows)
+    flat = columns.flat(rows)
+    assert [part.shape for part in flat] == [(5, 144), (5, 7), (5, 1)]
+    assert flat[0].data_ptr() == rows["a"].data_ptr()
+    for name, part in columns.split(torch.cat(flat, 1)).items():
+        assert torch.equal(part, rows[name])
+    v = columns.split(torch.randn(3, 152))["a"]
+    for directions in (v, v.contiguous(), v.expand(8, 3, 4, 6, 2, 3).flatten(0, 1)):  # fewer than rows, and more
+        expected = rows["a"].flatten(1) @ directions.flatten(1).T
+        torch.testing.assert_close(Rows(rows["a"]).project(directions), expected)
 
 
 def test_deficient_anchors_give_fewer_directions_and_never_nan():
@@ -135,8 +155,8 @@ def test_groups_do_not_look_at_each_other():
     x = torch.randn(30, 4)
     basis = tp.AnchorSubspace(x, 12, ["a", "b"]).basis(both)
     assert basis.num_directions == {"a": 6, "b": 0}
-    v = basis.vectors["a"]
-    other = tp.AnchorSubspace(x, 6, ["a"]).basis(alone).vectors["a"]
+    v = basis.frames["a"].formed()
+    other = tp.AnchorSubspace(x, 6, ["a"]).basis(alone).frames["a"].formed()
     torch.testing.assert_close(v.T @ v, other.T @ other, rtol=1e-6, atol=1e-8)
 
 

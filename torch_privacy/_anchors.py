@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map
 
 from ._batches import Batches
 from ._check import Refused
+from ._frame import Frame, Start, orthonormalize
 from ._layout import Layouts
 from ._model import Census, Seal
 from ._rewind import RandomState
-from ._subspace import Basis, Start, balanced_groups, groups_by_prefix, orthonormalize, pieces, quotas
+from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from ._tape import Tape
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ NUM_GROUPS = 5  # of parameters, where the user says nothing
 KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; more are made again
 
 Rows = list[Tensor]  # (c, size) for every parameter of a group
-Project = Callable[[Rows], Tensor]  # onto some directions: (c, k)
 
 
 class Anchors:
@@ -60,59 +60,73 @@ class Anchors:
         self._key = key
         seal, state = Seal(census, content=not self._layouts.settled), RandomState()
         try:
-            vectors = self._vectors(model, census, step)
+            basis = self._basis(model, census, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
         finally:
             state.restore()
         seal.check(census)
-        return Basis(self.groups, self._shapes, vectors)
+        return basis
 
     @torch.no_grad()
-    def _vectors(self, model: nn.Module, census: Census, step: int) -> dict[str, Tensor]:
+    def _basis(self, model: nn.Module, census: Census, step: int) -> Basis:
         """Power iteration: the rows of (G Vᵀ)ᵀ G, orthonormalized, become the next V; G are the anchor gradients."""
         draw, iterations = self._generator("directions", step), self._setting.power_iterations
         if not iterations:
-            drawn = {g: torch.randn(self.quotas[g], size, generator=draw) for g, size in self._sizes.items()}
-            return {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()}
-        project: dict[str, Project] = {
+            return self._random(draw)
+        directions: Mapping[str, Start | Frame] = {
             group: Start(size, self.quotas[group], draw, self._like) for group, size in self._sizes.items()
         }
         gradients: Iterable[tuple[str, Rows]] = []
-        vectors: dict[str, Tensor] = {}
+        columns: dict[str, Columns] = {}
+        frames: dict[str, Frame] = {}
         for iteration in range(iterations):
             if iteration == 0 or not isinstance(gradients, list):
-                gradients = self._gradients(model, census, step)
+                gradients = self._gradients(model, census, step, columns)
             if iteration == 0 and iterations > 1 and self._fit:
                 gradients = list(gradients)
-            vectors = self._product(gradients, project)
-            vectors = {group: orthonormalize(v, draw) for group, v in vectors.items()}
-            project = {group: _onto(v) for group, v in vectors.items()}
-        return vectors
+            products = self._product(gradients, directions)
+            directions = frames = {group: orthonormalize(product, draw) for group, product in products.items()}
+        return Basis(columns, frames)
+
+    def _random(self, draw: torch.Generator) -> Basis:
+        drawn = {g: torch.randn(self.quotas[g], size, generator=draw) for g, size in self._sizes.items()}
+        columns = {g: Columns({name: self._shapes[name] for name in names}) for g, names in self.groups.items()}
+        return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
 
     @property
     def _fit(self) -> bool:
         """Whether all anchor gradients may be held at once."""
         return self._setting.count * sum(self._sizes.values()) * self._like.itemsize <= KEPT_BYTES
 
-    def _product(self, gradients: Iterable[tuple[str, Rows]], project: Mapping[str, Project]) -> dict[str, Tensor]:
+    def _product(
+        self, gradients: Iterable[tuple[str, Rows]], directions: Mapping[str, Start | Frame]
+    ) -> dict[str, Tensor]:
         """(G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
         total = {group: self._like.new_zeros(self.quotas[group], size) for group, size in self._sizes.items()}
         for group, rows in gradients:
-            embedding = project[group](rows)
-            for (_, part), of_parameter in zip(pieces(self.groups[group], self._shapes), rows, strict=True):
-                total[group][: embedding.shape[1], part].addmm_(embedding.T, of_parameter)
+            embedding = directions[group].coordinates(rows)
+            products = total[group][: embedding.shape[1]].split([part.shape[1] for part in rows], 1)
+            for product, part in zip(products, rows, strict=True):
+                product.addmm_(embedding.T, part)
         return total
 
-    def _gradients(self, model: nn.Module, census: Census, step: int) -> Iterator[tuple[str, Rows]]:
-        """The anchor gradients of some examples in one group, for every chunk of examples and every group."""
+    def _gradients(
+        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns]
+    ) -> Iterator[tuple[str, Rows]]:
+        """The anchor gradients of some examples in one group, for every chunk of examples and every group.
+
+        The first decide where their entries lie in the ``columns``.
+        """
         order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
         chosen = order[: self._setting.count].sort().values
         for number, part in enumerate(chosen.split(self._setting.chunk_size)):
             jacobian = self._jacobian(model, census, part, (step, number))
             for group, names in self.groups.items():
                 rows = jacobian.restricted(names).rows()
-                yield group, _finite([rows[name].flatten(1).to(self._like) for name in names])
+                if group not in columns:
+                    columns[group] = Columns.of({name: rows[name] for name in names})
+                yield group, _finite([part.to(self._like) for part in columns[group].flat(rows)])
             del jacobian
 
     @torch.enable_grad()
@@ -151,15 +165,6 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(inputs) if isinstance(inputs, Tensor) else model(*inputs)
-
-
-def _onto(vectors: Tensor) -> Project:
-    def project(rows: Sequence[Tensor]) -> Tensor:
-        sizes = [part.shape[1] for part in rows]
-        first, *others = (part @ v.T for part, v in zip(rows, vectors.split(sizes, 1), strict=True))
-        return sum(others, first)
-
-    return project
 
 
 def _finite(rows: Rows) -> Rows:

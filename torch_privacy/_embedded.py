@@ -159,8 +159,7 @@ class EmbeddedSum(Mechanism):
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         embedded = {
-            self._keys[group]: sums.get(self._keys[group], v.new_zeros(len(v)))
-            for group, v in self._of_step.vectors.items()
+            self._keys[group]: sums.get(self._keys[group], zeros) for group, zeros in self._of_step.zeros().items()
         }
         return embedded if self._residual is None else embedded | sums_or_zeros(sums, parameters)
 

@@ -114,8 +114,8 @@ def projections(op: Op, v: Tensor) -> Tensor:
     if op.sum_flops < 2 * n * size:
         some = max(1, CHUNK_FLOATS // (n * op.shape[-1]))
         return torch.cat([op.project(part) for part in v.split(some)], 1)
-    flat, step = v.reshape(k, size).mT, max(chunk_size(n, n * size), min(k, EXAMPLES))
-    return torch.cat([op.select(slice(i, i + step)).rows().reshape(-1, size) @ flat for i in range(0, n, step)])
+    step = max(chunk_size(n, n * size), min(k, EXAMPLES))
+    return torch.cat([Rows(op.select(slice(i, i + step)).rows()).project(v) for i in range(0, n, step)])
 
 
 def _norms_of(op: Op, method: Method, answer: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class Rows(Op):
         return self.values
 
     def project(self, v: Tensor) -> Tensor:
-        return self.values.reshape(self.num_examples, self.shape.numel()) @ v.reshape(len(v), -1).mT
+        order = memory_order(v) if len(v) > self.num_examples else self._order  # the smaller is copied, if any
+        return flat_in_order(self.values, order) @ flat_in_order(v, order).mT
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         if self.values.is_contiguous():
@@ -55,21 +57,30 @@ class Rows(Op):
     @property
     def _order(self) -> list[int]:
         """The dimensions of the weight, as they lie in memory: rows may be views of something arranged otherwise."""
-        strides = self.values.stride()[1:]
-        return sorted(range(len(strides)), key=lambda k: -strides[k])
+        return memory_order(self.values)
 
     @property
     def _flat(self) -> Tensor:  # (n, size) in the order of memory, also of a weight without dimensions
         if self.values.is_contiguous():
             return self.values.view(self.num_examples, self.shape.numel())
-        arranged = self.values.permute(0, *(k + 1 for k in self._order))
-        return arranged.reshape(self.num_examples, self.shape.numel())
+        return flat_in_order(self.values, self._order)
 
     def select(self, index: Tensor | slice) -> Rows:
         return Rows(self.values[index])
 
     def merge(self, other: Op) -> Op | None:
         return Rows(self.values + other.values) if isinstance(other, Rows) else None
+
+
+def memory_order(tensors: Tensor) -> list[int]:
+    """The dimensions of the shape of (n, *shape) as they lie in memory, that with the largest steps first."""
+    strides = tensors.stride()[1:]
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def flat_in_order(tensors: Tensor, order: Sequence[int]) -> Tensor:
+    """(n, *shape) -> (n, size), with the dimensions of the shape in this order: a view where they lie so."""
+    return tensors.permute(0, *(1 + dim for dim in order)).reshape(len(tensors), tensors.shape[1:].numel())
 
 
 def squared_lengths(vectors: Tensor) -> Tensor:
