@@ -196,7 +196,7 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
         return np.array(look.steps), np.array([numbers[f"step {step}, {group}"][key] for step in look.steps])
 
     deep = [numbers[f"ResNet-{depth}"] for depth in look.depths]
-    size = np.array([row[PARAMETERS] for row in deep])
+    size = np.array([row[PARAMETERS] for row in deep]) / 1e3
     norms = {
         name: (size, np.array([row[key] for row in deep])) for name, key in (("gradient", GRADIENT), ("noise", NOISE))
     }
@@ -207,7 +207,12 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
     draw = partial(plots.curves_plot, xlabel="step")
     return {
         "figure-1": plots.curves_plot(
-            norms, title="Noise and gradient by depth", ylabel="norm", xlabel="parameters", log_x=True, log_y=True
+            norms,
+            title="Noise and gradient by depth",
+            ylabel="norm",
+            xlabel="thousand parameters",
+            log_x=True,
+            log_y=True,
         ),
         "figure-2": draw(ranks, title="Stable rank of the gradients", ylabel="stable rank"),
         "figure-4": draw(errors, title="Outside of the subspace, second stage", ylabel="relative norm"),

@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from .bracket import Array, Bracket
 from .tradeoff import TradeOff
@@ -20,6 +21,8 @@ FORMATS = ("svg", "png", "pdf")
 INK, FAINT = "#1c1c1c", "#8a8a8a"
 COLORS = ("#0067a8", "#b84a00", "#00785a", "#8a4f9e", "#6b5b00", "#a3002c")  # told apart by the color-blind, too
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+MANY = 4  # curves, beyond which their names stand beside the picture
+LABELED = 2, 0.5  # decades of a logarithmic axis up to which numbers between powers of ten are written
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "torch_privacy",  # the same picture is the same file
@@ -112,8 +115,15 @@ def curves_plot(
     """Anything over anything; each curve is (x, y), or (x, bracket of y)."""
     figure, axes = _new(title, xlabel, ylabel)
     _lines(axes, curves)
-    axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
-    axes.legend(frameon=False)
+    for log, axis, scale in ((log_x, axes.xaxis, axes.set_xscale), (log_y, axes.yaxis, axes.set_yscale)):
+        if log:
+            scale("log")
+            axis.set_major_formatter(LogFormatter(minor_thresholds=LABELED))
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=LABELED))
+    if len(curves) > MANY:
+        figure.legend(frameon=False, loc="outside right upper")
+    else:
+        axes.legend(frameon=False)
     return figure
 
 
