@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--anchors", type=int, default=500)
     parser.add_argument("--basis", type=int, default=500)
-    parser.add_argument("--chunk", type=int, default=64, help="anchors that go through the model at once, in ours")
+    parser.add_argument("--chunk", type=int, default=125, help="anchors that go through the model at once, in ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--keep-memory", action="store_true", help="malloc is told to keep what it has, as in step.py")

@@ -103,12 +103,14 @@ class Anchors:
         self, gradients: Iterable[tuple[str, Rows]], directions: Mapping[str, Start | Frame]
     ) -> dict[str, Tensor]:
         """(G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
-        total = {group: self._like.new_zeros(self.quotas[group], size) for group, size in self._sizes.items()}
+        total: dict[str, Tensor] = {}
         for group, rows in gradients:
-            embedding = directions[group].coordinates(rows)
-            products = total[group][: embedding.shape[1]].split([part.shape[1] for part in rows], 1)
+            embedding, first = directions[group].coordinates(rows), group not in total
+            if first:
+                total[group] = self._like.new_empty(embedding.shape[1], self._sizes[group])
+            products = total[group].split([part.shape[1] for part in rows], 1)
             for product, part in zip(products, rows, strict=True):
-                product.addmm_(embedding.T, part)
+                product.addmm_(embedding.T, part, beta=0 if first else 1)
         return total
 
     def _gradients(

@@ -21,7 +21,7 @@ from .ops.dense import Rows
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
 # costs this many times as much.
 FRESH, FRESH_BYTES = 5, 2**25
-EXAMPLES = 32  # at least, in a product with directions that do not fit the cache
+EXAMPLES = 128  # at least, in a product with directions that do not fit the cache
 
 
 @dataclass(frozen=True)
