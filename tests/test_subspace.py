@@ -248,6 +248,19 @@ def test_settings_out_of_range_are_refused():
         tp.AnchorSubspace(torch.randn(0, 4), 1)
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda y, _: y.mean()[None], r"on the auxiliary data: loss gave 1 losses for 5 examples"),
+        (lambda y, _: y.mean(), r"on the auxiliary data: losses of shape \(\)"),
+    ],
+    ids=["one", "scalar"],
+)
+def test_a_loss_that_is_not_one_for_each_example_is_refused(loss, message):
+    with pytest.raises(tp.Refused, match=message):
+        tp.AnchorSubspace(torch.randn(5, 4), 2, 1, loss=loss).basis(nn.Linear(4, 3))
+
+
 def test_a_forward_that_writes_into_the_model_is_refused():
     class Counts(nn.Linear):
         def forward(self, input):

@@ -19,7 +19,8 @@ from ._layout import Layouts
 from ._model import Census, Seal
 from ._rewind import RandomState
 from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
-from ._tape import Tape
+from ._tape import Tape, check_losses
+from .jacobian import Jacobian
 
 if TYPE_CHECKING:
     from .embedding import AnchorSubspace
@@ -132,7 +133,7 @@ class Anchors:
             del jacobian
 
     @torch.enable_grad()
-    def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Any:
+    def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Jacobian:
         (batch,) = self._fetch(iter([examples.numpy()]))
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
         torch.manual_seed(self._generator("dropout", *which).initial_seed())
@@ -140,6 +141,9 @@ class Anchors:
             outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
         losses = self._setting.loss(outputs, labels)
+        check_losses(losses)
+        if len(losses) != len(examples):
+            raise Refused(f"loss gave {len(losses)} losses for {len(examples)} examples; give one for each.")
         return tape.jacobian(losses, may_miss=census.trained, verify=True)
 
     def _generator(self, purpose: str, *numbers: int) -> torch.Generator:
