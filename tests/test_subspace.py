@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._frame import Start, orthonormalize
+from torch_privacy import _anchors
+from torch_privacy._frame import Fold, Start, orthonormalize
 from torch_privacy._subspace import Columns, balanced_groups, groups_by_prefix, quotas
 from torch_privacy.ops.dense import Rows
 
@@ -89,6 +90,23 @@ def test_one_iteration_spans_what_the_formula_says():
             assert best <= (part - part @ v.T @ v).square().sum() < 3 * best + 1e-9, group
 
 
+def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
+    """Whether the gradients are kept or made again makes no difference."""
+    model, x = cnn(torch.float64), images(60, torch.float64)
+    labels = lambda batch, outputs, generator: torch.zeros(len(outputs), dtype=torch.int64)  # noqa: E731
+    rows = rows_of_one_graph(F.cross_entropy(model(x), labels(x, x, None), reduction="none"), model)
+    left = []
+    for iterations in (1, 2, 4):
+        v = explicit(tp.AnchorSubspace(x, 12, 1, power_iterations=iterations, labels=labels).basis(model))
+        left.append(float((rows - rows @ v.T @ v).norm()))
+    best = float(torch.linalg.svdvals(rows)[12:].norm())
+    assert best <= left[2] < left[1] < left[0]
+    assert left[2] < 1.05 * best
+    monkeypatch.setattr(_anchors, "KEPT_BYTES", 0)
+    again = explicit(tp.AnchorSubspace(x, 12, 1, power_iterations=4, labels=labels).basis(model))
+    torch.testing.assert_close(again, v, rtol=1e-9, atol=1e-10)
+
+
 def test_the_fold_of_large_groups_begins_as_well_as_normal_numbers():
     """What a basis leaves out of a Jacobian with a known spectrum, against the singular values."""
     u, v = (torch.linalg.qr(torch.randn(size, 60))[0] for size in (200, 4000))
@@ -114,6 +132,22 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     v = orthonormalize(1e-12 * mixed.float(), generator()).formed()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
+
+
+def test_directions_that_their_fold_misjudges_become_orthonormal_as_well():
+    """Of the first vector nearly nothing is left when it is folded: so it comes out far too long."""
+    torch.set_default_dtype(torch.float32)
+    vectors = torch.randn(5, 400)
+    fold = Fold(400, 5, generator(), vectors)
+    signs = fold(torch.eye(400)).sum(1)
+    missed = torch.randn(400)
+    missed[320:] -= signs[320:] * fold(missed[None])[0]  # what comes last in each sum takes the rest off
+    vectors[0] = missed + 0.03 * torch.randn(400)
+    assert fold(vectors[:1]).norm() < 0.1 * vectors[0].norm()
+    span = torch.linalg.qr(vectors.double().T)[0].T
+    v = orthonormalize(vectors, generator()).formed()
+    torch.testing.assert_close(v @ v.T, torch.eye(5), rtol=0, atol=2e-6)
+    torch.testing.assert_close((v.double() @ span.T).norm() ** 2, torch.tensor(5.0).double(), rtol=0, atol=1e-5)
 
 
 def test_columns_lie_as_rows_do_in_memory_and_come_back_in_shape():
