@@ -13,6 +13,7 @@ from torch import Tensor
 from ._check import whole
 from .noise import KEY_BYTES, Noise
 
+GROUP_SIZE = 8  # directions that are taken together, unless the user says otherwise
 GROUP_ENTRIES = 2**26  # of directions that are held at once, at most
 
 
@@ -38,10 +39,12 @@ class Directions:
             self._noise.add_to(number, {name: d[k] for name, d in drawn.items()}, stddev=1.0)
         return {name: d.to(torch.promote_types(parameters[name].dtype, d.dtype)) for name, d in drawn.items()}
 
-    def in_groups(self, count: int, group_size: int, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def in_groups(
+        self, count: int, group_size: int | None, parameters: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
         """The first ``count`` directions in even groups, as large as was asked for and memory allows at most."""
         entries = sum(p.numel() for p in parameters.values())
-        size = max(1, min(group_size, GROUP_ENTRIES // max(entries, 1)))
+        size = max(1, min(group_size or GROUP_SIZE, GROUP_ENTRIES // max(entries, 1)))
         size = math.ceil(count / math.ceil(count / size))
         for start in range(0, count, size):
             yield self.draw(range(start, min(start + size, count)), parameters)

@@ -24,7 +24,7 @@ from ._directions import Directions
 from ._fitting import fresh_generator
 from ._graph import Graph
 from ._layout import Measurement, Merging
-from ._pushforward import WAYS, Project, Run, against_ahead, differentiable_twice, edge_of
+from ._pushforward import WAYS, Manner, Project, Run, against_ahead, differentiable_twice, edge_of
 from ._rewind import RandomState
 from ._tape import check_losses
 from .ops._base import is_half
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._model import Census
     from .sketched import Sketched
 
+SMALL = 2**14  # entries of the forward's values in the mean; with fewer a call of torch costs more than its work
 AHEAD_ENTRIES = 2**22  # of tangents of the model's outputs that are kept through its forward, at most
 _LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag})
 
@@ -182,7 +183,7 @@ class Sketching:
         """
         self._output_entries = sum(size for run in runs for size in run.sizes)
         if self.way is not None and ahead is not None:
-            projections = against_ahead(losses, runs, together=WAYS[self.way].together)
+            projections = against_ahead(losses, runs, WAYS[self.way].manner)
             return self._of(self.way, losses, parameters, runs, ((ahead, found) for found in projections))
         if self.way is not None:
             try:
@@ -190,11 +191,12 @@ class Sketching:
             except RuntimeError as error:
                 raise _changed(error) from error
         reasons: dict[str, str] = {}
-        for way in sorted(WAYS, key=self._rank):
+        for way in self._ways():
             try:
                 self._reasons = reasons
                 jacobian = self._by(way, losses, parameters, runs, directions)
                 jacobian.look_at_single_rows()
+                self._check_worth(way, runs)
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
                 reasons[way] = str(error).strip().partition("\n")[0][:200]
                 continue
@@ -206,9 +208,28 @@ class Sketching:
             "backward that can be differentiated; or use exact norms, without jacobian=."
         )
 
-    def _rank(self, way: str) -> tuple[bool, bool]:
-        """Forward mode comes first; then, of several directions, those ways that take them together."""
-        return not WAYS[way].needs_runs, WAYS[way].together != (self.setting.num_projections > 1)
+    def _ways(self) -> list[str]:
+        """What is tried: forward mode first."""
+        shared, together, each = Manner
+        if self.setting.num_projections == 1:
+            order = [each, together]
+        elif self.setting.group_size is None:
+            order = [shared, together, each]
+        else:
+            order = [shared, each] if self.setting.group_size == 1 else [together, shared, each]
+        ways = [(order.index(way.manner), name) for name, way in WAYS.items() if way.manner in order]
+        return [name for _, name in sorted(ways, key=lambda pair: (not WAYS[pair[1]].needs_runs, pair[0]))]
+
+    def _check_worth(self, way: str, runs: Sequence[Run]) -> None:
+        """Refuse to share forwards of small tensors unless memory counts: directions together take less time there."""
+        if WAYS[way].manner is Manner.SHARED and self.setting.group_size is None:
+            if max(run.mean_entries for run in runs) < SMALL:
+                raise RuntimeError("its tensors are so small that directions together take less time")
+
+    def groups(self, way: str, directions: Directions, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The directions of a batch, as many at a time as the way takes together."""
+        size = self.setting.group_size if WAYS[way].manner is Manner.TOGETHER else 1
+        return directions.in_groups(self.setting.num_projections, size, parameters)
 
     def _by(
         self,
@@ -219,7 +240,7 @@ class Sketching:
         directions: Directions,
     ) -> SketchedJacobian:
         project = WAYS[way](losses, parameters, runs)
-        groups = directions.in_groups(self.setting.num_projections, self.setting.group_size, parameters)
+        groups = self.groups(way, directions, parameters)
         return self._of(way, losses, parameters, runs, ((v, project(v)) for v in groups))
 
     def _of(
@@ -235,6 +256,8 @@ class Sketching:
         for v, found in groups:  # noqa: B007  (the last one is looked at below)
             projections = found.detach().to(losses)
             total += projections.square().sum(1)
+        for run in runs:
+            run.forget()
         r = self.setting.num_projections
         check = Check(v, projections, (total / r).sqrt())
 
@@ -293,13 +316,15 @@ class Sketch(TorchFunctionMode):
         context.enter_context(self)
 
     def _push_ahead(self, run: Run) -> None:
-        setting, way = self._sketching.setting, WAYS[self._sketching.way or ""]
-        for v in self._directions.in_groups(setting.num_projections, setting.group_size, self.parameters):
+        way = self._sketching.way
+        assert way is not None
+        for v in self._sketching.groups(way, self._directions, self.parameters):
             try:
-                run.push_ahead(v, self.parameters, together=way.together)
+                run.push_ahead(v, self.parameters, WAYS[way].manner)
             except RuntimeError as error:
                 raise _changed(error) from error
             self._ahead = v
+        run.forget()
 
     def end(self, output: Any) -> None:
         """The model's forward came to its end; ``output`` is None where it raised."""

@@ -4,7 +4,8 @@
 Two ways, either for several directions together (vmap) or for one after the other:
 
 * forward mode: the model's forward runs again with the directions as tangents of its parameters, which gives those of
-  its outputs; ``losses`` as a function of the outputs alone then takes the second way;
+  its outputs; ``losses`` as a function of the outputs alone then takes the second way. One after the other, directions
+  can share what none of them enters;
 * double vjp: the gradient of ``u · losses`` is linear in u, and the derivative in u of its product with v is J v.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,9 +27,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from ._rewind import RandomState
+from ._shared_forward import SharedForward
+from .ops.recurrent_tangents import FastTangents
 
 # name -> (g, *shape): g directions; -> (n, g)
 Project = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+class Manner(Enum):
+    """How several directions are taken."""
+
+    SHARED = "one direction after the other, sharing the forward"
+    TOGETHER = "directions together"
+    EACH = "one direction after the other"
 
 
 @dataclass
@@ -42,6 +54,8 @@ class Run:
     sizes: list[int] = field(default_factory=list)  # their numbers of entries
     places: list[int] = field(default_factory=list)  # and their numbers among the leaves of the output
     ahead: list[dict[int, Tensor]] = field(default_factory=list)  # for groups of directions: place -> tangents
+    shared: SharedForward | None = None  # while directions share it
+    mean_entries: float = 0.0  # of its values
 
     def __post_init__(self) -> None:
         tensors = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
@@ -55,17 +69,17 @@ class Run:
         self.edges, self.sizes = [edge_of(t) for t in outputs], [t.numel() for t in outputs]
         return [(edge, t.shape) for edge, t in zip(self.edges, outputs, strict=True)]
 
-    def push_ahead(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], *, together: bool) -> None:
+    def push_ahead(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], manner: Manner) -> None:
         """Keep the tangents of all outputs along g directions, before the forward: no graph stands beside their making.
 
         Raises:
             RuntimeError: the forward changes its input in place, and cannot be made twice.
         """
-        tangents = self.push(v, parameters, together=together)
+        tangents = self.push(v, parameters, manner)
         self.ahead.append(dict(zip(self.places, tangents, strict=True)))
         self._check_versions()
 
-    def push(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], *, together: bool) -> list[Tensor]:
+    def push(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], manner: Manner) -> list[Tensor]:
         """Tangents (g, *shape) of the outputs along g directions of the parameters."""
         self._check_versions()
         assert self.random_state is not None
@@ -74,14 +88,21 @@ class Run:
         try:
             with torch.no_grad(), differentiable_twice(self.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it loads its forward mode
-                if together:
+                if manner is Manner.TOGETHER:
                     self.random_state.restore()
                     return list(vmap(lambda one: jvp(self._outputs, (own,), (one,))[1], randomness="same")(v))
+                if manner is Manner.SHARED:
+                    self.shared = self.shared or SharedForward()
                 count = len(next(iter(v.values())))
                 each = [self._push_one({name: d[j] for name, d in v.items()}, own) for j in range(count)]
                 return [torch.stack(tangents) for tangents in zip(*each, strict=True)]
         finally:
             after.restore()
+
+    def forget(self) -> None:
+        """No more directions are coming: give back the memory that they shared."""
+        if self.shared is not None:
+            self.mean_entries, self.shared = self.shared.entries_per_op, None
 
     def _check_versions(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
@@ -90,7 +111,8 @@ class Run:
     def _push_one(self, v: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
         assert self.random_state is not None
         self.random_state.restore()
-        with forward_ad.dual_level():
+        sharing = nullcontext() if self.shared is None else self.shared.along(v.values())
+        with forward_ad.dual_level(), sharing, FastTangents():
             outputs = self._outputs({name: forward_ad.make_dual(p, v[name]) for name, p in own.items()})
             pairs = [forward_ad.unpack_dual(y) for y in outputs]
             return [torch.zeros_like(y) if tangent is None else tangent for y, tangent in pairs]
@@ -124,7 +146,7 @@ def differentiable_twice(model: nn.Module) -> Iterator[None]:
             backend.enabled = enabled
 
 
-def forward_mode(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], *, together: bool) -> Project:
+def forward_mode(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], manner: Manner) -> Project:
     """J v through the model's own forward, made again once for every call."""
     edges = [edge for run in runs for edge in run.edges]
     if not edges:
@@ -132,23 +154,23 @@ def forward_mode(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequenc
     gradients, u = _linear_in_u(losses, edges)
 
     def project(v: Mapping[str, Tensor]) -> Tensor:
-        pushed = [t for run in runs if run.edges for t in run.push(v, parameters, together=together)]
-        return _against(gradients, u, pushed, together=together)
+        pushed = [t for run in runs if run.edges for t in run.push(v, parameters, manner)]
+        return _against(gradients, u, pushed, manner)
 
     return project
 
 
-def against_ahead(losses: Tensor, runs: Sequence[Run], *, together: bool) -> Iterator[Tensor]:
+def against_ahead(losses: Tensor, runs: Sequence[Run], manner: Manner) -> Iterator[Tensor]:
     """J v (n, g) for every group of directions along which tangents were pushed ahead."""
     gradients, u = _linear_in_u(losses, [edge for run in runs for edge in run.edges])
     for number in range(len(runs[0].ahead)):
-        yield _against(gradients, u, [run.ahead[number][k] for run in runs for k in run.places], together=together)
+        yield _against(gradients, u, [run.ahead[number][k] for run in runs for k in run.places], manner)
 
 
-def double_vjp(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], *, together: bool) -> Project:
+def double_vjp(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], manner: Manner) -> Project:
     """J v from the graph of the losses alone, whatever it was made by."""
     gradients, u = _linear_in_u(losses, list(parameters.values()))
-    return lambda v: _against(gradients, u, [v[name] for name in parameters], together=together)
+    return lambda v: _against(gradients, u, [v[name] for name in parameters], manner)
 
 
 def _linear_in_u(losses: Tensor, inputs: Sequence[Any]) -> tuple[list[Tensor | None], Tensor]:
@@ -157,14 +179,14 @@ def _linear_in_u(losses: Tensor, inputs: Sequence[Any]) -> tuple[list[Tensor | N
     return list(torch.autograd.grad(losses, inputs, u, create_graph=True, allow_unused=True)), u
 
 
-def _against(gradients: Sequence[Tensor | None], u: Tensor, v: Sequence[Tensor], *, together: bool) -> Tensor:
+def _against(gradients: Sequence[Tensor | None], u: Tensor, v: Sequence[Tensor], manner: Manner) -> Tensor:
     """(n, g): derivative in u of the product of gradients and each direction."""
     count = len(v[0])
     pairs = [(g, d.to(g.dtype)) for g, d in zip(gradients, v, strict=True) if g is not None and g.requires_grad]
     if not pairs:
         return u.new_zeros(len(u), count)
     heads, directions = [g for g, _ in pairs], [d for _, d in pairs]
-    if together:
+    if manner is Manner.TOGETHER:
         (columns,) = torch.autograd.grad(heads, u, directions, retain_graph=True, is_grads_batched=True)
     else:
         each = zip(*directions, strict=True)
@@ -177,16 +199,22 @@ class Way:
     """One way to J v: (losses, parameters, runs of the model) -> a function of the directions."""
 
     prepare: Callable[..., Project]
-    together: bool
-    needs_runs: bool
+    manner: Manner
+
+    @property
+    def needs_runs(self) -> bool:
+        """Whether the model's forward is made again."""
+        return self.prepare is forward_mode
 
     def __call__(self, losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run]) -> Project:
-        return self.prepare(losses, parameters, runs, together=self.together)
+        return self.prepare(losses, parameters, runs, self.manner)
 
 
-WAYS = {  # the fastest first
-    "forward mode, directions together": Way(forward_mode, together=True, needs_runs=True),
-    "forward mode, one direction after the other": Way(forward_mode, together=False, needs_runs=True),
-    "double vjp, directions together": Way(double_vjp, together=True, needs_runs=False),
-    "double vjp, one direction after the other": Way(double_vjp, together=False, needs_runs=False),
+WAYS = {
+    f"{name}, {manner.value}": Way(prepare, manner)
+    for name, prepare, manners in (
+        ("forward mode", forward_mode, Manner),
+        ("double vjp", double_vjp, (Manner.TOGETHER, Manner.EACH)),
+    )
+    for manner in manners
 }

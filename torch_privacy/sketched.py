@@ -44,7 +44,8 @@ class Sketched:
     Args:
         num_projections: r or k. Below 16 training is refused, since epsilon explodes; unless there is a floor or it is
             ``not_for_release``.
-        group_size: most directions that are projected at once; they share work and take memory.
+        group_size: most directions that are projected at once, which takes memory. None leaves it to the network: where
+            tensors are large one at a time, sharing the forward's values, else up to 8.
         kind: "projected" or "factored".
         floor: in (0, 1], for projections.
 
@@ -70,12 +71,14 @@ class Sketched:
     """
 
     num_projections: int = 32
-    group_size: int = 8
+    group_size: int | None = None
     kind: str = "projected"
     floor: float | None = None
 
     def __post_init__(self) -> None:
-        whole("Sketched", num_projections=self.num_projections, group_size=self.group_size, at_least=1)
+        whole("Sketched", num_projections=self.num_projections, at_least=1)
+        if self.group_size is not None:
+            whole("Sketched", group_size=self.group_size, at_least=1)
         one_of("Sketched", ("projected", "factored"), kind=self.kind)
         if self.floor is not None:
             in_range("Sketched", 0, 1, floor=self.floor)

@@ -63,9 +63,9 @@ class Steps:
         chunk = sorted(chunk)
         return dict(zip(chunk, rows.split([self.sizes[t] for t in chunk]), strict=True))
 
-    def chunks(self, width: int) -> Iterator[tuple[list[int], slice]]:
-        """The steps against their order, a few at a time (with their rows), for rows of ``width`` entries."""
-        order = self.order()[::-1]
+    def chunks(self, width: int, *, forward: bool = False) -> Iterator[tuple[list[int], slice]]:
+        """The steps in their order or against it, a few at a time (with their rows), for rows of ``width`` entries."""
+        order = self.order() if forward else self.order()[::-1]
         count = max(1, CHUNK_ENTRIES // max(1, width * self.sizes[0]))
         starts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
         for i in range(0, len(order), count):
@@ -202,7 +202,7 @@ class LSTM(Cell):
         das_ifg = [part.unflatten(1, (3, d)) for part in steps.split(da[:, : 3 * d])]
         projected: list[Tensor] = []
         for chunk, rows in steps.chunks(4 * d):
-            h_to_c = steps.split_chunk(_lstm_factors(gates[rows], before[rows], after[rows], da[rows]), chunk)
+            h_to_c = steps.split_chunk(lstm_factors(gates[rows], before[rows], after[rows], da[rows]), chunk)
             for t in chunk:
                 dm = dh.enter_step(t)
                 if self.w_hr is not None:
@@ -216,14 +216,14 @@ class LSTM(Cell):
         return (da, da) if self.w_hr is None else (da, da, torch.cat(projected if steps.backward else projected[::-1]))
 
 
-def _lstm_factors(gates: Tensor, before: Tensor, after: Tensor, out: Tensor) -> Tensor:
-    """Derivatives of c in a_i, a_f, a_g and of h in a_o, into ``out``; returns that of h in c."""
+def lstm_factors(gates: Tensor, before: Tensor, after: Tensor, out: Tensor, h_to_c: Tensor | None = None) -> Tensor:
+    """Derivatives of c in a_i, a_f, a_g and of h in a_o, into ``out``; returned is that of h in c, in ``h_to_c``."""
     (i, f, g, o), (to_i, to_f, to_g, to_o), tanh = gates.chunk(4, 1), out.chunk(4, 1), after.tanh()
     aten.sigmoid_backward(g, i, grad_input=to_i)
     aten.sigmoid_backward(before, f, grad_input=to_f)
     aten.tanh_backward(i, g, grad_input=to_g)
     aten.sigmoid_backward(tanh, o, grad_input=to_o)
-    return aten.tanh_backward(o, tanh)
+    return aten.tanh_backward(o, tanh, grad_input=tanh if h_to_c is None else h_to_c)
 
 
 class GRU(Cell):
@@ -478,22 +478,32 @@ PADDED, PACKED = ("input", *OPTIONS, "batch_first"), ("data", "batch_sizes", *OP
 
 def _layers(kind: type[Cell], note: Note, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The output and the last states of all layers, from the arguments of torch.lstm and the like."""
+    given = arguments(args, kwargs)
+    return through_layers(partial(_layer, note, kind), given | {"hx": [_as_data(state) for state in given["hx"]]})
+
+
+def arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of torch.lstm and the like by name, with first states in a list; ``batch_sizes`` only of a packed batch."""
     packed = "batch_sizes" in kwargs or (len(args) > 1 and _are_sizes(args[1]))
     given = dict(zip(PACKED if packed else PADDED, args, strict=False)) | kwargs
-    x, transposed = given["data" if packed else "input"], given.get("batch_first", False)
+    return given | {"hx": [given["hx"]] if isinstance(given["hx"], Tensor) else list(given["hx"])}
+
+
+def through_layers(layer: Callable[..., tuple[Tensor, list[Tensor]]], given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The output and the last states of all layers; ``layer`` makes them of (x, sizes, first states, weights)."""
+    packed, transposed = "batch_sizes" in given, given.get("batch_first", False)
+    x = given["data" if packed else "input"]
     x = x.transpose(0, 1) if transposed else x
     sizes = tuple(given["batch_sizes"].tolist()) if packed else (x.shape[1],) * x.shape[0]
     if not sizes:
         raise Refused("ops.recurrent: a sequence without steps: must have one or more. Leave such batches out.")
-    hx = given["hx"]
-    hx = [_as_data(state) for state in ((hx,) if isinstance(hx, Tensor) else hx)]
     k = 2 if given["bidirectional"] else 1
     count = given["num_layers"] * k
     weights, lasts = _weights(given["params"], given["has_biases"], count), []
     for i in range(0, count, k):
         if i and given["dropout"] and given["train"]:
             x = F.dropout(x, given["dropout"])
-        x, last = _layer(note, kind, x, sizes, [state[i : i + k] for state in hx], weights[i : i + k])
+        x, last = layer(x, sizes, [state[i : i + k] for state in given["hx"]], weights[i : i + k])
         lasts.append(last)
     return x.transpose(0, 1) if transposed else x, *(torch.cat(states) for states in zip(*lasts, strict=True))
 
