@@ -107,6 +107,22 @@ def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
     torch.testing.assert_close(again, v, rtol=1e-9, atol=1e-10)
 
 
+def test_without_iterations_directions_are_random_whatever_the_anchors():
+    """So many of p random directions hold that share of a vector's squared length."""
+    model = cnn(torch.float64)
+    first, second = (
+        explicit(
+            tp.AnchorSubspace(images(m, torch.float64), 100, ["0", "1", "3", "7"], power_iterations=0).basis(model)
+        )
+        for m in (20, 30)
+    )
+    assert torch.equal(first, second)
+    other = explicit(tp.AnchorSubspace(images(20, torch.float64), 100, 1, power_iterations=0).basis(model, seed=1))
+    assert (first[:1] @ other.T).norm() < 0.9
+    vectors = F.normalize(torch.randn(200, other.shape[1]))
+    assert (vectors @ other.T).square().sum(1).mean() == pytest.approx(100 / other.shape[1], rel=0.1)
+
+
 def test_the_fold_of_large_groups_begins_as_well_as_normal_numbers():
     """What a basis leaves out of a Jacobian with a known spectrum, against the singular values."""
     u, v = (torch.linalg.qr(torch.randn(size, 60))[0] for size in (200, 4000))
