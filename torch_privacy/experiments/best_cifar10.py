@@ -43,8 +43,9 @@ class Settings(best.Settings):
     """Those of the dense layer on scattering coefficients."""
 
     expected_batch_size: int = 8192
-    epochs: float = 60
-    learning_rate: float = 1.0
+    epochs: float = 30
+    learning_rate: float = 2.0
+    average: float | None = 0.95
 
 
 EXPERIMENT = best.Experiment(
@@ -52,10 +53,22 @@ EXPERIMENT = best.Experiment(
     load_cifar10,
     {
         "scattering, linear": Recipe(partial(linear, CHANNELS * SIDE**2), {}, {**FEW, "epochs": 5}, inputs=scattered),
-        "scattering, convolutions": Recipe(scattering_cnn, {}, {**FEW, "epochs": 2}, inputs=scattered),
+        "scattering, convolutions": Recipe(
+            scattering_cnn,
+            {"expected_batch_size": 4096, "epochs": 20, "learning_rate": 1.0},
+            {**FEW, "epochs": 2},
+            inputs=scattered,
+        ),
         "WRN-16-4": Recipe(
             WideResNet,
-            {"expected_batch_size": 4096, "epochs": 150, "views": 16, "average": 0.9999, "microbatch_size": 64},
+            {
+                "expected_batch_size": 4096,
+                "epochs": 150,
+                "learning_rate": 1.0,
+                "views": 16,
+                "average": 0.9999,
+                "microbatch_size": 64,
+            },
             SMALL,
             augment=shifted_or_mirrored,
         ),
