@@ -6,6 +6,7 @@ page is made of these files alone: without arguments it is only written anew.
 """
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def section(results: dict[str, Any]) -> str:
     """One experiment: its command, what it shows, the table, the notes."""
     paper, seeds = results["paper"], results["seeds"]
     option = "" if seeds == [0] else f" --seeds {','.join(map(str, seeds))}"
+    option += "".join(f" --{key} {shlex.quote(row)}" for key in ("only", "skip") for row in results.get(key, ()))
     parts = [
         f"## {results['reproduce']}",
         f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",

@@ -133,6 +133,32 @@ def test_stopped_run_does_only_what_is_left(tiny, tmp_path, capsys):
     assert "this run is complete, nothing is left to resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--only", "sec*"], ["--skip", "first"], ["--only", "*", "--skip", "f*"]])
+def test_rows_can_be_chosen_and_what_is_left_out_is_said(options, tiny, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert command(["reproduce", "tiny-one", "--run", str(folder), "--json", *options]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in results["rows"]] == ["second row"]
+    assert results["notes"] == ["a <note>", "Left out: first."]
+    assert tiny == [("second", 0)]
+    assert not (folder / "curve.svg").exists()  # figures are of all rows
+
+
+def test_a_resumed_run_leaves_out_what_it_left_out_before(tiny, tmp_path):
+    Reproduction.start(tmp_path / "run", "tiny-one", skip=["second*"]).folder.unlock()
+    assert [job.row.name for job in Reproduction.resume(tmp_path / "run").unfinished()] == ["first"]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--only", "third"], "'third' must match a row's name, one of 'first', 'second row'"),
+    (["--skip", "*"], "no row is left"),
+])  # fmt: skip
+def test_patterns_that_leave_nothing_are_refused(options, said, tiny, tmp_path, capsys):
+    assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "run"), *options]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_in_use_or_of_another_kind_is_refused(tiny, tmp_path, capsys):
     run = Reproduction.start(tmp_path / "r", "tiny-one")
     assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2

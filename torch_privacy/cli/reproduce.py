@@ -56,11 +56,25 @@ Seeds = Annotated[
 ]  # fmt: skip
 
 
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Rows to run, such as 'JL*'; may be repeated.", metavar="ROW", show_default="all"),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip", help="Rows to leave out, as 'trained*'; may be repeated.", metavar="ROW", show_default="none"
+    ),
+]
+
+
 @app.command()
 def reproduce(
     experiment: Name = None,
     quick: QuickLook = False,
     seed: Seeds = None,
+    only: Only = None,
+    skip: Skip = None,
     data: Data = None,
     run: RunPath = None,
     resume: ResumePath = None,
@@ -72,18 +86,24 @@ def reproduce(
     Without a name it lists all experiments. Ctrl-C leaves a run that --resume continues.
     """
     if resume is not None:
-        check_alone("reproduce", experiment, run, seed, data, quick or None)
+        check_alone("reproduce", experiment, run, seed, data, quick or None, only or None, skip or None)
         _reproduce_in(resume, None, {}, quiet=quiet, as_json=as_json)
         return
     if experiment is None:
-        if any(option is not None for option in (run, seed, data, quick or None)):
+        if any(option is not None for option in (run, seed, data, quick or None, only or None, skip or None)):
             raise ValueError("reproduce: name an experiment for these options; without any it lists what there is.")
         from torch_privacy._display import experiments_view
         from torch_privacy.experiments.catalog import as_json as listed
 
         print_result({"experiments": listed()}, experiments_view(EXPERIMENTS.values()), as_json)
         return
-    request = {"quick": quick, "seeds": seed or [0], "data": None if data is None else str(data.absolute())}
+    request = {
+        "quick": quick,
+        "seeds": seed or [0],
+        "data": None if data is None else str(data.absolute()),
+        "only": only or (),
+        "skip": skip or (),
+    }
     folder = run or Path("runs") / f"{experiment}{'-quick' * quick}-{datetime.now():%Y%m%d-%H%M%S}"
     _reproduce_in(folder, experiment, request, quiet=quiet, as_json=as_json)
 

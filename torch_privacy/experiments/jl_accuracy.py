@@ -109,7 +109,8 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
     scores = {row: 100 * np.array([course[row][1] for course in courses]) for row in epochs}  # (seeds, epochs)
     drawn: dict[str, plots.Figure] = {}
     for size in dict.fromkeys(row.settings["num_examples"] for row in rows(quick)):
-        means = {jl.method_name(r): (epochs[name(size, r)], scores[name(size, r)].mean(0)) for r in PROJECTIONS}
+        in_order = *PROJECTIONS[1:], 0  # the first have the colors that their differences have
+        means = {jl.method_name(r): (epochs[name(size, r)], scores[name(size, r)].mean(0)) for r in in_order}
         title = f"Mean accuracy of {len(seeds)} run{'s' * (len(seeds) > 1)}, {size:,} digits"
         drawn[f"accuracy-{size}"] = plots.curves_plot(means, title=title, ylabel=jl.ACCURACY)
         if len(seeds) > 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import statistics
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from time import perf_counter
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before the first profile: else each one prints two lines
 
 Step = Callable[[], object]
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -100,22 +102,31 @@ def outer_product(problem: Problem) -> Step:
     """
     engine, validators = import_module("opacus"), import_module("opacus.validators")
     model = validators.ModuleValidator.fix(problem.new_model())
-    private, optimizer, _ = engine.PrivacyEngine().make_private(
-        module=model,
-        optimizer=problem.new_optimizer(model),
-        data_loader=DataLoader(problem.data, batch_size=problem.batch_size),
-        noise_multiplier=problem.noise_multiplier,
-        max_grad_norm=problem.clip_norm,
-        poisson_sampling=False,
-    )
+    with _without_warnings():  # that its noise is no secret
+        private, optimizer, _ = engine.PrivacyEngine().make_private(
+            module=model,
+            optimizer=problem.new_optimizer(model),
+            data_loader=DataLoader(problem.data, batch_size=problem.batch_size),
+            noise_multiplier=problem.noise_multiplier,
+            max_grad_norm=problem.clip_norm,
+            poisson_sampling=False,
+        )
 
     def step() -> None:
         x, y = problem.batch()
         optimizer.zero_grad()
-        F.cross_entropy(private(x), y).backward()
+        with _without_warnings():  # torch's own about its hooks
+            F.cross_entropy(private(x), y).backward()
         optimizer.step()
 
     return step
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def ours(projections: int, problem: Problem) -> Step:

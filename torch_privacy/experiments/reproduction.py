@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -48,6 +49,38 @@ class Job:
         return f"{self.row.name}, seed {self.seed}" if self.row.seeded else self.row.name
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of an experiment are run: those that match a pattern of ``only``, if it has any, and none of ``skip``.
+
+    Patterns are those of file names: ``JL*`` or ``*epsilon 2``.
+    """
+
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
+
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows that are run.
+
+        Raises:
+            ValueError: a pattern matches no row, or no row is left.
+        """
+        names = [row.name for row in rows]
+        for pattern in (*self.only, *self.skip):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"reproduce: {pattern!r} must match a row's name, one of {', '.join(map(repr, names))}."
+                )
+        found = [row for row in rows if self._has(row.name)]
+        if not found:
+            raise ValueError("reproduce: no row is left. Skip fewer of them.")
+        return found
+
+    def _has(self, name: str) -> bool:
+        chosen = not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
+        return chosen and not any(fnmatchcase(name, pattern) for pattern in self.skip)
+
+
 @dataclass
 class Reproduction:
     """A run of one experiment in its folder; the folder is locked for as long as it is open.
@@ -63,25 +96,37 @@ class Reproduction:
     quick: bool
     seeds: Sequence[int]
     data: str | None
+    selection: Selection = Selection()
     made: Sequence[Path] = ()  # folders that were not there before: they go again if nothing is begun
 
     @classmethod
     def start(
-        cls, path: Path, name: str, *, quick: bool = False, seeds: Sequence[int] = (0,), data: str | None = None
+        cls,
+        path: Path,
+        name: str,
+        *,
+        quick: bool = False,
+        seeds: Sequence[int] = (0,),
+        data: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> Reproduction:
         """A new run in a new folder.
 
         Raises:
-            ValueError: the experiment is unknown, a seed is none, or the folder is not empty or in use.
+            ValueError: the experiment is unknown, a seed is none, no row is selected, or the folder is not empty or in
+                use.
         """
         folder = RunFolder(path)
         folder.check_new()
         experiment, module = load_reproducible(name)
+        selection = Selection(list(only), list(skip))
+        selection.of(module.rows(quick))
         for seed in seeds:
             _check.whole("reproduce", seed=seed)
         made = [place for place in (path, *path.parents) if not place.exists()]
         folder.create()
-        run = cls(folder, experiment, module, quick, list(seeds), data, made)
+        run = cls(folder, experiment, module, quick, list(seeds), data, selection, made)
         folder.write_json(folder.settings, run._request())
         return run
 
@@ -100,14 +145,19 @@ class Reproduction:
             raise ValueError(f"{path}: this run is complete, nothing is left to resume. Its report is {folder.report}.")
         folder.lock()
         experiment, module = load_reproducible(request["reproduce"])
-        return cls(folder, experiment, module, request["quick"], request["seeds"], request["data"])
+        selection = Selection(request.get("only", ()), request.get("skip", ()))
+        return cls(folder, experiment, module, request["quick"], request["seeds"], request["data"], selection)
+
+    def rows(self) -> list[Row]:
+        """Those that are run."""
+        return self.selection.of(self.module.rows(self.quick))
 
     def jobs(self) -> list[Job]:
         """All rows for all seeds; a row that does not depend on the seed is done for the first."""
         inside = rows_folder(self.folder.path)
         return [
             Job(row, seed, RunFolder(inside / folder_name(row, seed)))
-            for row in self.module.rows(self.quick)
+            for row in self.rows()
             for seed in (self.seeds if row.seeded else self.seeds[:1])
         ]
 
@@ -161,15 +211,21 @@ class Reproduction:
 
     def _request(self) -> dict[str, Any]:
         """What ``settings.json`` holds."""
-        return {"reproduce": self.experiment.name, "quick": self.quick, "seeds": self.seeds, "data": self.data}
+        request = {"reproduce": self.experiment.name, "quick": self.quick, "seeds": self.seeds, "data": self.data}
+        return request | asdict(self.selection)
+
+    def _left_out(self) -> list[str]:
+        run = {row.name for row in self.rows()}
+        return [row.name for row in self.module.rows(self.quick) if row.name not in run]
 
     def _figures(self, results: dict[str, Any]) -> Mapping[str, Any]:
         draw = getattr(self.module, "figures", None)  # few experiments have pictures of their own
-        return {} if draw is None else draw(results, self.folder.path)
+        return {} if draw is None or self._left_out() else draw(results, self.folder.path)
 
     def _results(self) -> dict[str, Any]:
         """The table: rows, columns, the paper's numbers and ours, for every seed."""
         runs: dict[str, list[dict[str, Any]]] = {}
+        left_out = self._left_out()
         for job in self.jobs():
             content = job.folder.read_json(job.folder.results)
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
@@ -180,17 +236,20 @@ class Reproduction:
             "shows": self.experiment.shows,
             "quick": self.quick,
             "seeds": self.seeds,
+            **asdict(self.selection),
             "machine": _machine(),
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
             "columns": {key: asdict(column) for key, column in self.module.COLUMNS.items()},
             "rows": [
                 {"row": row.name, "seeded": row.seeded, "paper": dict(row.paper), "runs": runs[row.name]}
-                for row in self.module.rows(self.quick)
+                for row in self.rows()
             ],
-            "notes": list(getattr(self.module, "NOTES", ())),
+            "notes": [*getattr(self.module, "NOTES", ()), *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
         }
         find = getattr(self.module, "findings", None)  # few compare rows
-        return results if find is None else {**results, "notes": [*results["notes"], *find(results)]}
+        if find is None or left_out:
+            return results
+        return {**results, "notes": [*results["notes"], *find(results)]}
 
 
 def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:
