@@ -22,7 +22,7 @@ from torch_privacy.experiments.best import Recipe, linear, scattered
 from torch_privacy.experiments.wide_resnet import WideResNet
 
 CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
-FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "average": 0.9}
+FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "learning_rate": 0.5, "average": 0.9}
 SMALL = {"num_examples": 200, "expected_batch_size": 16, "epochs": 0.25, "views": 2, "average": 0.9}
 
 
@@ -55,7 +55,7 @@ EXPERIMENT = best.Experiment(
         "scattering, linear": Recipe(partial(linear, CHANNELS * SIDE**2), {}, {**FEW, "epochs": 5}, inputs=scattered),
         "scattering, convolutions": Recipe(
             scattering_cnn,
-            {"expected_batch_size": 4096, "epochs": 20, "learning_rate": 1.0},
+            {"expected_batch_size": 4096, "epochs": 20, "learning_rate": 3.0},
             {**FEW, "epochs": 2},
             inputs=scattered,
         ),
