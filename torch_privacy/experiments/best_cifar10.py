@@ -23,6 +23,7 @@ from torch_privacy.experiments.wide_resnet import WideResNet
 
 CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
 FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "learning_rate": 0.5, "average": 0.9}
+SLOWER = {1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}}  # where there is more noise
 SMALL = {"num_examples": 200, "expected_batch_size": 16, "epochs": 0.25, "views": 2, "average": 0.9}
 
 
@@ -52,12 +53,15 @@ EXPERIMENT = best.Experiment(
     Settings,
     load_cifar10,
     {
-        "scattering, linear": Recipe(partial(linear, CHANNELS * SIDE**2), {}, {**FEW, "epochs": 5}, inputs=scattered),
+        "scattering, linear": Recipe(
+            partial(linear, CHANNELS * SIDE**2), {}, {**FEW, "epochs": 5}, inputs=scattered, at=SLOWER
+        ),
         "scattering, convolutions": Recipe(
             scattering_cnn,
             {"expected_batch_size": 4096, "epochs": 20, "learning_rate": 3.0},
             {**FEW, "epochs": 2},
             inputs=scattered,
+            at=SLOWER,
         ),
         "WRN-16-4": Recipe(
             WideResNet,
