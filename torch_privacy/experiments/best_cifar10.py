@@ -23,7 +23,7 @@ from torch_privacy.experiments.wide_resnet import WideResNet
 
 CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
 FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "learning_rate": 0.5, "average": 0.9}
-SLOWER: dict[float, dict[str, float]] = {1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}}  # where there is more noise
+SLOWER: dict[float, dict[str, float]] = {epsilon: {"learning_rate": 1.0} for epsilon in (1, 2)}  # more noise there
 SMALL = {"num_examples": 200, "expected_batch_size": 16, "epochs": 0.25, "views": 2, "average": 0.9}
 
 
