@@ -498,6 +498,40 @@ def test_what_cannot_be_guaranteed_is_refused_and_nothing_is_released(wrong):
     assert not training.ledger.events
 
 
+class Positions(nn.Module):
+    """Words and their positions, of which there are as many as examples in the batch and entries in an embedding."""
+
+    def __init__(self, number=lambda m, x: torch.arange(6)):
+        super().__init__()
+        self.words, self.places, self.number = nn.Embedding(9, 6), nn.Embedding(9, 6), number
+        self.register_buffer("order", torch.arange(8))
+
+    def forward(self, x):
+        return (self.words(x) * self.places(self.number(self, x))).sum(1)
+
+
+def training_on_words(model):
+    words = TensorDataset(torch.randint(9, (6, 6)), torch.zeros(6))
+    return training_of(model, dataset=words, expected_batch_size=6)
+
+
+@pytest.mark.parametrize("number", [
+    lambda m, x: torch.arange(6), lambda m, x: m.order[:6] + 1, lambda m, x: torch.arange(x.shape[1])[None],
+    lambda m, x: torch.ones(6, dtype=torch.long).cumsum(0),
+], ids=["range", "buffer", "of the input's size", "summed"])  # fmt: skip
+def test_positions_are_told_from_examples_where_there_are_as_many(number):
+    train(training_on_words(Positions(number)))
+
+
+@pytest.mark.parametrize("number", [
+    lambda m, x: x.sum(0) % 9, lambda m, x: torch.arange(6).copy_(x[0]), lambda m, x: torch.tensor(x[0].tolist()),
+    lambda m, x: torch.where(x[0] > 4, m.order[:6], 0),
+], ids=["over the batch", "written over", "past torch", "chosen by data"])  # fmt: skip
+def test_numbers_made_of_data_are_no_positions(number):
+    with pytest.raises(tp.Refused, match="what the model is given"):
+        train(training_on_words(Positions(number)))
+
+
 def test_batch_normalization_is_refused_at_once():
     with pytest.raises(tp.Refused, match="batch normalization"):
         training_of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))

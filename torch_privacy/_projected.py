@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from ._agreement import Check, vjp
 from ._calls import Reached
 from ._check import Refused
+from ._constants import Constants, numbers_looked_up
 from ._directions import Directions
 from ._fitting import fresh_generator
 from ._graph import Graph
@@ -145,7 +146,7 @@ class Sketching:
 
     def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
-        return Sketch(self, census.trained, directions)
+        return Sketch(self, census.trained, directions, census.others.values())
 
     @property
     def pushes_ahead(self) -> bool:
@@ -274,10 +275,18 @@ class Sketch(TorchFunctionMode):
         sketching: what earlier batches taught.
         parameters: the trained ones, by name.
         directions: of this batch alone.
+        others: tensors of the model that hold no data of the batch.
     """
 
-    def __init__(self, sketching: Sketching, parameters: Mapping[str, Tensor], directions: Directions):
+    def __init__(
+        self,
+        sketching: Sketching,
+        parameters: Mapping[str, Tensor],
+        directions: Directions,
+        others: Iterable[Tensor] = (),
+    ):
         super().__init__()
+        self._constants = Constants(others)
         self.parameters = dict(parameters)
         self._sketching, self._directions = sketching, directions
         self._runs: list[Run] = []
@@ -287,9 +296,12 @@ class Sketch(TorchFunctionMode):
         self._outputs: list[tuple[Any, torch.Size]] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._constants.look(func, args, kwargs, out)
         if func in _LOOKUPS and isinstance(out, Tensor) and out.grad_fn is not None:
-            self._inputs.append((edge_of(out), out.shape))
+            if not self._constants.has(numbers_looked_up(args, kwargs)):  # positions are no part of an example
+                self._inputs.append((edge_of(out), out.shape))
         return out
 
     def probe(self, arguments: Any) -> Any:
