@@ -21,7 +21,7 @@ from .ops.dense import Rows
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
 # costs this many times as much.
 FRESH, FRESH_BYTES = 5, 2**25
-FEW, MANY = 32, 128  # examples in a product with directions that do not fit the cache: at least, and where rows are small
+FEW, MANY = 32, 128  # examples in a product with directions that do not fit the cache: of large rows, of small ones
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def projections(op: Op, v: Tensor) -> Tensor:
     if op.sum_flops < 2 * n * size:
         some = max(1, CHUNK_FLOATS // (n * op.shape[-1]))
         return torch.cat([op.project(part) for part in v.split(some)], 1)
-    step = max(chunk_size(n, n * size), min(k, max(FEW, min(MANY, FRESH_BYTES // (4 * size)))))
+    step = max(chunk_size(n, n * size), min(k, max(FEW, min(MANY, FRESH_BYTES // max(1, 4 * size)))))
     return torch.cat([Rows(op.select(slice(i, i + step)).rows()).project(v) for i in range(0, n, step)])
 
 
