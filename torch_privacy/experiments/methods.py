@@ -84,7 +84,8 @@ def multiple(problem: Problem) -> Step:
     def step() -> None:
         total = [torch.zeros_like(p) for p in parameters]
         for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
-            rows = tp.vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
+            with _without_warnings():  # torch's own about layers that it takes one example at a time
+                rows = tp.vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
             norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
             c = clip_factors(norms, problem.clip_norm)
             for name, sum_ in zip(list(rows), total, strict=True):
