@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data import Data
@@ -137,14 +138,14 @@ class Experiment:
             data_files=data.files,
         )
 
-    def problem(self, data: str | None, batch_size: int | None = None) -> Problem:
+    def problem(self, data: TensorDataset, batch_size: int | None = None) -> Problem:
         """What every method trains."""
         settings = self.settings()
         assert settings.noise_multiplier is not None
         return Problem(
             self.new_model,
             partial(self._optimizer, settings.learning_rate),
-            self.load(data).train,
+            data,
             batch_size or settings.expected_batch_size,
             settings.clip_norm,
             settings.noise_multiplier,
@@ -213,8 +214,8 @@ def _numbers(experiment: Experiment, method: str, context: Context) -> Numbers:
     numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
     numbers[MEMORY] = peaks[method] / 2**20
     if method not in LIKE_OTHERS and not context.quick:
-        try_size = partial(_try_size, experiment, method, context.data)
-        numbers[LARGEST] = largest_that_fits(try_size, LIMIT, len(experiment.load(context.data).train))
+        train = experiment.load(context.data).train  # in memory that the processes share
+        numbers[LARGEST] = largest_that_fits(partial(_try_size, experiment, method, train), LIMIT, len(train))
     return numbers
 
 
@@ -229,7 +230,7 @@ def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float
     key = experiment.settings, context
     if key not in MEASURED:
         whole = experiment.settings().expected_batch_size
-        problem = experiment.problem(context.data, whole // 8 if context.quick else whole)
+        problem = experiment.problem(experiment.load(context.data).train, whole // 8 if context.quick else whole)
         steps = _steps(problem, quick=context.quick)
         seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
         seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
@@ -257,7 +258,7 @@ def _steps(problem: Problem, *, quick: bool) -> dict[str, Step]:
     return steps
 
 
-def _try_size(experiment: Experiment, method: str, data: str | None, size: int, limit: int) -> None:
+def _try_size(experiment: Experiment, method: str, data: TensorDataset, size: int, limit: int) -> None:
     """Some steps with a batch size under a limit of memory; raises where it runs out."""
     problem = experiment.problem(data, size)
     step = vanilla(problem, only=1) if method == "vanilla" else METHODS[method](problem)
