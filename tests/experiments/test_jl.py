@@ -2,6 +2,7 @@
 """What the JL experiments measure: methods that agree with each other, times, memory, limits."""
 
 import copy
+import os
 from functools import partial
 
 import pytest
@@ -65,14 +66,25 @@ def test_peak_is_what_a_step_holds_at_once():
     assert measure.peak_bytes(step) == pytest.approx(4 * (2**18 + 2**20), rel=0.01)
 
 
-def takes(size, limit):
-    measure.limit_memory(limit)
+def takes(size):
     torch.zeros(size * 2**20, dtype=torch.uint8)
 
 
+def ends_or_fails(size):
+    if size == 64:
+        os._exit(1)  # as a system without memory ends a process
+    raise ValueError("no matter of memory")
+
+
 def test_the_largest_size_under_a_limit_is_found():
-    assert measure.largest_that_fits(takes, limit=300 * 2**20, most=1000, least=100) == 200
-    assert measure.largest_that_fits(takes, limit=2**20, most=1000, least=100) == 0
+    for limit, most, expected in ((300, 1000, 200), (1, 1000, 0), (300, 250, 250), (300, 100, 100), (300, 60, 60)):
+        assert measure.largest_that_fits(takes, limit=limit * 2**20, most=most, least=100) == expected
+
+
+def test_a_process_that_ends_finds_nothing_and_other_errors_are_raised():
+    assert measure.largest_that_fits(ends_or_fails, limit=2**30, most=1000) == 0
+    with pytest.raises(ValueError, match="no matter of memory"):
+        measure.largest_that_fits(ends_or_fails, limit=2**30, most=1000, least=65)
 
 
 def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):

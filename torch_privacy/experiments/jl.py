@@ -24,7 +24,7 @@ import torch_privacy as tp
 from torch_privacy.data import Data
 from torch_privacy.experiments._protocol import Task, seeded
 from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.measure import Step, largest_that_fits, limit_memory, peak_bytes, seconds_by_turns
+from torch_privacy.experiments.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
 from torch_privacy.experiments.methods import (
     Maker,
     Problem,
@@ -258,11 +258,10 @@ def _steps(problem: Problem, *, quick: bool) -> dict[str, Step]:
     return steps
 
 
-def _try_size(experiment: Experiment, method: str, data: TensorDataset, size: int, limit: int) -> None:
-    """Some steps with a batch size under a limit of memory; raises where it runs out."""
+def _try_size(experiment: Experiment, method: str, data: TensorDataset, size: int) -> None:
+    """Some steps with a batch size; raises where memory runs out."""
     problem = experiment.problem(data, size)
     step = vanilla(problem, only=1) if method == "vanilla" else METHODS[method](problem)
-    limit_memory(limit)
     for _ in range(3):
         step()
 

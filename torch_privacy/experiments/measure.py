@@ -7,9 +7,8 @@ import multiprocessing
 import os
 import resource
 import statistics
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -59,36 +58,54 @@ def peak_bytes(step: Step) -> int:
     return most
 
 
-def largest_that_fits(try_size: Callable[[int, int], None], limit: int, most: int, least: int = 64) -> int:
+def largest_that_fits(try_size: Callable[[int], None], limit: int, most: int, least: int = 64) -> int:
     """The largest of ``least``, 2 ``least``, .. and ``most`` with which a call succeeds under a limit of memory.
 
     Args:
-        try_size: (size, limit) -> None, a function of a module (it is called in processes of their own); it calls
-            `limit_memory` once its data are there, and raises where it runs out.
-        limit: bytes.
+        try_size: a function of a module and picklable arguments; it is called in a process of its own, with larger and
+            larger sizes, and raises where memory runs out.
+        limit: bytes beyond what that process has before the first call.
         most: largest size.
         least: smallest size; 0 is returned where even this one fails.
+
+    Raises:
+        Exception: that of a call, unless it is one of memory.
     """
-    found, size = 0, min(least, most)
-    while _succeeds(try_size, size, limit):
-        found = size
-        if size == most:
-            break
-        size = min(2 * size, most)
-    return found
+    sizes = [min(least << k, most) for k in range(max(0, -(-most // least) - 1).bit_length() + 1)]
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_try_sizes, args=(try_size, sizes, limit, sender), daemon=True)
+    process.start()
+    sender.close()
+    found = 0
+    try:
+        while True:
+            answer = receiver.recv()
+            if isinstance(answer, Exception):
+                raise answer
+            found = answer
+    except EOFError:  # it came to its end, or was ended
+        return found
+    finally:
+        process.join()
 
 
-def limit_memory(more: int) -> None:
+def _try_sizes(try_size: Callable[[int], None], sizes: Sequence[int], limit: int, sender: Connection) -> None:
+    """Send every size that succeeds, until one does not."""
+    _limit_memory(limit)
+    for size in sizes:
+        try:
+            try_size(size)
+        except (RuntimeError, MemoryError):  # torch's allocator raises a RuntimeError
+            return
+        except Exception as error:
+            sender.send(error)
+            return
+        sender.send(size)
+
+
+def _limit_memory(more: int) -> None:
     """Let this process have so many bytes of data more than it has now, enforced by the system (Linux)."""
     line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmData"))
     now = 1024 * int(line.split()[1])
     resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))
-
-
-def _succeeds(try_size: Callable[[int, int], None], size: int, limit: int) -> bool:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            pool.submit(try_size, size, limit).result()
-        except (RuntimeError, MemoryError, BrokenProcessPool):  # torch's allocator raises a RuntimeError
-            return False
-    return True
