@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from torch_privacy.experiments import jl, measure, methods
+import torch_privacy as tp
+from torch_privacy.experiments import jl, jl_mnist, measure, methods
 from torch_privacy.experiments.methods import Problem
 
 N = 32
@@ -85,6 +86,18 @@ def test_a_process_that_ends_finds_nothing_and_other_errors_are_raised():
     assert measure.largest_that_fits(ends_or_fails, limit=2**30, most=1000) == 0
     with pytest.raises(ValueError, match="no matter of memory"):
         measure.largest_that_fits(ends_or_fails, limit=2**30, most=1000, least=65)
+
+
+def test_a_refusal_for_want_of_memory_counts_as_that(monkeypatch):
+    def refused(problem):
+        def step():
+            raise tp.Refused("enforce fail at alloc_cpu.cpp")
+
+        return step
+
+    monkeypatch.setitem(jl.METHODS, "multiple", refused)
+    with pytest.raises(MemoryError, match="alloc"):
+        jl._try_size(jl_mnist.EXPERIMENT, "multiple", TensorDataset(torch.zeros(2, 1, 28, 28), torch.zeros(2)), 1)
 
 
 def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):

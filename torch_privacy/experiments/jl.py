@@ -262,8 +262,11 @@ def _try_size(experiment: Experiment, method: str, data: TensorDataset, size: in
     """Some steps with a batch size; raises where memory runs out."""
     problem = experiment.problem(data, size)
     step = vanilla(problem, only=1) if method == "vanilla" else METHODS[method](problem)
-    for _ in range(3):
-        step()
+    try:
+        for _ in range(3):
+            step()
+    except tp.Refused as error:  # vmap says so of memory, too
+        raise MemoryError(str(error)) from error
 
 
 def courses(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
