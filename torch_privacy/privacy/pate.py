@@ -63,7 +63,7 @@ def threshold_event(noise_stddev: float) -> Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class ThresholdTests:
-    """ThresholdTests that were made: the largest counts, secret, of shape (tests,), and what they were held against."""
+    """Tests that were made: the largest counts, secret, of shape (tests,), and what they were held against."""
 
     largest: Array
     threshold: float
