@@ -115,7 +115,7 @@ def test_composition_draws_the_same_dropout_as_torch(kind, packed):
 
 
 def test_composition_is_the_same_in_chunks(monkeypatch):
-    monkeypatch.setattr("torch_privacy.ops.recurrent.CHUNK_ENTRIES", 200)
+    monkeypatch.setattr("torch_privacy.ops.recurrence.CHUNK_ENTRIES", 200)
     for kind, packed in product(["LSTM", "GRU"], [False, True]):
         assert_composition_equals_torch(layer(kind, bidirectional=True), packed)
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .recurrent import LSTM, Carried, Steps, Track, Weights, arguments, lstm_factors, through_layers
+from .recurrence import LSTM, Carried, Steps, Track, lstm_factors
+from .recurrent import Weights, arguments, through_layers
 
 _LIBRARY = torch.library.Library("torch_privacy", "DEF")
 _LIBRARY.define("lstm_values(Tensor x, Tensor h, Tensor c, Tensor?[] weights, int[] sizes) -> Tensor[]")
