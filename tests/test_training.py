@@ -636,6 +636,28 @@ def test_resumed_run_is_the_uninterrupted_one(stop):
     assert second.ledger.state_dict() == whole.ledger.state_dict()
 
 
+def test_resumed_run_with_dropout_is_the_uninterrupted_one_with_the_random_state_kept_beside():
+    def made():
+        torch.manual_seed(1)
+        return training_of(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 2)))
+
+    first, second = made(), made()
+    train(first, steps=2)
+    state, weights, random = first.state_dict(), copy.deepcopy(first.model.state_dict()), torch.get_rng_state()
+    train(first)  # the run goes on after its last checkpoint, and is killed
+    for generators_put_back in (False, True):
+        second.load_state_dict({**state, "ledger": first.state_dict()["ledger"]})
+        second.model.load_state_dict(weights)
+        if generators_put_back:
+            torch.set_rng_state(random)
+            train(second)
+        else:
+            with pytest.raises(tp.Refused, match=r"Two different releases would share one step's noise"):
+                train(second)
+    assert torch.equal(parameters_of(second), parameters_of(first))
+    assert second.ledger.state_dict() == first.ledger.state_dict()
+
+
 def test_breaking_off_within_a_step_begins_it_anew():
     training = training_of(microbatch_size=3)
     for x, y in training:

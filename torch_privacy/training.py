@@ -287,7 +287,8 @@ class PrivateTraining:
 
         THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
-        scheduler have state dicts of their own.
+        scheduler have state dicts of their own, and random numbers that the model or the data draw (dropout,
+        augmentation) come from generators of their own: keep ``torch.get_rng_state()`` beside it.
         """
         return {
             "format": 1,
@@ -304,8 +305,9 @@ class PrivateTraining:
         """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
-        the same batch and the same noise: the same release, recorded once. That takes the same weights, optimizer and
-        losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused when it is made.
+        the same batch and the same noise: the same release, recorded once. That takes the same weights, optimizer,
+        random state and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
+        when it is made.
 
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``reproduce``: the experiments of the papers, listed, or one of them run."""
 
+import os
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -110,6 +111,8 @@ def reproduce(
 
 def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
     """Start a run of an experiment, or resume one if none is named, and see it through or leave it resumable."""
+    # Read as torch is loaded, here first: its profiler warns of memory from before every measurement.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with DeferredSignals() as signals:
         from torch_privacy._display import results_view
         from torch_privacy.experiments.reproduction import Reproduction
