@@ -75,11 +75,11 @@ def vanilla(problem: Problem, only: int | None = None) -> Step:
     return step
 
 
-def multiple(problem: Problem) -> Step:
-    """All rows by ``torch.func.vmap``, in chunks, clipped and added up; then noise."""
+def multiple(problem: Problem, *, at_once: bool = False) -> Step:
+    """All rows by ``torch.func.vmap``, in chunks that are fastest or at once, clipped and added up; then noise."""
     model = problem.new_model()
     optimizer, parameters = problem.new_optimizer(model), trained(model)
-    size = max(1, CHUNK_BYTES // sum(p.nbytes for p in parameters))
+    size = problem.batch_size if at_once else max(1, CHUNK_BYTES // sum(p.nbytes for p in parameters))
 
     def step() -> None:
         total = [torch.zeros_like(p) for p in parameters]
