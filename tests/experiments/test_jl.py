@@ -95,7 +95,7 @@ def test_a_refusal_for_want_of_memory_counts_as_that(monkeypatch):
 
         return step
 
-    monkeypatch.setitem(jl.METHODS, "multiple", refused)
+    monkeypatch.setitem(jl.UNSPLIT, "multiple", refused)
     with pytest.raises(MemoryError, match="alloc"):
         jl._try_size(jl_mnist.EXPERIMENT, "multiple", TensorDataset(torch.zeros(2, 1, 28, 28), torch.zeros(2)), 1)
 
