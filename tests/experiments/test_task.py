@@ -101,6 +101,18 @@ def test_task_chooses_score_optimizer_schedule_and_arguments(regression, tmp_pat
     assert "RMSE" in run.folder.report.read_text()
 
 
+def test_baseline_has_its_own_optimizer_where_the_task_says_so(regression, tmp_path):
+    def idle(model):
+        return torch.optim.SGD(model.parameters(), lr=0.0)
+
+    regression.build_task = lambda settings: replace(build_task(settings), new_baseline_optimizer=idle)
+    results = finish(run := Run.start(tmp_path / "r", "regression"))
+    x, y = run.task.test.tensors
+    untrained = (run.task.new_model()(x).detach() - y).square().mean().sqrt()
+    assert results["baseline_test_score"] == pytest.approx(float(untrained), rel=1e-6)
+    assert results["test_score"] < results["baseline_test_score"]
+
+
 def test_prior_release_is_part_of_every_epsilon(regression, tmp_path):
     run = Run.start(tmp_path / "r", "regression", baseline=False)
     results = finish(run)

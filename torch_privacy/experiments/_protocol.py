@@ -82,6 +82,7 @@ class Task:
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     score: Score = ACCURACY
+    new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # where clipping allows what others do not
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # of the number of steps; moves every step
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
     augment: Callable[[Tensor], Tensor] | None = None  # inputs in training, each changed at random by itself

@@ -57,6 +57,7 @@ class Settings:
     delta: float = 1e-5
     expected_batch_size: int = 1000
     learning_rate: float = 0.1  # at the start; it falls linearly to zero
+    baseline_learning_rate: float = 0.1  # the same without privacy, where gradients are not clipped
     momentum: float = 0.9
     clip_norm: float = 1.0  # of gradients; of embeddings if there are directions
     residual_clip_norm: float = 0.2  # 0 leaves residuals out, as B-GEP does
@@ -112,7 +113,8 @@ class Experiment:
             train=data.train,
             test=data.test,
             new_model=partial(seeded, self.new_model, settings.seed),
-            new_optimizer=partial(_optimizer, settings),
+            new_optimizer=partial(_optimizer, settings.learning_rate, settings.momentum),
+            new_baseline_optimizer=partial(_optimizer, settings.baseline_learning_rate, settings.momentum),
             new_scheduler=_falling,
             losses=partial(F.cross_entropy, reduction="none"),
             private=partial(_arguments, settings, public, self.groups),
@@ -134,9 +136,9 @@ class Experiment:
         return Training(f"{method}, epsilon {epsilon:g}", {"target_epsilon": epsilon, **chosen}, paper)
 
 
-def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(learning_rate: float, momentum: float, model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=settings.learning_rate, momentum=settings.momentum)
+    return torch.optim.SGD(trained, lr=learning_rate, momentum=momentum)
 
 
 def _falling(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:

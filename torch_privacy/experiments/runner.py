@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from io import BytesIO
@@ -216,8 +216,9 @@ class Run:
         return progress
 
     def _baseline_steps(self) -> Iterator[Progress]:
-        """The same network, settings and number of steps with shuffled batches, no clipping and no noise."""
-        model, optimizer, scheduler = _new_parts(self.task, self.baseline.num_steps)
+        """The same network and number of steps with shuffled batches, no clipping, no noise, and its own optimizer."""
+        own = replace(self.task, new_optimizer=self.task.new_baseline_optimizer or self.task.new_optimizer)
+        model, optimizer, scheduler = _new_parts(own, self.baseline.num_steps)
         average = new_average(self.task, model, optimizer)
         for step, batch in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
             losses, scores = losses_and_scores(self.task, model, batch)
