@@ -143,3 +143,32 @@ def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
     torch.testing.assert_close(flat(total, 0), tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows)
     assert any(map(any, dropped))
     assert any(dropped[-1]) != bad
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_of_one_teach_about_such_batches_alone(case, monkeypatch):
+    model, x = CASES[case]()
+    one, layouts, sizes, measure = x[:1], Layouts(), [], Layouts.measure
+    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: False)
+    monkeypatch.setattr(Layouts, "measure", lambda *args: sizes.append(args[2].n) or measure(*args))
+    sums = [flat(clipped_sum(model, one, layouts, one_group(model), clip_to(1.0)), 0) for _ in range(PROOFS + 1)]
+    rows = one_backward_per_example(model, one, losses_of)
+    torch.testing.assert_close(sums[0], tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows, rtol=1e-9, atol=1e-9)
+    assert torch.equal(sums[0], sums[-1])
+    looks = len(sums) if case == "irregular: sorted by expert" else PROOFS  # one of the experts gets nothing
+    clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
+    assert sizes == [1] * looks + [len(x)] * (len(x) > 1)
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_coupled_examples_are_refused_also_after_batches_of_one(probed):
+    model, layouts = torch.nn.Linear(3, 2), Layouts()
+    for n in (1, 1, 1, 4):
+        x = torch.randn(n, 3)
+        with Tape(trained(model), (), layouts, n) as tape:
+            h = model(tape.probe(x) if probed else x)
+            losses = (h / (1 + h.square().sum(0))).sum(1)
+        if n == 1:
+            tape.clipped_sum(losses, one_group(model), clip_to(1.0))
+    with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be told apart"):
+        tape.clipped_sum(losses, one_group(model), clip_to(1.0))

@@ -59,7 +59,7 @@ class Anchors:
             Refused: the forward writes into the model; what the tape refuses.
         """
         self._key = key
-        seal, state = Seal(census, content=not self._layouts.settled), RandomState()
+        seal, state = Seal(census, content=not self._layouts.settled(self._setting.chunk_size)), RandomState()
         try:
             basis = self._basis(model, census, step)
         except Refused as error:

@@ -107,10 +107,9 @@ class Estimating:
     def way(self, known: dict[str, str] | None) -> None:
         self._forms.known = dict(known or {})
 
-    @property
-    def settled(self) -> bool:
-        """Whether enough batches were looked at."""
-        return self._layouts.settled
+    def settled(self, size: int) -> bool:
+        """Whether enough batches were looked at to trust one of this size."""
+        return self._layouts.settled(size)
 
     def watch(self, census: Census, size: int, directions: Directions) -> Tape:
         """The tape of a (micro)batch of so many examples."""

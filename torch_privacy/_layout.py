@@ -53,14 +53,18 @@ Look = Callable[[int, Tensor, AnyLayout], None]  # (number of a call, gradient i
 
 
 class Layouts:
-    """What earlier batches taught about the layout of every call on a path (see ``path``)."""
+    """What earlier batches taught about the layout of every call on a path (see ``path``).
+
+    In a batch of one nothing can be told apart: what it teaches holds for batches of one alone.
+    """
 
     def __init__(self) -> None:
-        self._proofs: dict[int, tuple[list[Kind], int]] = {}
+        # All by whether batches of one have told, beside what larger ones have.
+        self._proofs: dict[tuple[int, bool], tuple[list[Kind], int]] = {}
+        self._batches: Counter[bool] = Counter()
+        self._verified: Counter[tuple[tuple, bool]] = Counter()
+        self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._generator = fresh_generator()
-        self._batches = 0
-        self._verified: Counter[tuple] = Counter()
-        self._footprints: dict[int, Footprint] = {}
         self._paths: dict[int, list[Sizes]] = {}  # program -> the sizes that were first on each of its paths
         self._path_of = lru_cache(maxsize=1024)(self._find_path)
 
@@ -82,38 +86,38 @@ class Layouts:
 
     def footprint(self, path: int, n: int) -> Footprint | None:
         """What n examples on a path take, where an earlier batch has told."""
-        known = self._footprints.get(path)
+        known = next((self._footprints[path, one] for one in told_by(n) if (path, one) in self._footprints), None)
         return None if known is None else Footprint(n * known.activations, n * known.least)
 
     def note_footprint(self, path: int, n: int, footprint: Footprint) -> None:
         """What a batch of n took."""
-        if n > 1:
-            self._footprints[path] = Footprint(footprint.activations / n, footprint.least / n)
+        self._footprints[path, n == 1] = Footprint(footprint.activations / n, footprint.least / n)
 
-    @property
-    def settled(self) -> bool:
-        """Whether enough batches of two examples or more were measured to trust the model's inputs as well."""
-        return self._batches >= PROOFS
+    def settled(self, n: int) -> bool:
+        """Whether enough batches were measured to trust the model with n examples."""
+        return any(self._batches[one] >= PROOFS for one in told_by(n))
 
-    def verified(self, calls: list[Call]) -> bool:
-        """Whether enough batches with such calls were compared with native backwards."""
-        return all(self._verified[kind] >= PROOFS for kind in map(_kind_of_call, calls))
+    def verified(self, calls: list[Call], n: int) -> bool:
+        """Whether enough batches with such calls were compared with native backwards, to trust one of n."""
+        kinds = [_kind_of_call(call) for call in calls]
+        return all(any(self._verified[kind, one] >= PROOFS for one in told_by(n)) for kind in kinds)
 
     def note_verified(self, calls: list[Call], n: int) -> None:
         """A batch of n with these calls was compared."""
-        if n > 1:
-            self._verified.update({_kind_of_call(call) for call in calls})
-
-    def knows(self, path: int) -> bool:
-        """Whether enough batches have told the layouts on this path."""
-        return path in self._proofs and self._proofs[path][1] >= PROOFS
+        self._verified.update({(_kind_of_call(call), n == 1) for call in calls})
 
     def recall(self, path: int, calls: list[Call], n: int) -> list[AnyLayout] | None:
         """The layout of every call for a batch of n, or None if they must be measured."""
-        if not self.knows(path):
+        kinds = self._known(path, n)
+        if kinds is None:
             return None
-        layouts = [_recall(kind, call, n) for kind, call in zip(self._proofs[path][0], calls, strict=True)]
+        layouts = [_recall(kind, call, n) for kind, call in zip(kinds, calls, strict=True)]
         return None if any(layout is None for layout in layouts) else [layout for layout in layouts if layout]
+
+    def _known(self, path: int, n: int) -> list[Kind] | None:
+        """What enough batches have told of this path."""
+        proofs = (self._proofs.get((path, one), ([], 0)) for one in told_by(n))
+        return next((kinds for kinds, count in proofs if count >= PROOFS), None)
 
     def spot_check_is_due(self) -> bool:
         """Whether chance has picked this batch to look again at what is known."""
@@ -123,20 +127,20 @@ class Layouts:
         self, path: int, measurement: Measurement, portions: Sequence[Sequence[int]], look: Look
     ) -> list[AnyLayout]:
         """The layout of every call on a path; refuses also inputs that are coupled. See ``learn``."""
-        self._batches += measurement.n > 1
+        self._batches[measurement.n == 1] += 1
         for portion in portions:
             measurement.run(portion, look)
         return [measurement.options[number][0] for number in range(len(measurement.calls))]
 
     def learn(self, path: int, measurement: Measurement) -> None:
         """One batch that leaves no doubt is a proof; another answer than before starts the count anew."""
-        found = [measurement.options[number] for number in range(len(measurement.calls))]
-        regular = [options[0] for options in found if len(options) == 1 and isinstance(options[0], Layout)]
-        if measurement.n < 2 or measurement.in_doubt or len(regular) < len(found):
+        found, one = [measurement.options[number] for number in range(len(measurement.calls))], measurement.n == 1
+        regular = [options[0] for options in found if (one or len(options) == 1) and isinstance(options[0], Layout)]
+        if measurement.in_doubt or len(regular) < len(found):
             return  # where the data decide, nothing can be learned
         kinds = [_kind(layout) for layout in regular]
-        before, count = self._proofs.get(path, (kinds, 0))
-        self._proofs[path] = (kinds, count + 1 if before == kinds else 1)
+        before, count = self._proofs.get((path, one), (kinds, 0))
+        self._proofs[path, one] = (kinds, count + 1 if before == kinds else 1)
 
 
 class Measurement:
@@ -254,10 +258,15 @@ class Verdicts:
                 raise Refused(ungrounded(call, self._names_of, self._n))
 
 
+def told_by(n: int) -> tuple[bool, ...]:
+    """Whose teachings hold for a batch of n, the best first: those of batches of one (True) for such batches alone."""
+    return (False, True) if n == 1 else (False,)
+
+
 def _grown(before: Sizes, now: Sizes) -> bool:
-    """Whether some sizes are what others become when the batch grows or shrinks."""
+    """Whether some sizes are what others become when the batch grows or shrinks; one of 1 does not tell which grow."""
     (n, numbers), (m, others) = before, now
-    return all(v == w or (n and not v % n and v // n * m == w) for v, w in zip(numbers, others, strict=True))
+    return all(v == w or (n > 1 and not v % n and v // n * m == w) for v, w in zip(numbers, others, strict=True))
 
 
 def _kind_of_call(call: Call) -> tuple:

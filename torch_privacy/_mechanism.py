@@ -88,10 +88,9 @@ class Mechanism(ABC):
         """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
         return Tape(census.trained, census.others.values(), self._layouts, size)
 
-    @property
-    def settled(self) -> bool:
-        """Whether enough batches were looked at to trust the model."""
-        return self._layouts.settled
+    def settled(self, size: int) -> bool:
+        """Whether enough batches were looked at to trust the model with so many views of examples."""
+        return self._layouts.settled(size)
 
     @abstractmethod
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
@@ -226,9 +225,8 @@ class SketchedSum(ClippedSum):
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
         return self._sketching.watch(census, size, Directions(key, step, part))
 
-    @property
-    def settled(self) -> bool:
-        return self._sketching.settled
+    def settled(self, size: int) -> bool:
+        return self._sketching.settled(size)
 
     def explain(self) -> str:
         return self._sketching.explain()

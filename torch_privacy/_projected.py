@@ -6,6 +6,7 @@ It needs a vector of per-example losses and no more: no table of ops, no layout.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from ._check import Refused
 from ._constants import Constants, numbers_looked_up
 from ._directions import Directions
 from ._graph import Graph
-from ._layout import Measurement, Merging
+from ._layout import PROOFS, Measurement, Merging, told_by
 from ._projections import SketchedJacobian
 from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice, edge_of
 from ._rewind import RandomState
@@ -50,7 +51,7 @@ class Sketching:
         self.setting = setting
         self.way: str | None = None  # chosen on the first batch that has examples
         self._reasons: dict[str, str] = {}  # why faster ways were not taken
-        self._looked_at: dict[int, int] = {}  # graph -> how many batches of it
+        self._looked_at: Counter[tuple[int, bool]] = Counter()  # batches of a graph, and whether of one example
         self._output_entries: int | None = None  # of a forward, where the way is known
 
     @property
@@ -63,10 +64,9 @@ class Sketching:
         """Whether the model's forward has to run with backends that can be differentiated twice."""
         return self.way is None or not WAYS[self.way].needs_runs
 
-    @property
-    def settled(self) -> bool:
-        """Whether some graph was looked at often enough."""
-        return any(count >= 2 for count in self._looked_at.values())
+    def settled(self, size: int) -> bool:
+        """Whether some graph was looked at often enough to trust the model with so many examples."""
+        return any(count >= PROOFS for (_, one), count in self._looked_at.items() if one in told_by(size))
 
     def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
@@ -82,10 +82,9 @@ class Sketching:
     def is_new(self, graph: Graph, num_examples: int) -> bool:
         """Whether a batch has to show that its examples do not depend on each other; counts it."""
         path = hash(tuple(node.name() for node in graph.nodes()))
-        count = self._looked_at.get(path, 0)
-        if num_examples > 1:
-            self._looked_at[path] = count + 1
-        return count < 2
+        known = any(self._looked_at[path, one] >= PROOFS for one in told_by(num_examples))
+        self._looked_at[path, num_examples == 1] += 1
+        return not known
 
     def explain(self) -> str:
         """How the projections are made, and why not faster."""

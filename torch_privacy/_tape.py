@@ -212,7 +212,7 @@ class Tape(TorchFunctionMode):
             if not n:
                 return Jacobian(0, losses.dtype, self.parameters, [])
             layouts, measured = self._layouts_of(reached, strict=False)
-            verify = verify and measured and not self.layouts.verified(calls)
+            verify = verify and measured and not self.layouts.verified(calls, n)
             bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=retain_graph or verify)
             collector = Collector(calls, layouts, self._sources)
             with torch.no_grad():
@@ -262,7 +262,7 @@ class Tape(TorchFunctionMode):
                 return {name: total for part in sums for name, total in part.items()}
             layouts, measured = self._layouts_of(reached, strict=True)
             checks = None
-            if measured and not self.layouts.verified(calls):
+            if measured and not self.layouts.verified(calls, n):
                 checks = Checks(losses, self.parameters, reached.precision(), merging)
             rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging, self._estimates)
             total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks)
@@ -296,7 +296,7 @@ class Tape(TorchFunctionMode):
     def _layouts_of(self, reached: Reached, *, strict: bool) -> tuple[list[AnyLayout], bool]:
         """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
         losses, calls, n = reached.losses, reached.calls, len(reached.losses)
-        known = None if self._reorders else self.layouts.recall(reached.path, calls, n)
+        known = None if self._reorders and n > 1 else self.layouts.recall(reached.path, calls, n)
         leaves = [leaf for leaf in self._inputs if n in leaf.shape]
         targets = [*reached.edges, *leaves]
 

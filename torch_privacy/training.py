@@ -203,8 +203,9 @@ class PrivateTraining:
             for i, part in enumerate(parts):
                 batch = next(batches)
                 self._census = take_census(self.model, self.optimizer)
-                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, len(part) * self.views)
-                seal = Seal(self._census, content=not self._mechanism.settled)
+                size = len(part) * self.views
+                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, size)
+                seal = Seal(self._census, content=not self._mechanism.settled(size))
                 self._pending = Pending(len(part), i == len(parts) - 1, tape, seal)
                 yield batch
                 if self._loops != loop:
