@@ -108,3 +108,8 @@ def test_tradeoff_plot_marks_what_the_attacker_misses():
 def test_rounding_stays_on_the_safe_side(value):
     assert float(round_down(value)) <= value <= float(round_up(value))
     assert float(round_up(value)) - float(round_down(value)) <= 0.001 + 1e-12
+
+
+def test_large_numbers_are_written_with_a_power_of_ten():
+    assert (round_down(999999.99949), round_up(999999.9991)) == ("999999.999", "1000000.000")
+    assert (round_down(485834620928.0), round_up(485834620928.0)) == ("4.85e11", "4.86e11")

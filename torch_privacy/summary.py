@@ -14,6 +14,7 @@ from torch_privacy.experiments.log import Measure
 
 FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
+LARGE = 1e6  # from here on numbers are written with a power of ten
 RELATION = "add or remove one example"  # the neighboring relation of all that is trained here, in words
 
 Releases = Sequence[tuple[privacy.Event, int]]  # events, and how often each
@@ -225,17 +226,20 @@ def round_down(value: float, digits: int = 3) -> str:
 
 
 def round_up(value: float, digits: int = 3) -> str:
-    """An upper bound in so many decimals, never rounded down.
+    """An upper bound in so many decimals, never rounded down; from a million on in three significant digits.
 
     Example:
-        >>> round_up(11.80701), round_down(11.80799)
-        ('11.808', '11.807')
+        >>> round_up(11.80701), round_down(11.80799), round_up(3.7865e11)
+        ('11.808', '11.807', '3.79e11')
     """
     return _directed(value, digits, upward=True)
 
 
 def _directed(value: float, digits: int, *, upward: bool) -> str:
     """Decimal text on the safe side of a float, exactly."""
+    rounding = ROUND_CEILING if upward else ROUND_FLOOR
     if not isfinite(value):
         return str(value)
-    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING if upward else ROUND_FLOOR))
+    if value >= LARGE:
+        return scientific(value, rounding)
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), rounding))

@@ -108,13 +108,13 @@ CATALOG = (
     ),
     Experiment(
         "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
-        6000, 100, "MNIST", trains=True,
+        3000, 100, "MNIST", trains=True,
     ),
     Experiment(
         "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 100_000, 110, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 150_000, 110, "IMDb",
+        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 110, "IMDb",
         trains=True,
     ),
     Experiment(
