@@ -5,6 +5,7 @@ import copy
 import os
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,3 +109,31 @@ def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):
     steps = jl._steps(problem(1.0)[0], quick=True)
     assert "outer product" not in steps
     assert {"non-private", "vanilla 2", "vanilla 6", "multiple", "ours, exact", "JL(1)", "JL(10)"} <= set(steps)
+
+
+def test_figures_draw_epsilons_as_large_as_they_are_over_the_time_that_methods_take(monkeypatch, tmp_path):
+    epochs = np.array([1.0, 2.0])
+    course = {
+        name: (epochs, np.array([0.8, 0.9]), epsilon)
+        for name, epsilon in {
+            "trained, exact": np.array([1.0, 2.0]),
+            "trained, JL(1)": np.array([1e10, 4e11]),
+            "trained, JL(5)": np.array([100.0, np.inf]),
+        }.items()
+    }
+    monkeypatch.setattr(jl, "courses", lambda *_: course)
+    runs = {"ours, exact": (7.0, 1), "JL(1)": (9.0, 1), **dict.fromkeys(course, (None, 30))}
+    results = {
+        "quick": False,
+        "seeds": [0],
+        "rows": [
+            {"row": name, "runs": [{"numbers": {jl.SECONDS: seconds}, "seconds": spent}]}
+            for name, (seconds, spent) in runs.items()
+        ],
+    }
+    drawn = jl_mnist.EXPERIMENT.figures(results, tmp_path)
+    lines = {key: {line.get_label(): line for line in figure.axes[0].lines} for key, figure in drawn.items()}
+    assert lines["epsilon"]["trained, JL(1)"].get_ydata().tolist() == [1e10, 4e11]
+    np.testing.assert_array_equal(lines["epsilon"]["trained, JL(5)"].get_ydata(), [100.0, np.nan])
+    times = {name: line.get_xdata()[-1] for name, line in lines["accuracy-time"].items()}
+    assert times == {"trained, exact": 14.0, "trained, JL(1)": 18.0, "trained, JL(5)": 30.0}

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
 from .bracket import Array, Bracket
 from .tradeoff import TradeOff
@@ -22,6 +22,7 @@ INK, FAINT = "#1c1c1c", "#8a8a8a"
 COLORS = ("#0067a8", "#b84a00", "#00785a", "#8a4f9e", "#6b5b00", "#a3002c")  # told apart by the color-blind, too
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 MANY = 4  # curves, beyond which their names stand beside the picture
+POWERS = 1e6  # range of a logarithmic axis, beyond which powers of ten are written as such
 LABELED = 2, 0.5  # decades of a logarithmic axis up to which numbers between powers of ten are written
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -118,8 +119,10 @@ def curves_plot(
     for log, axis, scale in ((log_x, axes.xaxis, axes.set_xscale), (log_y, axes.yaxis, axes.set_yscale)):
         if log:
             scale("log")
-            axis.set_major_formatter(LogFormatter(minor_thresholds=LABELED))
-            axis.set_minor_formatter(LogFormatter(minor_thresholds=LABELED))
+            least, most = axis.get_view_interval()
+            formatter = LogFormatterMathtext if most > POWERS * least else LogFormatter
+            axis.set_major_formatter(formatter(minor_thresholds=LABELED))
+            axis.set_minor_formatter(formatter(minor_thresholds=LABELED))
     if len(curves) > MANY:
         figure.legend(frameon=False, loc="outside right upper")
     else:
