@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from torch_privacy import _plots
+from torch_privacy import _overlays, _plots
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Measure, Metrics
 from torch_privacy.report import render
@@ -96,6 +96,16 @@ def test_plots_work_without_a_baseline_and_after_part_of_an_epoch():
     rows = [Metrics("private", 0.5, 10, 0.6, 0.7, 0.71, 0.9, 1.0)]
     assert "non-private" not in _plots.score_plot(rows, Measure("accuracy", percent=True))
     assert "at most 1.000" in _plots.epsilon_plot(rows, 1e-5)
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(3.0, "linear"), (300.0, "log"), (float("inf"), "linear")])
+def test_epsilons_are_drawn_by_powers_of_ten_where_runs_are_far_apart(largest, scale):
+    _, axes = _plots.new_axes("", "", "")
+    axes.plot([0, 1], [0.5, 1.0])
+    axes.plot([0, 1], [0.5, largest])
+    _overlays._scale_epsilons(axes)
+    assert axes.get_yscale() == scale
+    assert scale == "log" or axes.get_ylim()[0] == 0
 
 
 def test_tradeoff_plot_marks_what_the_attacker_misses():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_privacy.report import Training
 
 DASHES = ("-", "--", ":", "-.")
+APART = 50  # ratio of epsilons
 
 
 def draw(runs: Sequence[Training]) -> Iterator[str]:
@@ -40,7 +41,7 @@ def _epsilon_plot(runs: Sequence[Training]) -> str:
     for run, style in _styled(runs):
         spent = [(row.epoch, row.epsilon_high) for row in run.rows if row.epsilon_high is not None]
         axes.plot(*np.array(spent, float).reshape(-1, 2).T, **style)
-    axes.set_ylim(bottom=0)
+    _scale_epsilons(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return as_svg(figure)
 
@@ -61,8 +62,18 @@ def _profile_plot(runs: Sequence[Training]) -> str:
     for run, style in _styled(runs):
         axes.plot(delta, [run.profile.epsilon_high(float(d)) for d in delta], **style)
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+    _scale_epsilons(axes)
     return as_svg(figure)
+
+
+def _scale_epsilons(axes: Axes) -> None:
+    """From zero; or by powers of ten where the runs are so far apart that only one could be read."""
+    courses = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    largest = [max(y[np.isfinite(y)], default=0) for y in courses]
+    if max(largest, default=0) > APART * min((y for y in largest if y > 0), default=np.inf):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _styled(runs: Sequence[Training]) -> Iterator[tuple[Training, dict[str, Any]]]:

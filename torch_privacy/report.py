@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch_privacy import _overlays, _page, _plots, privacy
 from torch_privacy.experiments import table
 from torch_privacy.experiments.log import Measure, Metrics
-from torch_privacy.experiments.rows import rows_folder
+from torch_privacy.experiments.rows import folder_name, rows_folder
 from torch_privacy.summary import (
     FALSE_POSITIVES,
     RELATION,
@@ -68,7 +68,7 @@ def render(folders: Sequence[RunFolder]) -> str:
     for name, folder, content in zip(names, folders, contents, strict=True):
         if "reproduce" in content:
             sections.append(_section(name, folder, content))
-            trainings += _trainings_of(folder)
+            trainings += _trainings_of(folder, content)
         else:
             trainings.append(Training.read(folder))
     shown = zip(trainings, _told_apart(run.name for run in trainings), strict=True)
@@ -92,12 +92,11 @@ def _in_words(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _trainings_of(folder: RunFolder) -> list[Training]:
+def _trainings_of(folder: RunFolder, results: dict[str, Any]) -> list[Training]:
     """The trainings among an experiment's rows, of the first seed."""
-    found = [type(folder)(path) for path in sorted(rows_folder(folder.path).glob("*"))]
-    seed = folder.read_json(folder.settings)["seeds"][0]
-    kept = [inner for inner in found if inner.metrics.is_file() and inner.path.name.endswith(f"-seed-{seed}")]
-    return [Training.read(inner, inner.path.name.removesuffix(f"-seed-{seed}")) for inner in kept]
+    inside, seed = rows_folder(folder.path), results["seeds"][0]
+    found = [(row["row"], type(folder)(inside / folder_name(row["row"], seed))) for row in results["rows"]]
+    return [Training.read(inner, name) for name, inner in found if inner.metrics.is_file()]
 
 
 def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:

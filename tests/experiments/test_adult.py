@@ -312,12 +312,20 @@ def test_second_start_in_a_folder_is_kept_out(tmp_path, capfd):
 @pytest.mark.parametrize("content", [b"garbage", b"", b"\x80\x02}q\x00."], ids=["garbage", "empty", "other pickle"])
 def test_damaged_checkpoint_is_refused(stopped, content, capfd):
     stopped.checkpoint.write_bytes(content)
-    assert_refused(["train", "--resume", str(stopped.path)], "checkpoint.pt: cannot be read (damaged, or of another version?)", capfd)
+    assert_refused(
+        ["train", "--resume", str(stopped.path)],
+        "checkpoint.pt: cannot be read (damaged, or of another version?)",
+        capfd,
+    )
 
 
 def test_truncated_checkpoint_is_refused(stopped, capfd):
     stopped.checkpoint.write_bytes(stopped.checkpoint.read_bytes()[:-100])
-    assert_refused(["train", "--resume", str(stopped.path)], "checkpoint.pt: cannot be read (damaged, or of another version?)", capfd)
+    assert_refused(
+        ["train", "--resume", str(stopped.path)],
+        "checkpoint.pt: cannot be read (damaged, or of another version?)",
+        capfd,
+    )
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ class RunFolder:
 
     def read_checkpoint(self, load: Callable[[BinaryIO], dict[str, Any]], keys: set[str]) -> dict[str, Any]:
         """The checkpoint through ``load``; a damaged one, or one of other ``keys``, raises a ``ValueError``."""
-        damaged = ValueError(f"{self.checkpoint}: cannot be read (damaged, or of another version?). Start a new run in a new folder.")
+        damaged = ValueError(
+            f"{self.checkpoint}: cannot be read (damaged, or of another version?). Start a new run in a new folder."
+        )
         try:
             with self.checkpoint.open("rb") as file:
                 state = load(file)

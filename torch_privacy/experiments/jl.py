@@ -285,7 +285,7 @@ def courses(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str,
     """Epochs, test scores and certified epsilons of each training."""
     found = {}
     for row in trainings:
-        metrics = RunFolder(rows_folder(folder) / folder_name(row, seed)).read_metrics()
+        metrics = RunFolder(rows_folder(folder) / folder_name(row.name, seed)).read_metrics()
         private = [line for line in metrics if line.training == "private"]
         columns = zip(*((line.epoch, line.test_score, line.epsilon_high) for line in private), strict=True)
         found[row.name] = tuple(np.array(column, float) for column in columns)

@@ -156,7 +156,7 @@ class Reproduction:
         """All rows for all seeds; a row that does not depend on the seed is done for the first."""
         inside = rows_folder(self.folder.path)
         return [
-            Job(row, seed, RunFolder(inside / folder_name(row, seed)))
+            Job(row, seed, RunFolder(inside / folder_name(row.name, seed if row.seeded else None)))
             for row in self.rows()
             for seed in (self.seeds if row.seeded else self.seeds[:1])
         ]

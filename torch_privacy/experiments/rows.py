@@ -91,10 +91,10 @@ def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
     }
 
 
-def folder_name(row: Row, seed: int) -> str:
-    """A row's folder within the run folder, such as ``sigma-1.3-seed-0``."""
-    kept = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in row.name.lower())
-    return "-".join(kept.split()) + (f"-seed-{seed}" if row.seeded else "")
+def folder_name(row: str, seed: int | None) -> str:
+    """The folder of a row of this name within the run folder, such as ``sigma-1.3-seed-0``; None: it has no seed."""
+    kept = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in row.lower())
+    return "-".join(kept.split()) + ("" if seed is None else f"-seed-{seed}")
 
 
 def rows_folder(run: Path) -> Path:
