@@ -41,6 +41,7 @@ class Settings(gep.Settings):
     """The paper's k; the rest tuned."""
 
     learning_rate: float = 8.0
+    baseline_learning_rate: float = 8.0
     clip_norm: float = 1.0
     residual_clip_norm: float = 0.2
     num_basis: int = 200
