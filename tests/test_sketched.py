@@ -616,6 +616,24 @@ def test_a_forward_that_comes_to_change_its_input_is_refused():
         train(training)
 
 
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.needs_runs])
+def test_a_forward_that_changed_its_input_is_not_made_again(way):
+    model = InPlaceLater()
+    model.is_late = True
+    losses, run = run_of(model, torch.randn(5, 3))
+    v = Directions(KEY, 0, 0).draw(range(2), trained(model))
+    with pytest.raises(RuntimeError, match="changed its input in place"):
+        WAYS[way](losses, trained(model), [run])(v)
+
+
+def test_a_forward_that_changes_its_input_is_projected_by_a_double_vjp():
+    model = InPlaceLater()
+    model.is_late = True
+    training = training_of(model)
+    train(training)
+    assert "projections by double vjp" in training.explain()
+
+
 @pytest.mark.parametrize("functions", [(CubeWithJvp, TwiceDifferentiable), (TwiceDifferentiable, CubeWithJvp)])
 def test_a_batch_that_takes_other_ops_is_refused_and_nothing_is_released(functions):
     model = Calls(lambda m, x: m.function(x, m.w), w=torch.rand(3))
