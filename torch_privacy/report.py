@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
             f"<h2>{escape(table.title(results | {'reproduce': name}))}</h2>",
             f"<p>{escape(table.what(results))}. {escape(table.summary(results))}.</p>",
             _page.table(["", "", *table.headings(results)], lines),
-            "".join(f"<p>{escape(note)}</p>" for note in results["notes"]),
+            "".join(f"<p>{re.sub('`(.+?)`', r'<code>\1</code>', escape(note))}</p>" for note in results["notes"]),
             _page.figures(pictures, "cards") if pictures else "",
         )
     )
