@@ -112,10 +112,15 @@ def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
             f"<h2>{escape(table.title(results | {'reproduce': name}))}</h2>",
             f"<p>{escape(table.what(results))}. {escape(table.summary(results))}.</p>",
             _page.table(["", "", *table.headings(results)], lines),
-            "".join(f"<p>{re.sub('`(.+?)`', r'<code>\1</code>', escape(note))}</p>" for note in results["notes"]),
+            "".join(f"<p>{_with_code(note)}</p>" for note in results["notes"]),
             _page.figures(pictures, "cards") if pictures else "",
         )
     )
+
+
+def _with_code(note: str) -> str:
+    """A note as HTML: what stands between backticks is code."""
+    return re.sub("`(.+?)`", r"<code>\1</code>", escape(note))
 
 
 def _svg(path: Path) -> str:

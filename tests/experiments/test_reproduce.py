@@ -41,7 +41,7 @@ def tiny(monkeypatch):
             Computation("second row", lambda context: compute("second", context), seeded=True),
         ],
         figures=lambda results, folder: {"curve": plots.tradeoff_plot({"one": privacy.tradeoff.Gaussian(1.0)})},
-        NOTES=("a <note>",),
+        NOTES=("a <note> on `it`",),
     )
     monkeypatch.setitem(sys.modules, "torch_privacy.experiments.tiny_one", module)
     described = Experiment("tiny-one", PAPER, "Table 0", "nothing at all", 1, 1)
@@ -100,7 +100,7 @@ def test_table_shows_ours_beside_the_papers_at_any_width(width, tiny, tmp_path, 
     assert "…" not in shown
     assert "never known" not in shown
     assert re.search(r"3\.0\s[^#]*3\.1", shown)  # ours before the paper's
-    for words in ("4.0 ± 1.0", "50.0 %", "[0.123, 0.124]", "a <note>", "Table 0 of Nobody (2000)"):
+    for words in ("4.0 ± 1.0", "50.0 %", "[0.123, 0.124]", "a <note> on `it`", "Table 0 of Nobody (2000)"):
         assert words in " ".join(shown.split())
 
 
@@ -108,7 +108,7 @@ def test_report_of_an_experiment_has_its_table_pictures_and_notes(tiny, tmp_path
     assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "r"), "--json"]) == 0
     page = (tmp_path / "r" / "report.html").read_text()
     assert page.count("<svg") == 1
-    for words in ("a &lt;note&gt;", "<td>3.1</td>", "[0.123, 0.124]"):
+    for words in ("a &lt;note&gt; on <code>it</code>", "<td>3.1</td>", "[0.123, 0.124]"):
         assert words in page
     assert not re.search(r"url\((?!#)|@import|<script|<link|<img", page)
 
@@ -139,7 +139,7 @@ def test_rows_can_be_chosen_and_what_is_left_out_is_said(options, tiny, tmp_path
     assert command(["reproduce", "tiny-one", "--run", str(folder), "--json", *options]) == 0
     results = json.loads(capsys.readouterr().out)
     assert [row["row"] for row in results["rows"]] == ["second row"]
-    assert results["notes"] == ["a <note>", "Left out: first."]
+    assert results["notes"] == ["a <note> on `it`", "Left out: first."]
     assert tiny == [("second", 0)]
     assert not (folder / "curve.svg").exists()  # figures are of all rows
 
