@@ -22,7 +22,8 @@ HEAD = """\
 The tables and figures of the papers, made anew. Every table is written by `python docs/_results.py RUN` from the run
 folder of the command above it; no number is typed by hand. Ours is the mean over the seeds ± the standard deviation;
 where there is no ±, there was one seed or nothing that depends on it. `eps, certified` is a bracket around the true
-epsilon: report its upper end. The other epsilons and mu are shown because the papers have them.
+epsilon: report its upper end. The other epsilons and mu are shown because the papers have them. How long a run took is
+what a clock said, on machines that did other things, too; `torch-privacy reproduce` lists what to expect.
 """
 
 
