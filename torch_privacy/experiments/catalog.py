@@ -73,11 +73,11 @@ CATALOG = (
     ),
     Experiment(
         "abadi-sweep", ABADI, "Figure 5",
-        "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 110, "MNIST",
+        "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 80, "MNIST",
         trains=True,
     ),
     Experiment(
-        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 40,
+        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
@@ -108,30 +108,30 @@ CATALOG = (
     ),
     Experiment(
         "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
-        3000, 100, "MNIST", trains=True,
+        3000, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 110, "CIFAR-10", trains=True,
+        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 100, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 110, "IMDb",
+        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
         "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
-        3000, 100, "MNIST, CIFAR-100", trains=True,
+        3000, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-cifar10", GEP, "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
-        500_000, 150, "CIFAR-10, CIFAR-100", trains=True,
+        500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-linear", GEP, "Appendix A", "the same for one dense layer on features of public images",
-        2600, 120, "CIFAR-10, CIFAR-100", trains=True,
+        2600, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-ablations", GEP, "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
-        2000, 150, "MNIST, CIFAR-100", trains=True,
+        2000, 50, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
@@ -154,7 +154,7 @@ CATALOG = (
     ),
     Experiment(
         "best-cifar10-wide", DE, "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
-        200_000, 100, "CIFAR-10", trains=True,
+        200_000, 45, "CIFAR-10", trains=True,
     ),
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ EXPERIMENT = jl.Experiment(
         "JL(10)": {SECONDS: 38},
     },
     trained={0: {}, 30: {}, 10: {}, 5: {}, 1: {SCORE: 0.661, EXACT: 5.55}},
-    quick_epochs=0.02,
+    quick_epochs=0.005,
 )
 COLUMNS, NOTES = jl.COLUMNS, jl.NOTES
 build_task, rows, figures = EXPERIMENT.build_task, EXPERIMENT.rows, EXPERIMENT.figures
