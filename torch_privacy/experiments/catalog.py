@@ -111,7 +111,7 @@ CATALOG = (
         3000, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 100, "CIFAR-10", trains=True,
+        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
         "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class Experiment:
 
     def build_task(self, settings: Settings) -> Task:
         """The data's own split, and the network to be trained on it."""
-        data = self.load(settings.data)
+        data = loaded(self.load, settings.data)
         return Task(
             train=data.train,
             test=data.test,
@@ -199,6 +199,12 @@ class Experiment:
         return self.new_optimizer(trained, lr=learning_rate)
 
 
+@lru_cache(maxsize=1)  # unpacking photographs takes 12 seconds, and all rows share them
+def loaded(load: Callable[[str | None], Data], folder: str | None) -> Data:
+    """The data of a folder."""
+    return load(folder)
+
+
 def _seconds_per_epoch(runs: Mapping[str, Any], name: str, epochs: float) -> float:
     """Of a training: as its method was timed, or as it took itself where that was not."""
     method = name.removeprefix(TRAINED)
@@ -226,7 +232,7 @@ def _numbers(experiment: Experiment, method: str, context: Context) -> Numbers:
     numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
     numbers[MEMORY] = peaks[method] / 2**20
     if method not in LIKE_OTHERS and not context.quick:
-        train = experiment.load(context.data).train  # in memory that the processes share
+        train = loaded(experiment.load, context.data).train  # in memory that the processes share
         numbers[LARGEST] = largest_that_fits(partial(_try_size, experiment, method, train), LIMIT, len(train))
     return numbers
 
@@ -242,7 +248,8 @@ def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float
     key = experiment.settings, context
     if key not in MEASURED:
         whole = experiment.settings().expected_batch_size
-        problem = experiment.problem(experiment.load(context.data).train, whole // 8 if context.quick else whole)
+        train = loaded(experiment.load, context.data).train
+        problem = experiment.problem(train, whole // 8 if context.quick else whole)
         steps = _steps(problem, quick=context.quick)
         seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
         seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
