@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .ops import Method, Op
-from .ops._base import CHUNK_FLOATS, is_half
+from .ops._base import CHUNK_FLOATS
 from .ops.dense import Rows
 
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
@@ -167,11 +167,8 @@ class Budget:
         """The backward has gone past an op with so many bytes of inputs and outputs."""
         self._passed += size
 
-    def choose(self, op: Op, weight: Tensor) -> Choice:
-        """The fastest choice that fits, now and with what must be held to the end, or the one that holds the least.
-
-        A native backward sums in the weight's own type, so that nothing is dropped where that is half precision.
-        """
+    def choose(self, op: Op) -> Choice:
+        """The fastest choice that fits, now and with what must be held to the end, or the one that holds the least."""
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
         left = self._activations * max(0.0, 1 - self._passed / self._on_the_way)
@@ -179,8 +176,7 @@ class Budget:
         room = self._limit - self._held - max(left, self._least_to_come)
         if self.may_drop:
             room = self._limit - self._held - self._activations
-            if not is_half(weight):
-                least = replace(least, keeps="nothing", held=0)
+            least = replace(least, keeps="nothing", held=0)
         choice = next((choice for choice in found if choice.held + choice.passing <= room), least)
         self._held += choice.held
         return choice

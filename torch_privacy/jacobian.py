@@ -101,7 +101,7 @@ class Block:
             self.hold(budget)
             return  # norms are taken of many together
         (op,) = self.ops
-        choice = budget.choose(op, self.weight)
+        choice = budget.choose(op)
         self.method, self.held = choice.method.name, choice.held
         if choice.keeps == "rows":
             rows, self.norms = rows_and_norms(op, choice.method)
