@@ -8,6 +8,7 @@ from oracle import flat, one_backward_per_example
 from parts import trained
 
 import torch_privacy as tp
+from torch_privacy._collect import RowsAsTheyCome
 from torch_privacy._layout import PROOFS, Layouts, Merging
 from torch_privacy._plan import Budget
 from torch_privacy._tape import Tape
@@ -172,3 +173,15 @@ def test_coupled_examples_are_refused_also_after_batches_of_one(probed):
             tape.clipped_sum(losses, one_group(model), clip_to(1.0))
     with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be told apart"):
         tape.clipped_sum(losses, one_group(model), clip_to(1.0))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_second_backward_in_half_precision(autocast, monkeypatch):
+    monkeypatch.setattr(Budget, "wants_second_backward", True)
+    monkeypatch.setattr(RowsAsTheyCome, "_native_sum", None)  # called, it would fail
+    dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
+    model = torch.nn.Linear(3, 2, dtype=dtype)
+    for _ in range(PROOFS + 1):
+        with Tape(trained(model), (), layouts, 4) as tape, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = model(tape.probe(torch.randn(4, 3, dtype=dtype))).float().square().sum(1)
+        assert tape.clipped_sum(losses, one_group(model), clip_to(1.0))

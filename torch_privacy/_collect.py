@@ -13,6 +13,7 @@ from torch import Tensor
 from ._check import Refused
 from ._plan import Budget
 from .jacobian import Block, Jacobian, Native, NothingKept
+from .ops._base import is_half
 
 if TYPE_CHECKING:
     from ._calls import Call, Reached
@@ -242,7 +243,7 @@ class RowsAsTheyCome:
         self, groups: Mapping[str, Sequence[str]], clip: Clip, budget: Callable[[], Budget], checks: Checks | None
     ) -> dict[str, Tensor]:
         """Of all groups, by name; ``checks`` see the rows first and must agree."""
-        if len(groups) > 1 or not budget().wants_second_backward or self._reached.precision() > FINE:
+        if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
             return self._run(groups, clip, budget(), checks)
         if checks is not None:  # these want rows
             self._run(groups, lambda *_: {}, budget(), checks, retain_graph=True)
@@ -252,6 +253,11 @@ class RowsAsTheyCome:
             return self._run(groups, clip, dropping, retain_graph=True)
         except NothingKept:  # some rows are to be left out
             return self._run(groups, clip, budget())
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether a native sum would be rounded by more than the bound allows."""
+        return self._reached.precision() > FINE or any(is_half(p) for p in self._parameters.values())
 
     def _run(
         self,
