@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._calls import Call, Reached
     from ._estimates import Estimates
     from ._layout import Merging
-    from ._tape import Source
+    from ._notes import Source
     from ._verify import Checks
     from .ops import AnyLayout, Op, Use
 

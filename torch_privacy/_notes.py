@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What meets what: every op runs untouched, and is noted where data of the batch meet a parameter.
+
+A use is (op, parameter, input x, gradient edge of the output y). What is computed from parameters and constants alone
+counts as a parameter itself. Nothing in the model is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ._calls import SCAN, Call, Output
+from ._check import Refused
+from ._functions import (
+    EXPANSIONS,
+    LIKE,
+    SET_REQUIRES_GRAD,
+    changes_in_place,
+    looks_up_examples,
+    makes_constant,
+    makes_new,
+    may_reorder,
+    numbers_in,
+    opened,
+    picks_one,
+    rearranges,
+    tensors_in,
+)
+from ._graph import saves_elsewhere
+from ._shadow import Shadows
+from .ops import COMPOSED, OPS, Use
+from .ops._base import is_half
+from .ops.einsum import ContractionUse
+from .ops.elementwise import OVERWRITING, EntrywiseUse
+from .ops.fallback import compared, replay, uses_of
+
+
+@dataclass
+class Source:
+    """A parameter (``direct``) or a tensor computed from parameters and constants alone.
+
+    It is what it says only while its version is the one noted: an in-place change may mix data in.
+    """
+
+    tensor: Tensor
+    version: int
+    names: tuple[str, ...]  # the parameters behind it
+    direct: bool
+    rearranged: bool  # the entries of one parameter, only moved about
+    half: bool  # it or a parameter behind it is in half precision
+
+
+class Notes(TorchFunctionMode):
+    """Notes every meeting of an op with one of ``parameters`` while it is active.
+
+    Args:
+        parameters: name -> tensor, leaves of the autograd graph.
+        constants: other tensors that hold no data of the batch (buffers, frozen parameters).
+        num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor] = (), num_examples: int | None = None
+    ):
+        super().__init__()
+        self._num_examples = num_examples
+        self.parameters = dict(parameters)
+        # Tensors are known by identity; holding them keeps the identities from being given away again.
+        self._sources = {
+            id(p): Source(p, p._version, (name,), direct=True, rearranged=True, half=is_half(p))
+            for name, p in self.parameters.items()
+        }
+        self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
+        self._constants = {id(t): (t, t._version) for t in constants}
+        self._inputs: list[Tensor] = []
+        self._probed: set[Node] = set()  # where the graph reaches the probed inputs
+        self._shadows = Shadows(num_examples)
+        self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
+        self._reorders = False  # the data of the batch may have decided where its examples lie
+        self._program: list[tuple[Callable, tuple]] = []
+        self._calls: list[Call] = []
+        self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        if func == SET_REQUIRES_GRAD and args[0].requires_grad:
+            return None  # as wav2vec2 asks of its input, which has a gradient here already
+        values = (*args, *kwargs.values()) if kwargs else args
+        kwargs = kwargs or {}
+        tensors, met, data = self._sorted(values)
+        if func in LIKE:
+            data = [t for t in data if t is args[0]]
+        if met and data and picks_one(func, args, self._source):
+            data = []
+        self._program.append((func, numbers_in(values)))
+        behind = self._shadows.behind(func, args, kwargs, data) if data else None
+        if met and (data or looks_up_examples(func, args)):
+            out = self._meet(func, args, kwargs, data, met)
+            if behind and isinstance(out, Tensor) and out.grad_fn is not None:
+                output = _output(out)
+                self._shadows.expect(output.edge, output.shape, behind)
+            return out
+        if data:
+            self._reorders = self._reorders or may_reorder(func, args)
+            out = func(*args, **kwargs)
+            if behind:
+                self._shadows.note(args[0] if changes_in_place(func) else out, behind)
+            return out
+        out = func(*args, **kwargs)
+        if tensors or makes_constant(func, out, self._num_examples):
+            result = args[0] if changes_in_place(func) else out
+            if not makes_new(func, result, args, self._num_examples):
+                for tensor in tensors_in((result,)):
+                    self._add_derived(func, args, met, tensor)
+        return out
+
+    def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The tensors among arguments: all, those that are sources, and those that hold data of the batch."""
+        tensors, met, data = tensors_in(values), [], []
+        sources, constants = self._sources, self._constants
+        for t in tensors:
+            key = id(t)
+            if key in sources and sources[key].version == t._version:
+                met.append(t)
+            elif key not in constants or not self._is_constant(t):
+                data.append(t)
+        return tensors, met, data
+
+    def probe(self, arguments: Any) -> Any:
+        """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
+
+        An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
+        normalization in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
+        that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
+        """
+
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.requires_grad or not value.ndim:
+                return value
+            copy = value
+            if value.is_floating_point():
+                leaf = value.detach().requires_grad_()
+                self._inputs.append(leaf)
+                copy = leaf.clone()  # not the leaf itself, which could not be changed in place
+                self._probed.add(_edge(copy).node)
+            self._shadows.begin(copy)
+            return copy
+
+        return tree_map(replaced, arguments)
+
+    def _source(self, tensor: Tensor) -> Source | None:
+        source = self._sources.get(id(tensor))
+        return source if source is not None and source.version == tensor._version else None
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        known = self._constants.get(id(tensor))
+        return known is not None and known[1] == tensor._version and not tensor.requires_grad
+
+    def _names_of(self, tensor: Tensor) -> tuple[str, ...]:
+        return self._sources[id(tensor)].names
+
+    def _names_behind(self, met: list[Tensor]) -> tuple[str, ...]:
+        return tuple(sorted({name for t in met for name in self._names_of(t)}))
+
+    def _meet(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        """Run an op that meets parameters: noted, taken apart, or remembered as unknown."""
+        inside = None if func in OPS else COMPOSED.get(func) or opened(func)
+        if inside is None:
+            return self._run_and_note(func, args, kwargs, data, met)
+        with self:
+            return inside(self._note_part, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
+
+    def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        inputs = tuple([t.grad_fn for t in data if t.grad_fn is not None])
+        changed = changes_in_place(func)
+        copied = changed and (func in OVERWRITING or func not in OPS)
+        before = (args[0].detach().clone(), *args[1:]) if copied else args
+        out = func(*args, **kwargs)
+        result = args[0] if changed else out
+        results = [result] if isinstance(result, Tensor) else tensors_in((result,))
+        outputs = [t for t in results if t.grad_fn is not None]
+        if not outputs:
+            return out
+        op = getattr(func, "__name__", None) or str(func)
+        noted: list[tuple[Tensor, tuple[Use, ...]]] = []
+        if not any([t.is_complex() for t in (*outputs, *data, *met)]):
+            wanted = [t for t in met if t.requires_grad]
+            uses = self._uses(func, result, before, kwargs, wanted)
+            if uses is not None:
+                noted = [(result, tuple(map(self._before_expansion, uses)) if self._expanded else uses)]
+            else:
+                noted = self._by_fallback(func, before, kwargs, wanted, results, changed)
+        for y, uses in noted:
+            self._note(op, y, uses, inputs)
+        if not noted:
+            names = self._names_behind(met)
+            self._unknown.update({t.grad_fn: (op, names) for t in outputs if t.grad_fn is not None})
+        return out
+
+    def _note(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
+        if saves_elsewhere():
+            self._saved_elsewhere = True
+        versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
+        self._calls.append(Call(op, _output(y), inputs, uses, versions))
+
+    def _note_part(self, y: Tensor, uses: Iterable[Use]) -> None:
+        """What a composition of our own notes: parameters that met y out of sight of torch's functions."""
+        uses = tuple(use for use in uses if use.weight.requires_grad and self._source(use.weight) is not None)
+        if uses:
+            self._note(SCAN, y, uses)
+
+    def _by_fallback(
+        self, func: Callable, args: tuple, kwargs: dict, wanted: list[Tensor], outputs: list[Tensor], changed: bool
+    ) -> list[tuple[Tensor, tuple[Use, ...]]]:
+        """Uses by the op's own backward, if it gives the same when it is run again."""
+        weights = list({id(t): t for t in wanted}.values())
+        try:
+            replayed = compared(replay(func, args, kwargs, weights, changed), outputs)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return []
+        if replayed is None:
+            return []
+        return [
+            (y, tuple(uses_of(replayed, weights, k)))
+            for k, y in enumerate(outputs)
+            if y.grad_fn is not None and replayed.outputs[k].grad_fn is not None
+        ]
+
+    def _uses(self, func: Callable, y: Any, args: tuple, kwargs: dict, wanted: list[Tensor]) -> tuple[Use, ...] | None:
+        """A use of each of the wanted sources, as the op's recorder finds them; None where it does not find all."""
+        recorder = OPS.get(func)
+        if recorder is None:
+            return None
+        ids = [id(t) for t in wanted]
+        try:
+            uses = [use for use in recorder(y, *args, **kwargs) if id(use.weight) in ids]
+        except Refused as error:
+            names = ", ".join(map(repr, self._names_behind(wanted)))
+            raise Refused(f"{error} Met by parameter {names}.") from None
+        found = [id(use.weight) for use in uses]
+        return tuple(uses) if found == ids or sorted(found) == sorted(ids) else None
+
+    def _before_expansion(self, use: Use) -> Use:
+        """Adding or multiplying broadcasts by itself: an expanded parameter is as good as the one before ``expand``."""
+        before = self._expanded.get(id(use.weight))
+        if before is None or not isinstance(use, (EntrywiseUse, ContractionUse)):
+            return use
+        return replace(use, weight=before)
+
+    def _add_derived(self, func: Callable, args: tuple, met: list[Tensor], result: Tensor) -> None:
+        key = id(result)
+        if not result.requires_grad:
+            self._constants[key] = (result, result._version)
+        if not met or not result.requires_grad or self._source(result) is not None:  # as contiguous() may give back
+            return
+        sources = [self._sources[id(t)] for t in met]
+        self._sources[key] = Source(
+            result,
+            result._version,
+            self._names_behind(met),
+            direct=False,
+            half=is_half(result) or any(source.half for source in sources),
+            rearranged=len(met) == 1 and sources[0].rearranged and rearranges(func, args),
+        )
+        if func in EXPANSIONS:
+            self._expanded[key] = self._expanded.get(id(met[0]), met[0])
+        else:
+            self._expanded.pop(key, None)
+
+
+def _output(y: Tensor) -> Output:
+    """Where y hangs in the graph also after it is changed in place, as by ``relu_``.
+
+    Some ops give back a view of what they computed (linear of a rank-3 input, conv1d). Changing that view in place
+    gives it a new history, which hangs on its base; so the base's edge is taken where the two hold the same entries.
+    An op that changes a part of a tensor in place gives the whole a new history: b is that part of the whole's.
+    """
+    base = y._base
+    if base is None or base.grad_fn is None:
+        return Output(_edge(y), y.shape, y.dtype, None)
+    if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
+        return Output(_edge(base), y.shape, y.dtype, None)
+    if not base.grad_fn.name().endswith("CopySlices"):
+        return Output(_edge(y), y.shape, y.dtype, None)
+    shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    return Output(_edge(base), y.shape, y.dtype, (shape_only, y.stride(), int(y.storage_offset())))
+
+
+def _edge(y: Tensor) -> GradientEdge:
+    assert y.grad_fn is not None
+    return GradientEdge(y.grad_fn, y.output_nr)
