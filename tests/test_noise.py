@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise: the normal law, and no random bits shared or repeated where they must not be."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -43,9 +45,9 @@ def test_noise_has_the_normal_tail():
 
 def test_noise_reaches_beyond_what_32_random_bits_allow():
     """63 random bits, all zero: the largest normal number is sqrt(2 ln 2^64)."""
-    out = np.empty(2, dtype=np.float32)
-    _box_muller(bytes(12), out)
-    assert out[0] == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-6)
+    out = torch.empty(2, dtype=torch.float64)
+    _box_muller(bytes(16), out)
+    assert out[0].item() == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-12)
 
 
 def test_keystream_of_a_step_is_one_stream_whatever_the_chunks():
@@ -101,3 +103,52 @@ def test_noise_refuses_a_bad_step(step):
 def test_noise_refuses_a_short_key():
     with pytest.raises(ValueError, match="key of 3 bytes"):
         Noise(b"abc")
+
+
+@pytest.mark.parametrize("stddev", [1.0, 0.3, 7e-5, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stddev, dtype):
+    """Mironov (2012): no low bits of the sum, at whatever scale, come through beside the noise."""
+    unit = 2.0 ** (math.floor(math.log2(stddev)) - 32)
+    size = (1 << 15) + 77  # more than a chunk
+    sums = torch.randn(size, dtype=torch.float64) * torch.logspace(-12, 4, size, dtype=torch.float64) * stddev
+    noise, exact, released = torch.zeros_like(sums), sums.clone(), sums.to(dtype, copy=True)
+    for tensor in (noise, exact, released):
+        Noise(bytes(32)).add_to(3, {"a": tensor[:100], "b": tensor[100:]}, stddev)
+    assert torch.equal(noise / unit, (noise / unit).round())
+    assert torch.equal(exact, noise + unit * (sums / unit).round())
+    assert torch.equal(released, (noise + unit * (sums.to(dtype).double() / unit).round()).to(dtype))
+
+
+def test_what_one_example_adds_cannot_be_read_off_the_grid_of_a_small_release():
+    """Where a sum of 1 and its noise nearly cancel, the release has bits as fine as where there is nothing to cancel."""
+    for present in (0.0, 1.0):
+        total = torch.full((200_000,), present)
+        Noise().add_to(0, {"w": total}, stddev=1.0)
+        small = total[total.abs() < 2**-3].double()
+        fine = (small * 2**27 % 1 != 0).double().mean()
+        assert fine > 0.9
+
+
+def test_noise_of_several_sizes_is_added_at_their_own_scale_each():
+    stddev = {"a": 2.0, "b": 0.5, "c": 0.0, "d": 2.0}
+    sums = {name: torch.ones(MILLION // 10) for name in stddev}
+    Noise(bytes(32)).add_to(1, sums, stddev)
+    for name, scale in stddev.items():
+        assert abs((sums[name] - 1).std() - scale) <= 5 * scale / (2 * MILLION / 10) ** 0.5
+    assert abs(np.corrcoef(sums["a"], sums["d"])[0, 1]) < 5 / (MILLION / 10) ** 0.5
+
+
+@pytest.mark.parametrize("stddev", [-1.0, float("nan"), float("inf"), 1e-300])
+def test_noise_refuses_a_bad_deviation_and_adds_nothing(stddev):
+    sums = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(ValueError, match="stddev="):
+        Noise().add_to(0, sums, {"a": 1.0, "b": stddev})
+    assert not any(total.any() for total in sums.values())
+
+
+def test_noise_is_made_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        total = torch.zeros(5, device="cpu")
+        Noise().add_to(0, {"w": total}, stddev=1.0)
+    assert total.all()

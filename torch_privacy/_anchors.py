@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ._autocast import without_autocast
 from ._batches import Batches
 from ._check import Refused
 from ._frame import Frame, Start, orthonormalize
@@ -106,12 +107,13 @@ class Anchors:
         """(G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
         total: dict[str, Tensor] = {}
         for group, rows in gradients:
-            embedding, first = directions[group].coordinates(rows), group not in total
-            if first:
-                total[group] = self._like.new_empty(embedding.shape[1], self._sizes[group])
-            products = total[group].split([part.shape[1] for part in rows], 1)
-            for product, part in zip(products, rows, strict=True):
-                product.addmm_(embedding.T, part, beta=0 if first else 1)
+            with without_autocast(self._like.device.type):  # not around the loop, in which the model runs
+                embedding, first = directions[group].coordinates(rows), group not in total
+                if first:
+                    total[group] = self._like.new_empty(embedding.shape[1], self._sizes[group])
+                products = total[group].split([part.shape[1] for part in rows], 1)
+                for product, part in zip(products, rows, strict=True):
+                    product.addmm_(embedding.T, part, beta=0 if first else 1)
         return total
 
     def _gradients(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import privacy
 from ._anchors import Anchors
+from ._autocast import without_autocast
 from ._check import Refused
 from ._layout import Merging
 from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros, views_of
@@ -173,6 +174,11 @@ class EmbeddedSum(Mechanism):
 
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         basis, self._basis = self._of_step, None
+        device = next(iter(release.values())).device
+        with without_autocast(device.type):
+            return self._recombined(basis, release)
+
+    def _recombined(self, basis: Basis, release: dict[str, Tensor]) -> dict[str, Tensor]:
         coordinates = {group: release.pop(key) for group, key in self._keys.items()}
         if self._residual is not None:  # what there is of it in the subspace is noise
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
@@ -235,7 +241,7 @@ class _Embedding(Summing):
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
             return sums
-        slack = {group: _slack(part) for group, part in w.items()}
+        slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self._basis.groups.items()}
         c = self._residual.factors(
             {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         )
@@ -252,7 +258,15 @@ class _Embedding(Summing):
         return {name: part - inside[name] for name, part in total.items()}
 
 
-def _slack(embedding: Tensor) -> float:
+def _slack(rounding: float, embedding: Tensor) -> float:
     """By how much rounding may hide a part of a residual's squared length, relative to the whole gradient's."""
-    eps = torch.finfo(embedding.dtype).eps
-    return ROUNDING * eps if eps < 1e-8 or torch.get_float32_matmul_precision() == "highest" else COARSE
+    eps = max(rounding, torch.finfo(embedding.dtype).eps)
+    return COARSE if eps > 1e-8 and _multiplies_coarsely() else ROUNDING * eps
+
+
+def _multiplies_coarsely() -> bool:
+    """Whether torch may multiply float32 in less than float32, as far as it says."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set for one backend alone
+        return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._autocast import without_autocast
 from .ops._base import CHUNK_FLOATS
 
 OVERSAMPLING = 16  # entries of a folded vector for each direction that is wanted
@@ -105,6 +106,11 @@ def orthonormalize(vectors: Tensor, generator: torch.Generator) -> Frame:
     Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); by eigenvalues, so
         that no rank is assumed.
     """
+    with without_autocast(vectors.device.type):
+        return _orthonormalized(vectors, generator)
+
+
+def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> Frame:
     largest = _largest(vectors)
     if not largest > 0:
         return _nothing(vectors)

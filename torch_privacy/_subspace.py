@@ -150,7 +150,7 @@ class Basis:
         if not len(frame):
             return frame.mixing.new_zeros(jacobian.num_examples, 0)
         directions = self.columns[group].split(frame.vectors)
-        return jacobian.restricted(directions).project(directions) @ frame.mixing.mT
+        return jacobian.restricted(directions).project(directions).to(frame.mixing) @ frame.mixing.mT
 
     def coordinates(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Label -> V g, for a gradient by name."""

@@ -9,7 +9,6 @@ gives every use its b, the gradient in its output y.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from ._autocast import without_autocast
 from ._calls import Call, Reached
 from ._check import Refused
 from ._collect import Clip, Collector, RowsAsTheyCome, make_op
@@ -85,7 +85,7 @@ class Tape(Notes):
         """
         reached = self._reach(losses, may_miss)
         calls, n = reached.calls, len(losses)
-        with _without_autocast(losses.device.type):
+        with without_autocast(losses.device.type):
             if not n:
                 return Jacobian(0, losses.dtype, self.parameters, [])
             layouts, measured = self._layouts_of(reached, strict=False)
@@ -132,7 +132,7 @@ class Tape(Notes):
         """
         reached = self._reach(losses, may_miss, graph)
         calls, n = reached.calls, len(losses)
-        with _without_autocast(losses.device.type):
+        with without_autocast(losses.device.type):
             if not n:
                 empty = Jacobian(0, losses.dtype, self.parameters, [])
                 sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
@@ -335,8 +335,3 @@ def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, reta
     if not inputs:
         return []
     return list(torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True))
-
-
-def _without_autocast(device: str) -> AbstractContextManager:
-    """Norms and sums are taken in the types that ops ask for, whatever the user's autocast says."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
+from ._autocast import exact
 from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
 from .ops import Op
 from .ops._base import in_sum_dtype
@@ -271,14 +273,14 @@ class Jacobian:
         """Name and shape of every parameter, in the model's order."""
         return {name: p.shape for name, p in self._parameters.items()}
 
-    @torch.no_grad()
+    @exact
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Squared norms of the rows, (n,), over all parameters or over those named."""
         if self._estimates is not None:
             assert names is None
             return self._estimates
         wanted = set(self._parameters if names is None else names)
-        total = torch.zeros(self.num_examples, device=self._device, dtype=torch.promote_types(self._dtype, torch.float))
+        total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         apart, joint = self._split(wanted)
         joined, values = self._joined()
         if joined and len(joined) == sum([block.small_rows is not None for block in apart]):
@@ -290,7 +292,7 @@ class Jacobian:
             total += self._joint_squared_norms(joint, wanted)
         return total
 
-    @torch.no_grad()
+    @exact
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         total = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self._unmet().items()}
@@ -316,7 +318,7 @@ class Jacobian:
                 if name in self._parameters:
                     yield name, part
 
-    @torch.no_grad()
+    @exact
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """J v, (n, k), for k directions given as name -> (k, *shape); every parameter must be named."""
         missing = sorted(set(self._parameters) - set(v))
@@ -326,12 +328,19 @@ class Jacobian:
         met = {name for block in self._blocks for name in block.names}
         others = {name: p.new_zeros(k, *p.shape) for name, p in self._all.items() if name in met - set(v)}
         directions = {**v, **others}
-        total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._dtype)
+        total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
         for block in self._blocks:
             total = total + block.project(directions, self._all)
         return total
 
-    @torch.no_grad()
+    def rounding(self, names: Iterable[str]) -> float:
+        """The coarsest relative rounding of lengths, products and sums in these columns."""
+        names = set(names)
+        dtypes = {self._sum_dtype, *(p.dtype for name, p in self._parameters.items() if name in names)}
+        dtypes |= {op.dtype for block in self._blocks if not names.isdisjoint(block.names) for op in block.ops}
+        return max(torch.finfo(torch.promote_types(dtype, torch.float32)).eps for dtype in dtypes)
+
+    @exact
     def rows(self) -> dict[str, Tensor]:
         """The rows themselves, name -> (n, *shape): n times the memory of the model."""
         total = {name: p.new_zeros(self.num_examples, *p.shape) for name, p in self._unmet().items()}
@@ -354,7 +363,7 @@ class Jacobian:
         other._estimates = squared_norms
         return other
 
-    @torch.no_grad()
+    @exact
     def squared_bounds(self, bounds: Callable[[Op], Tensor]) -> Tensor:
         """Bounds on the squared norms of the rows (n,), from ``bounds`` on those of ops where these stand alone."""
         apart, joint = self._split(set(self._parameters))
@@ -418,6 +427,12 @@ class Jacobian:
             else:
                 self._side_by_side = [], torch.empty(0)
         return self._side_by_side
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """The widest type of losses and parameters, and not half precision: lengths are sums over all of these."""
+        least = torch.promote_types(self._dtype, torch.float32)
+        return reduce(torch.promote_types, (p.dtype for p in self._all.values()), least)
 
     @property
     def _device(self) -> torch.device:

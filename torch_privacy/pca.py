@@ -8,6 +8,7 @@ Three short functions are the mechanism: `second_moment` sums, `add_symmetric_no
 from __future__ import annotations
 
 import hashlib
+import math
 import numbers
 import secrets
 from typing import Any, cast
@@ -28,12 +29,13 @@ except ImportError as error:
 from . import privacy
 from ._check import positive, strictly_between, whole
 from ._statement import NOT_PRIVATE, Spent
-from .noise import KEY_BYTES, Noise, key_from_test_seed
+from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
 from .sampling import Poisson
 
 Array = NDArray[Any]
 
 _CHUNK = 2048  # rows turned into float64 at a time
+MOST_BITS = 16  # of a coordinate behind the point: squares of 2^31 rows fit an integer
 
 
 class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -63,8 +65,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         n_features_in_: number of features d; ``feature_names_in_`` where the data name them.
 
     Guarantees:
-        - One row more or less changes ``Σ uᵢuᵢᵀ`` by ``uuᵀ``, to the last bit, whose Frobenius norm is 1 (0 for a row
-          of zeros). A row in place of another changes it by at most √2. Entries are counted on both sides of the
+        - One row more or less changes ``Σ uᵢuᵢᵀ`` by ``uuᵀ``, exactly (for up to 2 million rows), whose Frobenius norm
+          is 1 (0 for a row of zeros). A row in place of another changes it by at most √2. Entries are counted on both sides of the
           diagonal, as in the noise, whose density depends on nothing but that norm.
         - Everything kept by the fitted estimator comes from A: it may be published, pickled or cloned.
         - Every ``fit`` draws sample and noise anew from the operating system's secret generator, and forgets the keys.
@@ -73,8 +75,9 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         800 MB for 10,000 features.
 
     Raises:
-        ValueError: NaN or infinite entries, sparse data, another number of features than in ``fit``, k > d, or a
-            number out of range; nothing was released.
+        ValueError: NaN or infinite entries, another number of features than in ``fit``, k > d, or a number out of
+            range; nothing was released.
+        TypeError: sparse data, as scikit-learn has it.
         ImportError: scikit-learn is not installed (``pip install 'torch-privacy[sklearn]'``).
 
     Source: Abadi et al. (2016), arXiv:1607.00133, section 4, after Dwork, Talwar, Thakurta & Zhang (2014), "Analyze
@@ -90,6 +93,13 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         >>> print(pca.spent())
         epsilon in [0.2041, 0.2042] at delta = 1e-05 (add/remove one example, full batch sampling)
     """
+
+    release_: privacy.Release
+    noise_multiplier_: float
+    event_: privacy.Event
+    eigenvalues_: Array
+    components_: Array
+    noise_edge_: float
 
     def __init__(
         self,
@@ -118,16 +128,24 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         rows = cast(Array, validate_data(self, as_array(X), dtype=[np.float64, np.float32, np.uint8]))
         num_rows, num_features = rows.shape
         k = self._num_components(num_features)
-        self.noise_multiplier_ = self._choose_noise(num_rows)
-        self.event_ = privacy.NoisyCovariance(self.noise_multiplier_, self.sampling_probability)
+        noise = self._choose_noise(num_rows)
+        event = privacy.NoisyCovariance(noise, self.sampling_probability)
         sampler = Poisson(num_rows, self.sampling_probability, self._key("sampling"))
-        released = second_moment(rows, sampler.indices(step=0))
-        add_symmetric_noise(released, self.noise_multiplier_, Noise(self._key("noise")))
+        released = second_moment(rows, sampler.indices(step=0), bits_for(noise))
+        add_symmetric_noise(released, noise, Noise(self._key("noise")))
         fingerprint = hashlib.blake2b(released.tobytes(), digest_size=8).hexdigest()
-        self.release_ = privacy.Release(self.event_, fingerprint, "" if self.test_seed is None else NOT_PRIVATE)
-        self.eigenvalues_, self.components_ = leading_eigenvectors(released, k)
-        self.noise_edge_ = self.noise_multiplier_ * (2 * num_features) ** 0.5
-        self._n_features_out = k
+        eigenvalues, components = leading_eigenvectors(released, k)
+        warning = "" if self.test_seed is None else NOT_PRIVATE
+        fitted = {
+            "release_": privacy.Release(event, fingerprint, warning),
+            "noise_multiplier_": noise,
+            "event_": event,
+            "eigenvalues_": eigenvalues,
+            "components_": components,
+            "noise_edge_": noise * (2 * num_features) ** 0.5,
+            "_n_features_out": k,
+        }
+        vars(self).update(fitted)  # at once: an interrupted fit leaves what was released before, and its price
         return self
 
     def transform(self, X: Any) -> Any:
@@ -160,7 +178,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ValueError("PrivatePCA.spent: delta=None; pass one below 1/n here or to PrivatePCA.")
-        profile = privacy.compose([(self.event_, 1)])
+        profile = privacy.compose([(self.release_.event, 1)])
         warning = f"{self.release_.warning}: " if self.release_.warning else ""
         return Spent(profile.epsilon(delta), delta, warning + profile.statement(delta))
 
@@ -208,24 +226,30 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return tags
 
 
-def second_moment(rows: Array, chosen: Array) -> NDArray[np.float64]:
+def second_moment(rows: Array, chosen: Array, bits: int = MOST_BITS) -> NDArray[np.float64]:
     """``Σ uuᵀ`` over the chosen rows x, with ``u = x/‖x‖``: (n, d), (m,) -> (d, d).
 
-    Each u is cut toward zero to multiples of 2^-b, ``b = ⌊(53 - log₂ n)/2⌋`` (18 for 60,000 rows): then products and
-    sums are exact in float64 in whatever order they are made. Hence rounding has no part in what one row changes, and
-    the sum is the same, bit for bit, for any number of threads.
+    Each u is cut toward zero to multiples of 2^-bits. Then all products and sums are whole multiples of 4^-bits, and
+    exact in whatever order they are made: rounding has no part in what one row changes, and the sum is the same, bit
+    for bit, for any number of threads.
 
     Guarantees:
         - ``‖u‖ <= 1`` (to 1e-12), whatever the size of the entries; a row of zeros has u = 0.
+        - One row more or less changes the sum by its ``uuᵀ`` exactly, up to 2^(53 - 2 bits) rows (2 million for 16 bits);
+          with more, to within the rounding of float64.
     """
-    unit = 2.0 ** -((53 - len(rows).bit_length()) // 2)
-    total = np.zeros((rows.shape[1], rows.shape[1]))
+    total = np.zeros((rows.shape[1], rows.shape[1]), dtype=np.int64)
     for start in range(0, len(chosen), _CHUNK):
         u = rows[chosen[start : start + _CHUNK]]
         u = _scaled(u, _largest(u)) if u.dtype == np.float64 else u.astype(np.float64)  # else squares may overflow
-        u = _scaled(u, unit * _norm(u))
-        total += u.T @ np.trunc(u, out=u)
-    return total * unit**2
+        u = _scaled(u, _norm(u) * 2.0**-bits)
+        total += (u.T @ np.trunc(u, out=u)).astype(np.int64)
+    return np.ldexp(total.astype(np.float64), -2 * bits)
+
+
+def bits_for(noise: float) -> int:
+    """Bits of a coordinate with which the sum lies on the grid of what is released, and is not rounded to it."""
+    return min(MOST_BITS, max(0, -math.frexp(grid_unit(noise))[1] + 1) // 2)
 
 
 def _scaled(rows: Array, lengths: Array) -> Array:
@@ -249,11 +273,10 @@ def add_symmetric_noise(matrix: NDArray[np.float64], stddev: float, noise: Noise
     noise is independent and of one size, so that the price depends on nothing but the norm of a change.
     """
     above = np.triu_indices(len(matrix), 1)
-    diagonal, off_diagonal = (torch.zeros(size, dtype=torch.float64) for size in (len(matrix), len(above[0])))
-    noise.add_to(0, {"diagonal": diagonal, "off_diagonal": off_diagonal}, stddev)
-    added = np.zeros_like(matrix)
-    added[above] = off_diagonal.numpy() / 2**0.5
-    matrix += added + added.T + np.diag(diagonal.numpy())
+    parts = {"diagonal": torch.from_numpy(matrix.diagonal().copy()), "off_diagonal": torch.from_numpy(matrix[above])}
+    noise.add_to(0, parts, {"diagonal": stddev, "off_diagonal": stddev / 2**0.5})
+    matrix[above] = matrix.T[above] = parts["off_diagonal"].numpy()
+    np.fill_diagonal(matrix, parts["diagonal"].numpy())
 
 
 def leading_eigenvectors(matrix: NDArray[np.float64], k: int) -> tuple[Array, Array]:
