@@ -3,6 +3,8 @@
 
 import copy
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -377,6 +379,22 @@ def test_statement_says_what_is_released_and_what_is_taken_for_public():
     assert "embedding alone" in gep_training(tp.BGEP(subspace())).explain()
 
 
+PRIVATE = {
+    "the data set": lambda dataset: dataset,
+    "its tensor": lambda dataset: dataset.tensors[0],
+    "a part of the tensor": lambda dataset: dataset.tensors[0][5:8],
+    "a subset": lambda dataset: Subset(dataset, [3, 9]),
+    "a subset of a subset of its tensors": lambda dataset: Subset(
+        Subset(TensorDataset(*dataset.tensors), [9, 1, 4]), [2]
+    ),
+}
+
+
+def private_as_auxiliary(part, dataset=None):
+    dataset = data() if dataset is None else dataset
+    return gep_training(tp.GEP(tp.AnchorSubspace(part(dataset), 6, 1), *FLAT), dataset=dataset)
+
+
 REFUSED = {
     "clipping beside it": (lambda: training_of(perturbation=gep()), r"clipping=Flat\(clip_norm=0.5\) with perturb"),
     "adaptive beside it": (lambda: training_of(perturbation=gep(), clipping=tp.Adaptive(1.0)), "clipping=Adaptive"),
@@ -387,7 +405,11 @@ REFUSED = {
     "neither": (lambda: training_of(clipping=None), "clipping=None must be a clipping rule"),
     "another": (lambda: training_of(clipping=None, perturbation=0.5), "perturbation=0.5 must be a GEP"),
     "share": (lambda: gep(share=1.0), r"embedding_share=1.0 must lie in \(0, 1\)"),
-    "no subspace": (lambda: tp.BGEP(torch.randn(5, 3)), "must be an AnchorSubspace"),
+    "no subspace": (lambda: tp.BGEP(torch.randn(5, 3)), "subspace of type Tensor given; must be an AnchorSubspace"),
+    **{
+        f"private data as auxiliary, {what}": (partial(private_as_auxiliary, of), "hold private examples")
+        for what, of in PRIVATE.items()
+    },
 }
 
 
@@ -396,6 +418,107 @@ def test_what_has_no_price_or_no_sense_is_refused_by_name(what):
     make, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_public_and_private_parts_of_one_data_set_are_told_apart():
+    whole = data()
+    public, private = Subset(whole, range(7)), Subset(whole, range(7, N))
+    for part in (public, whole.tensors[0][:7], Subset(TensorDataset(*whole.tensors), range(7))):
+        setting = tp.GEP(tp.AnchorSubspace(part, 6, 1), *FLAT)
+        gep_training(setting, dataset=private, expected_batch_size=4)
+    with pytest.raises(tp.Refused, match="hold private examples"):
+        gep_training(tp.GEP(tp.AnchorSubspace(Subset(whole, range(8)), 6, 1), *FLAT), dataset=private)
+
+
+@pytest.mark.parametrize("kind", [tp.GEP, tp.BGEP])
+def test_anchors_without_any_gradient_are_refused_and_nothing_is_spent(kind):
+    training = gep_training(kind(subspace(loss=lambda outputs, labels: 0 * outputs.sum(1))))
+    with pytest.raises(tp.Refused, match="every anchor gradient is zero or not finite"):
+        train(training)
+    assert training.ledger.events == []
+
+
+def test_perturbation_changed_on_the_way_is_refused():
+    training = gep_training()
+    train(training, steps=1)
+    training.perturbation = gep(share=0.3)
+    with pytest.raises(tp.Refused, match=r"perturbation=GEP\(.* changed since the start"):
+        train(training)
+
+
+def test_basis_may_be_asked_for_between_a_batch_and_its_step():
+    expected, training = gep_training(), gep_training()
+    train(expected)
+    for x, y in training:
+        losses = cross_entropy(training.model, x, y)
+        training.perturbation.subspace.basis(training.model)
+        training.step(losses)
+    assert torch.equal(parameters_of(training), parameters_of(expected))
+
+
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_in_a_loop_under_autocast_only_the_forward_is_rounded(iterations):
+    torch.set_default_dtype(torch.float32)
+    training = without_noise(gep_training(gep(power_iterations=iterations)))
+    off = partial(torch.autocast, "cpu", enabled=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for x, y in training:
+            x, before = x.float(), parameters_of(training).double()
+            with off():
+                v, rows = directions(training).double(), rows_of(training, x, y).double()
+                losses = cross_entropy(training.model, x, y)
+                torch.testing.assert_close(v @ v.T, torch.eye(len(v)).double(), rtol=0, atol=1e-5)
+            training.step(losses)
+            with off():
+                w = rows @ v.T
+                expected = clipped(w, 0.3).sum(0) @ v + clipped(rows - w @ v, 0.2).sum(0)
+                torch.testing.assert_close(parameters_of(training).double(), before - expected / 8, rtol=0, atol=1e-5)
+
+
+class Mixed(nn.Module):
+    """``w·x`` in one type of the parameter, with a scalar of another behind it."""
+
+    def __init__(self, weight, scale):
+        super().__init__()
+        self.w, self.s = nn.Parameter(torch.zeros(400, dtype=weight)), nn.Parameter(torch.ones(1, dtype=scale))
+
+    def forward(self, x):
+        return (x.to(self.w.dtype) @ self.w).to(self.s.dtype) * self.s
+
+
+TYPES = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("losses", TYPES)
+@pytest.mark.parametrize("scale", TYPES)
+@pytest.mark.parametrize("weight", TYPES)
+def test_short_residuals_stay_within_their_bound_whatever_the_types(weight, scale, losses):
+    """What rounding hides of a residual is that of the coarsest type on the way, and the types train."""
+    v = torch.linalg.qr(torch.randn(400, 20, dtype=torch.float64))[0].T
+    off = torch.randn(400, dtype=torch.float64)
+    off -= off @ v.T @ v
+    worst = 0.0
+    for length, share in product((1e2, 1e4, 1e5), (1e-6, 1e-4, 1e-2)):
+        anchors = tp.AnchorSubspace(v.clone(), 40, ["w", "s"], loss=lambda y, _: y, labels=lambda *_: None)
+        model = Mixed(weight, scale)
+        training = without_noise(
+            training_of(
+                model,
+                dataset=TensorDataset((length * (v[3] + share * off / off.norm()))[None]),
+                clipping=None,
+                perturbation=tp.GEP(anchors, tp.Flat(1.0), tp.Flat(0.1)),
+                expected_batch_size=1,
+                num_steps=1,
+                delta=None,
+            )
+        )
+        for (x,) in training:
+            frame = training._mechanism._basis.frames["w"].formed().double()
+            before = model.w.detach().clone()
+            training.step(model(x).to(losses))
+        g = (before - model.w.detach()).double() / training.optimizer.param_groups[0]["lr"]
+        worst = max(worst, float((g - g @ frame.T @ frame).norm() / 0.1))
+    assert worst <= 1 + 1e-4
 
 
 def test_parameters_frozen_on_the_way_are_refused():

@@ -121,7 +121,7 @@ def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stdde
 
 
 def test_what_one_example_adds_cannot_be_read_off_the_grid_of_a_small_release():
-    """Where a sum of 1 and its noise nearly cancel, the release has bits as fine as where there is nothing to cancel."""
+    """Where a sum of 1 and its noise nearly cancel, the release has bits as fine as where nothing cancels."""
     for present in (0.0, 1.0):
         total = torch.full((200_000,), present)
         Noise().add_to(0, {"w": total}, stddev=1.0)

@@ -2,14 +2,16 @@
 """The anchor subspace: orthonormal, of the anchors' span, group by group, and made without a trace."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import rows_of_one_graph
 from parts import Calls
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import _anchors
@@ -105,6 +107,57 @@ def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
     monkeypatch.setattr(_anchors, "KEPT_BYTES", 0)
     again = explicit(tp.AnchorSubspace(x, 12, 1, power_iterations=4, labels=labels).basis(model))
     torch.testing.assert_close(again, v, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("rows_kept", "forwards"), [(1682, 1), (1681, 3), (522, 3), (0, 3)])
+def test_gradients_of_small_groups_are_kept_as_far_as_they_fit(monkeypatch, rows_kept, forwards):
+    """Groups of 160, 32, 1160 and 330 numbers a row: the model runs again only where some group was not kept."""
+    x, made, counted = images(20, torch.float64), [], []
+    labels = lambda batch, outputs, generator: torch.zeros(len(outputs), dtype=torch.int64)  # noqa: E731
+    subspace = tp.AnchorSubspace(x, 12, ["0", "1", "3", "7"], power_iterations=3, labels=labels)
+    model = cnn(torch.float64)
+    expected = explicit(subspace.basis(model))
+    model.register_forward_hook(lambda *_: counted.append(1))
+    restricted = tp.Jacobian.restricted
+    monkeypatch.setattr(_anchors, "KEPT_BYTES", 20 * 8 * rows_kept)
+    monkeypatch.setattr(tp.Jacobian, "restricted", lambda self, names: made.append(names) or restricted(self, names))
+    torch.testing.assert_close(explicit(subspace.basis(model)), expected, rtol=1e-9, atol=1e-10)
+    assert len(counted) == forwards
+    again = {1682: 0, 1681: 1, 522: 1, 0: 4}[rows_kept]  # groups made in every further iteration
+    assert len(made) == 4 + 2 * again
+
+
+def test_augmentation_is_the_basis_s_own_and_new_in_every_step():
+    drawn = []
+
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return 30
+
+        def __getitem__(self, number):
+            drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
+            return torch.full((4,), sum(drawn[-1])) + torch.arange(4) * number
+
+    model, subspace = nn.Linear(4, 3), tp.AnchorSubspace(Augmented(), 3, 1)
+    first = explicit(subspace.basis(model))
+    torch.rand(3), np.random.rand(3), random.random()
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(explicit(subspace.basis(model)), first)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == state[1:]
+    subspace.basis(model, seed=1)
+    assert drawn[:30] == drawn[30:60]
+    old, new = ({number for numbers in part for number in numbers} for part in (drawn[:30], drawn[60:]))
+    assert not old & new
+
+
+def test_autocast_around_it_does_not_make_the_basis_coarse():
+    torch.set_default_dtype(torch.float32)
+    model, x = cnn(), images(40)
+    for iterations in (0, 1, 2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            v = explicit(tp.AnchorSubspace(x, 12, 2, power_iterations=iterations).basis(model)).double()
+        torch.testing.assert_close(v @ v.T, torch.eye(len(v)).double(), rtol=0, atol=1e-5)
 
 
 def test_without_iterations_directions_are_random_whatever_the_anchors():
@@ -294,8 +347,27 @@ def test_settings_out_of_range_are_refused():
         tp.AnchorSubspace(torch.randn(5, 4), 1, num_anchors=6)
     with pytest.raises(ValueError, match=r"num_basis=0 must be an integer of at least 1"):
         tp.AnchorSubspace(torch.randn(5, 4), 0)
-    with pytest.raises(tp.Refused, match="dataset is empty"):
+    with pytest.raises(tp.Refused, match="auxiliary is empty"):
         tp.AnchorSubspace(torch.randn(0, 4), 1)
+    for auxiliary in (torch.tensor(1.0), torch.eye(3).to_sparse()):
+        with pytest.raises(tp.Refused, match="must be a dense tensor with examples first"):
+            tp.AnchorSubspace(auxiliary, 1)
+    for auxiliary in (None, DataLoader([1, 2])):
+        with pytest.raises(tp.Refused, match=r"^auxiliary "):
+            tp.AnchorSubspace(auxiliary, 1)
+    for groups in ("0", 2.0, [0, 2], {"0": 1}, np.int64(2)):
+        with pytest.raises(ValueError, match=r"groups=.* must be a number of groups or a list of prefixes"):
+            tp.AnchorSubspace(torch.randn(5, 4), 1, groups)
+    with pytest.raises(ValueError, match="no parameter with requires_grad=True"):
+        tp.AnchorSubspace(torch.randn(5, 4), 1).basis(nn.Linear(4, 3).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    "new", [lambda: nn.Linear(4, 1), lambda: nn.Sequential(nn.Linear(4, 2), nn.Flatten(0)), lambda: nn.RNN(4, 3)]
+)
+def test_random_labels_for_what_has_no_classes_are_refused(new):
+    with pytest.raises(tp.Refused, match=r"at least 2 classes; the model's have .* Pass labels= and loss="):
+        tp.AnchorSubspace(torch.randn(5, 4), 1, 1).basis(new())
 
 
 @pytest.mark.parametrize(

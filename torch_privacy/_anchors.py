@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from ._check import Refused
 from ._frame import Frame, Start, orthonormalize
 from ._layout import Layouts
 from ._model import Census, Seal
-from ._rewind import RandomState
+from ._rewind import RandomState, seed_everything, unwatched
 from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian
@@ -54,7 +55,7 @@ class Anchors:
     def basis(self, model: nn.Module, census: Census, key: bytes, step: int) -> Basis:
         """The basis for the model's weights as they are now; model and random state are left as they were.
 
-        From key and step come labels, the choice of examples, dropout and the first directions.
+        From key and step come labels, the choice of examples, augmentation, dropout and the first directions.
 
         Raises:
             Refused: the forward writes into the model; what the tape refuses.
@@ -62,7 +63,8 @@ class Anchors:
         self._key = key
         seal, state = Seal(census, content=not self._layouts.settled(self._setting.chunk_size)), RandomState()
         try:
-            basis = self._basis(model, census, step)
+            with unwatched():
+                basis = self._basis(model, census, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
         finally:
@@ -79,16 +81,13 @@ class Anchors:
         directions: Mapping[str, Start | Frame] = {
             group: Start(size, self.quotas[group], draw, self._like) for group, size in self._sizes.items()
         }
-        gradients: Iterable[tuple[str, Rows]] = []
         columns: dict[str, Columns] = {}
         frames: dict[str, Frame] = {}
-        for iteration in range(iterations):
-            if iteration == 0 or not isinstance(gradients, list):
-                gradients = self._gradients(model, census, step, columns)
-            if iteration == 0 and iterations > 1 and self._fit:
-                gradients = list(gradients)
-            products = self._product(gradients, directions)
-            directions = frames = {group: orthonormalize(product, draw) for group, product in products.items()}
+        to_keep, kept = self._groups_to_keep() if iterations > 1 else set(), []
+        for _ in range(iterations):
+            made = self._gradients(model, census, step, columns, but={group for group, _ in kept})
+            products = self._product(chain(list(kept), _keeping(made, to_keep, kept)), directions)
+            directions = frames = {group: orthonormalize(products.pop(group), draw) for group in self.groups}
         return Basis(columns, frames)
 
     def _random(self, draw: torch.Generator) -> Basis:
@@ -96,10 +95,14 @@ class Anchors:
         columns = {g: Columns({name: self._shapes[name] for name in names}) for g, names in self.groups.items()}
         return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
 
-    @property
-    def _fit(self) -> bool:
-        """Whether all anchor gradients may be held at once."""
-        return self._setting.count * sum(self._sizes.values()) * self._like.itemsize <= KEPT_BYTES
+    def _groups_to_keep(self) -> set[str]:
+        """The groups, smallest first, whose anchor gradients may be held for further iterations."""
+        left, groups = KEPT_BYTES, set()
+        for group in sorted(self._sizes, key=self._sizes.__getitem__):
+            left -= self._setting.count * self._sizes[group] * self._like.itemsize
+            if left >= 0:
+                groups.add(group)
+        return groups
 
     def _product(
         self, gradients: Iterable[tuple[str, Rows]], directions: Mapping[str, Start | Frame]
@@ -117,17 +120,20 @@ class Anchors:
         return total
 
     def _gradients(
-        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns]
+        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns], but: Collection[str]
     ) -> Iterator[tuple[str, Rows]]:
-        """The anchor gradients of some examples in one group, for every chunk of examples and every group.
+        """The anchor gradients of some examples in one group, for every chunk of examples and every group but some.
 
         The first decide where their entries lie in the ``columns``.
         """
+        groups = {group: names for group, names in self.groups.items() if group not in but}
+        if not groups:
+            return
         order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
         chosen = order[: self._setting.count].sort().values
         for number, part in enumerate(chosen.split(self._setting.chunk_size)):
             jacobian = self._jacobian(model, census, part, (step, number))
-            for group, names in self.groups.items():
+            for group, names in groups.items():
                 rows = jacobian.restricted(names).rows()
                 if group not in columns:
                     columns[group] = Columns.of({name: rows[name] for name in names})
@@ -136,9 +142,9 @@ class Anchors:
 
     @torch.enable_grad()
     def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Jacobian:
+        seed_everything(self._generator("random", *which).initial_seed())  # augmentation and dropout
         (batch,) = self._fetch(iter([examples.numpy()]))
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
-        torch.manual_seed(self._generator("dropout", *which).initial_seed())
         with Tape(census.trained, census.others.values(), self._layouts, len(examples)) as tape:
             outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
@@ -153,10 +159,22 @@ class Anchors:
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
+def _keeping(
+    gradients: Iterable[tuple[str, Rows]], groups: Collection[str], kept: list[tuple[str, Rows]]
+) -> Iterator[tuple[str, Rows]]:
+    """The gradients, those of some groups noted."""
+    for group, rows in gradients:
+        if group in groups:
+            kept.append((group, rows))
+        yield group, rows
+
+
 def groups_of(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """The groups of parameters as the user wants them, label -> names."""
     sizes = {name: p.numel() for name, p in parameters.items()}
     wanted = setting.groups
+    if not sizes:
+        raise ValueError("AnchorSubspace: the model has no parameter with requires_grad=True, hence no gradients.")
     if wanted is None:
         wanted = min(NUM_GROUPS, setting.num_basis)
     groups = balanced_groups(sizes, wanted) if isinstance(wanted, int) else groups_by_prefix(sizes, wanted)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import privacy
+from ._batches import share_examples
 from ._check import Refused, positive, strictly_between, whole
 from ._embedded import EmbeddedSum
 from ._mechanism import ClippedSum, Mechanism, SketchedSum
@@ -81,6 +82,11 @@ def _embedded_sum(
         raise Refused(
             f"{WHERE}: clipping={clipping!r} with perturbation={kind}(...), which clips embedding and residual by "
             f"rules of their own. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
+        )
+    if share_examples(perturbation.subspace.dataset, training._batches.dataset):
+        raise Refused(
+            f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples, those of dataset. The "
+            "anchors' directions are released as they are and must come from public data."
         )
     return EmbeddedSum(perturbation, trained, training.expected_batch_size, training.views)
 

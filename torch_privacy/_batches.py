@@ -24,7 +24,7 @@ class Batches:
 
     def __init__(self, dataset: Dataset, collate_fn: Collate | None, num_workers: int):
         check_map_style(dataset)
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate_fn or default_collate
         self._tensors = _tensors_of(dataset) if collate_fn is None else None
         self._num_workers = num_workers
@@ -35,7 +35,7 @@ class Batches:
             yield from map(self._fetch, batches)
             return
         yield from DataLoader(
-            self._dataset,
+            self.dataset,
             batch_sampler=map(np.ndarray.tolist, batches),
             num_workers=self._num_workers,
             collate_fn=self._collate,
@@ -48,25 +48,56 @@ class Batches:
             rows = torch.from_numpy(indices if chosen is None else chosen[indices])
             return [tensor[rows] for tensor in tensors]
         numbers = indices.tolist()
-        if hasattr(self._dataset, "__getitems__"):
-            return self._collate(self._dataset.__getitems__(numbers))  # type: ignore[attr-defined]
-        return self._collate([self._dataset[i] for i in numbers])
+        if hasattr(self.dataset, "__getitems__"):
+            return self._collate(self.dataset.__getitems__(numbers))  # type: ignore[attr-defined]
+        return self._collate([self.dataset[i] for i in numbers])
 
 
-def check_map_style(dataset: Any) -> None:
-    """Refuse what Poisson sampling cannot draw from: loaders (they shuffle), streams, things without a length."""
+def check_map_style(dataset: Any, name: str = "dataset") -> None:
+    """Refuse what examples cannot be drawn from by number: loaders (they shuffle), streams, things without a length."""
     if isinstance(dataset, DataLoader):
         raise Refused(
-            "dataset is a DataLoader: its shuffled batches are no Poisson sample, and the privacy guarantee is for "
-            "Poisson sampling only. Pass loader.dataset; PrivateTraining draws the batches."
+            f"{name} is a DataLoader: its shuffled batches are no Poisson sample, and the privacy guarantee is for "
+            "Poisson sampling only. Pass loader.dataset; batches are drawn here."
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(
-            f"dataset of type {type(dataset).__name__} cannot be sampled: must be map-style, with __getitem__ and "
+            f"{name} of type {type(dataset).__name__} cannot be sampled: must be map-style, with __getitem__ and "
             "__len__. Load the examples into a list or a TensorDataset first."
         )
     if len(dataset) == 0:
-        raise Refused("dataset is empty: must hold at least one example.")
+        raise Refused(f"{name} is empty: must hold at least one example.")
+
+
+def share_examples(a: Dataset, b: Dataset) -> bool:
+    """Whether an example of one data set is one of the other, as far as `Subset` and tensors' memory tell."""
+    (first, some), (second, others) = _origin(a), _origin(b)
+    if first is second:
+        return some is None or others is None or bool(np.isin(some, others).any())
+    ours, theirs = _tensors_of(a), _tensors_of(b)
+    if ours is None or theirs is None:
+        return False
+    return any(
+        bool(np.isin(_addresses(x, ours[1]), _addresses(y, theirs[1])).any())
+        for x in ours[0]
+        for y in theirs[0]
+        if x.numel() and y.numel() and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    )
+
+
+def _origin(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
+    """What a subset, of a subset, is taken from, and the chosen examples (None: all)."""
+    if type(dataset) is not Subset:
+        return dataset, None
+    origin, chosen = _origin(dataset.dataset)
+    numbers = np.asarray(dataset.indices, dtype=np.int64)
+    return origin, numbers if chosen is None else chosen[numbers]
+
+
+def _addresses(tensor: torch.Tensor, chosen: np.ndarray | None) -> np.ndarray:
+    """Where the chosen rows begin in memory."""
+    rows = np.arange(len(tensor)) if chosen is None else chosen
+    return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
 def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarray]:
@@ -79,12 +110,5 @@ def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarr
 
 def _tensors_of(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
     """The tensors behind the dataset and the chosen rows (None: all), where it is nothing but tensors."""
-    if type(dataset) is TensorDataset:
-        return dataset.tensors, None
-    if type(dataset) is Subset:
-        inner = _tensors_of(dataset.dataset)
-        if inner is not None:
-            tensors, chosen = inner
-            numbers = np.asarray(dataset.indices, dtype=np.int64)
-            return tensors, numbers if chosen is None else chosen[numbers]
-    return None
+    origin, chosen = _origin(dataset)
+    return (origin.tensors, chosen) if type(origin) is TensorDataset else None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from . import privacy
 from ._anchors import Anchors
-from ._autocast import without_autocast
 from ._check import Refused
 from ._layout import Merging
 from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros, views_of
@@ -147,7 +146,13 @@ class EmbeddedSum(Mechanism):
                 "are made for the trained parameters. Begin another training for the rest."
             )
         key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
-        self._basis = self._anchors.basis(model, census, key, step)
+        basis = self._anchors.basis(model, census, key, step)
+        if not any(basis.num_directions.values()):
+            raise Refused(
+                "AnchorSubspace: every anchor gradient is zero or not finite, so there is no direction. Look at the "
+                "auxiliary data, and at labels= and loss=: they must be such as the model is trained with."
+            )
+        self._basis = basis
 
     @property
     def _of_step(self) -> Basis:
@@ -174,11 +179,6 @@ class EmbeddedSum(Mechanism):
 
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         basis, self._basis = self._of_step, None
-        device = next(iter(release.values())).device
-        with without_autocast(device.type):
-            return self._recombined(basis, release)
-
-    def _recombined(self, basis: Basis, release: dict[str, Tensor]) -> dict[str, Tensor]:
         coordinates = {group: release.pop(key) for group, key in self._keys.items()}
         if self._residual is not None:  # what there is of it in the subspace is noise
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ class Snapshot:
                 tensor.copy_(content)
 
 
+def seed_everything(seed: int) -> None:
+    """Begin the random numbers of torch, numpy and Python anew."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 class RandomState:
     """Where the random generators of torch, numpy and Python stand now."""
 
@@ -64,6 +72,24 @@ class RandomState:
         same = all(torch.equal(a, b) for a, b in zip(self._torch, now._torch, strict=True))
         same = same and all(np.array_equal(a, b) for a, b in zip(self._numpy, now._numpy, strict=True))
         return not same or self._python != now._python
+
+
+_UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """The model runs on other data than the batch that a training has handed out, and for another purpose."""
+    token = _UNWATCHED.set(True)
+    try:
+        yield
+    finally:
+        _UNWATCHED.reset(token)
+
+
+def is_unwatched() -> bool:
+    """Whether it does so now."""
+    return _UNWATCHED.get()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ._autocast import exact
 from ._frame import Frame
 from .jacobian import Jacobian
 from .ops.dense import flat_in_order, memory_order
@@ -144,6 +145,11 @@ class Basis:
         """Label -> coordinates (k,) that are zero."""
         return {group: frame.mixing.new_zeros(len(frame)) for group, frame in self.frames.items()}
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.frames.values())).mixing.device
+
+    @exact
     def embed(self, jacobian: Jacobian, group: str) -> Tensor:
         """J Vᵀ (n, k) in one group."""
         frame = self.frames[group]
@@ -152,6 +158,7 @@ class Basis:
         directions = self.columns[group].split(frame.vectors)
         return jacobian.restricted(directions).project(directions).to(frame.mixing) @ frame.mixing.mT
 
+    @exact
     def coordinates(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Label -> V g, for a gradient by name."""
         rows = {name: g.unsqueeze(0) for name, g in gradient.items()}
@@ -161,6 +168,7 @@ class Basis:
             found[group] = frame.coordinates([part.to(frame.mixing) for part in parts])[0]
         return found
 
+    @exact
     def expand(self, coordinates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Vᵀ w by name."""
         expanded = {}

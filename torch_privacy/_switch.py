@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ._model import Seal
+from ._rewind import is_unwatched
 from ._tape import Tape
 from .sketched import Sketch
 
@@ -54,7 +55,7 @@ class Switch:
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         training = self._training()
-        if training is None or training._pending is None or not torch.is_grad_enabled():
+        if training is None or training._pending is None or not torch.is_grad_enabled() or is_unwatched():
             self._active.append(None)
             return None
         tape = training._pending.tape

@@ -32,6 +32,12 @@ Loss = Callable[[Any, Any], Tensor]  # (the model's outputs, labels) -> (m,)
 
 def random_labels(batch: Any, outputs: Tensor, generator: torch.Generator) -> Tensor:
     """A uniform class for every example (and position): the outputs' last dimension holds the classes."""
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[-1] < 2:
+        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"type {type(outputs).__name__}"
+        raise Refused(
+            f"random labels are for outputs (m, ..., classes) of at least 2 classes; the model's have {got}. Pass "
+            "labels= and loss=, those that the model is trained with."
+        )
     labels = torch.randint(outputs.shape[-1], outputs.shape[:-1], generator=generator)
     return labels.to(outputs.device)
 
@@ -95,9 +101,8 @@ class AnchorSubspace:
         where = "AnchorSubspace"
         whole(where, num_basis=self.num_basis, chunk_size=self.chunk_size, at_least=1)
         whole(where, power_iterations=self.power_iterations)
-        check_map_style(self.dataset)
-        if isinstance(self.groups, int):
-            whole(where, groups=self.groups, at_least=1)
+        self._check_auxiliary()
+        self._check_groups()
         if self.num_anchors is not None:
             whole(where, num_anchors=self.num_anchors, at_least=1)
             if self.num_anchors > len(self.dataset):
@@ -105,6 +110,26 @@ class AnchorSubspace:
                     f"{where}: num_anchors={self.num_anchors!r} must be at most {len(self.dataset)}, the auxiliary "
                     "examples."
                 )
+
+    def _check_auxiliary(self) -> None:
+        if isinstance(self.auxiliary, Tensor) and (not self.auxiliary.ndim or self.auxiliary.layout != torch.strided):
+            raise Refused(
+                f"AnchorSubspace: auxiliary of shape {tuple(self.auxiliary.shape)} and {self.auxiliary.layout}: must "
+                "be a dense tensor with examples first, or a map-style dataset."
+            )
+        check_map_style(self.dataset, "auxiliary")
+
+    def _check_groups(self) -> None:
+        groups = self.groups
+        if groups is None:
+            return
+        if isinstance(groups, int):
+            whole("AnchorSubspace", groups=groups, at_least=1)
+        elif isinstance(groups, str) or not isinstance(groups, Sequence) or not all(isinstance(g, str) for g in groups):
+            raise ValueError(
+                f"AnchorSubspace: groups={groups!r} must be a number of groups or a list of prefixes of parameters' "
+                "names, such as ['features', 'head']."
+            )
 
     @property
     def dataset(self) -> Any:
@@ -229,7 +254,9 @@ class GEP:
 
 def _check_subspace(where: str, subspace: Any) -> None:
     if not isinstance(subspace, AnchorSubspace):
-        raise ValueError(f"{where}: subspace={subspace!r} must be an AnchorSubspace(auxiliary data).")
+        raise ValueError(
+            f"{where}: subspace of type {type(subspace).__name__} given; must be an AnchorSubspace(auxiliary data)."
+        )
 
 
 def _check_rule(where: str, name: str, rule: Any) -> None:

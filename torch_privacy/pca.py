@@ -66,8 +66,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
 
     Guarantees:
         - One row more or less changes ``Σ uᵢuᵢᵀ`` by ``uuᵀ``, exactly (for up to 2 million rows), whose Frobenius norm
-          is 1 (0 for a row of zeros). A row in place of another changes it by at most √2. Entries are counted on both sides of the
-          diagonal, as in the noise, whose density depends on nothing but that norm.
+          is 1 (0 for a row of zeros). A row in place of another changes it by at most √2. Entries are counted on both
+          sides of the diagonal, as in the noise, whose density depends on nothing but that norm.
         - Everything kept by the fitted estimator comes from A: it may be published, pickled or cloned.
         - Every ``fit`` draws sample and noise anew from the operating system's secret generator, and forgets the keys.
 
@@ -161,6 +161,11 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         """The points with these coordinates, (n, k), along the components: (n, d)."""
         check_is_fitted(self)
         coordinates = check_array(as_array(X), dtype=[np.float64, np.float32])  # pyright: ignore[reportArgumentType]
+        if coordinates.shape[1] != len(self.components_):
+            raise ValueError(
+                f"PrivatePCA.inverse_transform: X has {coordinates.shape[1]} columns; must have one for each of the "
+                f"{len(self.components_)} components."
+            )
         return _like(X, coordinates @ self.components_.astype(coordinates.dtype))
 
     def to_layer(self) -> nn.Linear:
@@ -235,8 +240,8 @@ def second_moment(rows: Array, chosen: Array, bits: int = MOST_BITS) -> NDArray[
 
     Guarantees:
         - ``‖u‖ <= 1`` (to 1e-12), whatever the size of the entries; a row of zeros has u = 0.
-        - One row more or less changes the sum by its ``uuᵀ`` exactly, up to 2^(53 - 2 bits) rows (2 million for 16 bits);
-          with more, to within the rounding of float64.
+        - One row more or less changes the sum by its ``uuᵀ`` exactly, up to 2^(53 - 2 bits) rows (2 million for 16
+          bits); with more, to within the rounding of float64.
     """
     total = np.zeros((rows.shape[1], rows.shape[1]), dtype=np.int64)
     for start in range(0, len(chosen), _CHUNK):

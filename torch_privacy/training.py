@@ -366,12 +366,14 @@ class PrivateTraining:
     def _check_unchanged(self) -> None:
         """Refuse settings that were changed since the start: what is released must be what the ledger will say."""
         event = self._mechanism.event(self.noise_multiplier, self.sampling_probability)
-        jacobian = self._mechanism.settings().get("jacobian", repr(None))
-        if event != self.event or jacobian != repr(self.jacobian):
+        settings, none = self._mechanism.settings(), repr(None)
+        jacobian, perturbation = settings.get("jacobian", none), settings.get("perturbation", none)
+        if event != self.event or (jacobian, perturbation) != (repr(self.jacobian), repr(self.perturbation)):
             raise Refused(
-                f"PrivateTraining: noise, sampling or jacobian={self.jacobian!r} were changed since the start: this "
-                f"step would be {event!r} with jacobian={jacobian}, and the ledger would say {self.event!r}. Make a "
-                "new PrivateTraining, with the releases so far as prior_releases."
+                f"PrivateTraining: noise, sampling, jacobian={self.jacobian!r} or perturbation={self.perturbation!r} "
+                f"were changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
+                f"{perturbation}, and the ledger would say {self.event!r}. Make a new PrivateTraining, with the "
+                "releases so far as prior_releases."
             )
 
     def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
