@@ -34,9 +34,7 @@ class Links(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = RunFolder(tmp_path_factory.mktemp("run"))
+def write_run(folder, **statement):
     results = {
         "experiment": "<tiny>",
         "num_examples": 1000,
@@ -47,10 +45,15 @@ def page(tmp_path_factory):
         "privacy": summarize(equal_releases(*EVENTS), 1e-5).as_json(),
     }
     folder.write_json(folder.results, results)
-    folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"]})
+    folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"], **statement})
     folder.write_json(folder.settings, {"experiment": "<tiny>", "target_epsilon": None, "baseline": True})
     folder.write_metrics(ROWS)
-    return render([folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return render([write_run(RunFolder(tmp_path_factory.mktemp("run")))])
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,20 @@ def test_report_has_the_numbers_of_the_closing_table(parsed):
         assert all(text in parsed.text for text in line)
     assert "81.0 %" in parsed.text
     assert "86.00 %" in parsed.text
+
+
+def test_report_on_what_is_not_private_says_so(tmp_path, page):
+    folders = [RunFolder(tmp_path / name) for name in ("one", "two")]
+    for folder, statement in zip(folders, ({"warning": "NOT PRIVATE (a test)"}, {"warning": None}), strict=True):
+        folder.create()
+        write_run(folder, **statement)
+    assert "NOT PRIVATE" not in page
+    alone = render(folders[:1])
+    assert "<h1>Training, NOT PRIVATE: " in alone
+    assert '<p class="warning">NOT PRIVATE (a test)</p>' in alone
+    both = render(folders)
+    assert "<td>one, NOT PRIVATE</td>" in both
+    assert "<td>two</td>" in both
 
 
 def test_report_escapes_what_it_is_given(page, parsed):

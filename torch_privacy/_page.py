@@ -29,6 +29,7 @@ PAGE = Template("""\
   .big { display: flex; flex-wrap: wrap; gap: .5rem 3rem; margin: 1.25rem 0; }
   .big div { font-size: .9rem; }
   .big b { display: block; font-size: 2rem; line-height: 1.2; color: var(--first); font-variant-numeric: tabular-nums; }
+  .warning { color: var(--second); font-weight: bold; }
   .plots, .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
                    gap: 1.5rem 2rem; }
   figure { margin: 0; }

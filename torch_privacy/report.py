@@ -30,6 +30,8 @@ from torch_privacy.summary import (
 if TYPE_CHECKING:
     from torch_privacy.experiments.folder import RunFolder
 
+NOT_PRIVATE = "NOT PRIVATE"
+
 
 @dataclass(frozen=True)
 class Training:
@@ -41,16 +43,24 @@ class Training:
     rows: list[Metrics]
     summary: Summary
     profile: privacy.Profile
+    warning: str  # NOT PRIVATE, and why; empty for a private one
 
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
         """What ``folder`` holds; a damaged file raises a ``ValueError``."""
         results = folder.read_json(folder.results)
+        if lacking := [key for key in ("experiment", "privacy", "score", "test_score") if key not in results]:
+            raise ValueError(
+                f"{folder.results}: has no {', '.join(map(repr, lacking))}: it is no finished training, nor an "
+                "experiment of reproduce."
+            )
         stated = results["privacy"]
         releases = releases_from_json(stated)
         summary = summarize(releases, stated["delta"])
         rows, measure = folder.read_metrics(), Measure(**results["score"])
-        return cls(name or folder.path.name, results, measure, rows, summary, privacy.compose(releases))
+        warning = folder.read_json(folder.privacy).get("warning") or ""
+        name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
+        return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
 
 
 def render(folders: Sequence[RunFolder]) -> str:
@@ -68,6 +78,8 @@ def render(folders: Sequence[RunFolder]) -> str:
     sections, trainings = [], []
     for name, folder, content in zip(names, folders, contents, strict=True):
         if "reproduce" in content:
+            if lacking := [key for key in ("place", "paper", "rows", "columns", "notes") if key not in content]:
+                raise ValueError(f"{folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
             sections.append(_section(name, folder, content))
             trainings += _trainings_of(folder, content)
         else:
@@ -95,8 +107,9 @@ def _in_words(names: Sequence[str]) -> str:
 
 def _trainings_of(folder: RunFolder, results: dict[str, Any]) -> list[Training]:
     """The trainings among an experiment's rows, of the first seed."""
-    inside, seed = rows_folder(folder.path), results["seeds"][0]
-    found = [(row["row"], type(folder)(inside / folder_name(row["row"], seed))) for row in results["rows"]]
+    inside, (seed, *others) = rows_folder(folder.path), results["seeds"]
+    which = f", seed {seed}" if others else ""
+    found = [(row["row"] + which, type(folder)(inside / folder_name(row["row"], seed))) for row in results["rows"]]
     return [Training.read(inner, name) for name, inner in found if inner.metrics.is_file()]
 
 
@@ -161,6 +174,7 @@ def _page_of_training(folder: RunFolder) -> str:
     )
     shown = [(name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None]
     body = (
+        f'<p class="warning">{escape(run.warning)}</p>' if run.warning else "",
         f'<div class="big">{_headline(run)}</div>',
         f"<p>{escape(_words(results, summary))}</p>",
         _page.figures(plots),
@@ -171,7 +185,8 @@ def _page_of_training(folder: RunFolder) -> str:
         "<h2>What epsilon does not cover</h2>",
         "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]) + "</ul>",
     )
-    return _page.page(f"Private training: {results['experiment']}", "\n".join(body))
+    kind = f"Training, {NOT_PRIVATE}" if run.warning else "Private training"
+    return _page.page(f"{kind}: {results['experiment']}", "\n".join(body))
 
 
 def _headline(run: Training) -> str:

@@ -32,6 +32,13 @@ def errors(monkeypatch):
     return {row.name: row.compute(Context(quick=False, seed=0, data=None))[SCORE] for row in others}
 
 
+def test_a_batch_is_an_eightieth_of_the_ratings_that_are_there(monkeypatch):
+    for num_ratings, expected in ((80_669, 1008), (800_167, 10_002)):  # latest-small, and MovieLens 1M
+        data = Data("made up", range(num_ratings), [], (), "none", {})  # pyright: ignore[reportArgumentType]
+        monkeypatch.setattr(gdp_movielens, "load_movielens", lambda *args, data=data, **options: data)
+        assert gdp_movielens.settings_of_data(None) == {"expected_batch_size": expected}
+
+
 def test_methods_that_know_more_err_less(errors):
     assert errors["user, film and factors"] < errors["user and film"] - 0.2
     assert errors["user and film"] < errors["global average"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """pate-mnist on images made up here: disjoint teachers, priced votes. And the norms of the code for film reviews."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -47,6 +49,30 @@ def test_every_example_belongs_to_one_teacher_who_votes_once(made_up, monkeypatc
     assert len(seen) == 6
     everything = torch.cat(seen)
     assert len(everything) == 60 == len(everything.unique(dim=0))
+
+
+@pytest.mark.parametrize("left_out", [0, 31, 59])
+def test_one_example_less_changes_one_vote_on_every_question(made_up, monkeypatch, left_out):
+    """What the events' sensitivities, √2 of the votes and 1 of the largest count, are said of."""
+    votes = votes_of_teachers(TINY, 0, None)
+    whole = pate_mnist.images_seen(TINY, None)
+    kept = [number for number in range(60) if number != left_out]
+    less = replace(whole, private=whole.private[kept], digits=whole.digits[kept])
+    data = pate_mnist.load_mnist(None)
+    neighbor = replace(data, train=TensorDataset(*(tensor[kept] for tensor in data.train.tensors)))
+    votes_of_teachers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pate_mnist, "images_seen", lambda *_: less)
+        patch.setattr(pate_mnist, "load_mnist", lambda folder: neighbor)
+        others = votes_of_teachers(TINY, 0, None)
+    assert (votes - others).norm(dim=1).max() <= 2**0.5 + 1e-6
+    assert (votes.amax(1) - others.amax(1)).abs().max() <= 1
+
+
+def test_a_teacher_without_examples_has_no_vote(made_up):
+    many = Size(teachers=400, threshold=4.0, answers={8: 5})
+    owners = pate_mnist.teachers_of(made_up, 400, 0)
+    assert votes_of_teachers(many, 0, None).sum(1).tolist() == [len(owners.unique())] * 10
 
 
 def test_principal_components_see_public_images_only(made_up):

@@ -200,6 +200,67 @@ def test_training_row_stopped_before_its_first_checkpoint_starts_anew(tmp_path):
     run.close()
 
 
+def test_releases_without_a_checkpoint_are_not_thrown_away(tmp_path, capsys):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
+    job = run.unfinished()[0]
+    training = run.training(job)
+    for _ in zip(range(3), training.steps(), strict=False):
+        pass
+    training.checkpoint()
+    training.close()
+    run.close()
+    job.folder.checkpoint.unlink()
+    before = job.folder.ledger.read_bytes()
+    assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
+    assert "its ledger holds releases" in " ".join(capsys.readouterr().err.split())
+    assert job.folder.ledger.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("quick", "said"), [(None, "has no 'quick'; the file is damaged"), (False, "was trained with other epochs than")]
+)
+def test_edited_settings_of_a_run_are_refused(quick, said, tmp_path, capsys):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
+    training = run.training(run.unfinished()[0])
+    training.close()
+    run.close()
+    settings = run.folder.read_json(run.folder.settings)
+    del settings["quick"]
+    run.folder.write_json(run.folder.settings, settings if quick is None else settings | {"quick": quick})
+    assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_damaged_results_of_a_row_are_named(tiny, tmp_path, capsys):
+    run = Reproduction.start(tmp_path / "r", "tiny-one")
+    for job in run.unfinished():
+        run.compute(job)
+    run.close()
+    job.folder.write_json(job.folder.results, {"numbers": {}})
+    assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
+    assert "results.json: has no 'seconds'; the file is damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_report_says_what_is_no_run(tiny, tmp_path, capsys):
+    assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "r"), "--json"]) == 0
+    row = tmp_path / "r" / "rows" / "first"
+    other = RunFolder(tmp_path / "other")
+    other.create()
+    other.write_json(other.results, {"reproduce": "tiny-one"})
+    for folder, said in ((row, "it is no finished training"), (other.path, "has no 'place'")):
+        capsys.readouterr()
+        assert command(["report", str(folder), "--out", str(tmp_path / "o")]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("name", "delta"), [("gdp-adult", "1e-05"), ("gdp-movielens", "1e-06"), ("jl-imdb", None)])
+def test_summary_says_at_which_delta_the_epsilons_are(name, delta, tmp_path):
+    run = Reproduction.start(tmp_path / "r", name, skip=[] if delta else ["trained*"])
+    results = {"rows": [], "quick": False, "machine": "m", "deltas": run._deltas()}
+    run.close()
+    assert table.summary(results).endswith(f"epsilon at delta = {delta}" if delta else "1 s on m")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accountant-q0.01", "gdp-calibration"])
 def test_quick_look_at_accounting_has_every_figure_and_number_of_the_paper(name, tmp_path, capsys):

@@ -38,6 +38,7 @@ from torch_privacy.experiments.rows import (
 )
 
 TEST_FRACTION = 0.2
+SAMPLING_PROBABILITY = 1 / 80
 COLUMNS = {SCORE: Column("RMSE"), BASELINE: Column("not private"), **PRIVACY_COLUMNS}
 NOTES = (
     "The paper's numbers are for MovieLens 1M. Without it in the folder of data, ours are for latest-small, which has "
@@ -50,7 +51,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's settings; a batch of 1,008 is its q = 1/80 for latest-small (for MovieLens 1M it is 10,002)."""
+    """The paper's settings; a batch of 1,008 is its q = 1/80 for latest-small, and see ``settings_of_data``."""
 
     noise_multiplier: float | None = 0.6  # None with a target_epsilon, and only then
     target_epsilon: float | None = None
@@ -63,6 +64,12 @@ class Settings:
     seed: int = 0  # public: the split, the initial weights, the baseline's shuffling; never the noise
     baseline: bool = True
     data: str | None = None
+
+
+def settings_of_data(folder: str | None) -> dict[str, int]:
+    """The expected batch size that makes q = 1/80 of the ratings that are there: 1,008, or 10,002 of MovieLens 1M."""
+    data = load_movielens(folder, test_fraction=TEST_FRACTION, seed=0)
+    return {"expected_batch_size": round(len(data.train) * SAMPLING_PROBABILITY)}
 
 
 def build_task(settings: Settings) -> Task:

@@ -196,5 +196,5 @@ def worst_of(alternatives: Sequence[tuple[privacy.Event, int]]) -> privacy.Known
 
 
 def _held_out(num_examples: int) -> NDArray[np.bool_]:
-    """Which examples are kept for ranking: a public coin for each, whatever others there are."""
+    """Which are kept for ranking: a public coin for each number, which it keeps where another is taken away."""
     return np.random.default_rng(0).random(num_examples) < HELD_OUT

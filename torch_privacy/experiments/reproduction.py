@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from torch_privacy.experiments import load_reproducible
 from torch_privacy.experiments.catalog import Experiment
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.rows import (
+    EXACT,
     Computation,
     Context,
     Number,
@@ -28,8 +30,9 @@ from torch_privacy.experiments.rows import (
     folder_name,
     rows_folder,
     training_numbers,
+    with_one_noise,
 )
-from torch_privacy.privacy import Bracket
+from torch_privacy.privacy import Bracket, Ledger
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run
@@ -143,10 +146,24 @@ class Reproduction:
             raise ValueError(f"{path}: is no run of an experiment. Continue a training with train --resume.")
         if folder.is_complete:
             raise ValueError(f"{path}: this run is complete, nothing is left to resume. Its report is {folder.report}.")
+        lacking = [key for key in ("quick", "seeds", "data") if key not in request]
+        if lacking:
+            raise ValueError(f"{folder.settings}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
         folder.lock()
         experiment, module = load_reproducible(request["reproduce"])
         selection = Selection(request.get("only", ()), request.get("skip", ()))
-        return cls(folder, experiment, module, request["quick"], request["seeds"], request["data"], selection)
+        run = cls(folder, experiment, module, request["quick"], request["seeds"], request["data"], selection)
+        run._check_rows()
+        return run
+
+    def _settings_asked(self, seed: int, row: Training) -> dict[str, Any]:
+        """All settings of a row, as JSON has them, but those that hang on the data."""
+        settings = self.module.Settings(  # pyright: ignore[reportAttributeAccessIssue]
+            **with_one_noise({"seed": seed, **row.settings})
+        )
+        of_data = {"data"} | ({"expected_batch_size"} if hasattr(self.module, "settings_of_data") else set())
+        asked = {name: value for name, value in asdict(settings).items() if name not in of_data - set(row.settings)}
+        return json.loads(json.dumps(asked))
 
     def rows(self) -> list[Row]:
         """Those that are run."""
@@ -172,10 +189,32 @@ class Reproduction:
         assert isinstance(job.row, Training)
         if job.folder.checkpoint.exists():
             return Run.resume(job.folder.path)
-        if job.folder.path.exists():  # stopped before the first checkpoint, hence before the first step
-            shutil.rmtree(job.folder.path)
-        settings = {"seed": job.seed, **({} if self.data is None else {"data": self.data}), **job.row.settings}
-        return Run.start(job.folder.path, self.experiment.name, **settings)
+        if job.folder.path.exists():
+            ledger = job.folder.ledger
+            if ledger.exists() and Ledger.load(ledger).events:
+                raise ValueError(
+                    f"{job.folder.path}: has no checkpoint.pt, so this training cannot go on, and its ledger holds "
+                    "releases, which begun anew it would not count. Keep the folder elsewhere, and resume again."
+                )
+            shutil.rmtree(job.folder.path)  # stopped before the first step
+        return Run.start(job.folder.path, self.experiment.name, **self._settings_of(job))
+
+    def _settings_of(self, job: Job) -> dict[str, Any]:
+        """What a training is given: the seed, the folder of data, what hangs on these, and the row's own."""
+        assert isinstance(job.row, Training)
+        of_data = getattr(self.module, "settings_of_data", lambda data: {})(self.data)
+        return {"seed": job.seed, **({} if self.data is None else {"data": self.data}), **of_data, **job.row.settings}
+
+    def _check_rows(self) -> None:
+        """Refuse rows that were trained with other settings than the table will say: a file was edited."""
+        for job in self.jobs():
+            if isinstance(job.row, Training) and job.folder.settings.exists():
+                found, asked = job.folder.read_json(job.folder.settings), self._settings_asked(job.seed, job.row)
+                if other := [name for name, value in asked.items() if name not in found or found[name] != value]:
+                    raise ValueError(
+                        f"{job.folder.path}: was trained with other {', '.join(other)} than {self.folder.settings} and "
+                        "this version of the experiment say. Run it anew."
+                    )
 
     def compute(self, job: Job) -> None:
         """Do a job that is a computation, and write what came out."""
@@ -214,6 +253,19 @@ class Reproduction:
         request = {"reproduce": self.experiment.name, "quick": self.quick, "seeds": self.seeds, "data": self.data}
         return request | asdict(self.selection)
 
+    def _deltas(self) -> list[float]:
+        """At which deltas the table's epsilons are, if it has any."""
+        if EXACT not in self.module.COLUMNS:
+            return []
+        computed = getattr(self.module, "DELTA", None)
+        found = {
+            row.settings.get("delta", self.module.Settings().delta)  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(row, Training)
+            else computed
+            for row in self.rows()
+        }
+        return sorted(delta for delta in found if delta is not None)
+
     def _left_out(self) -> list[str]:
         run = {row.name for row in self.rows()}
         return [row.name for row in self.module.rows(self.quick) if row.name not in run]
@@ -228,6 +280,7 @@ class Reproduction:
         left_out = self._left_out()
         for job in self.jobs():
             content = job.folder.read_json(job.folder.results)
+            _check_result(job, content)
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
         results = {
             "reproduce": self.experiment.name,
@@ -236,6 +289,7 @@ class Reproduction:
             "shows": self.experiment.shows,
             "quick": self.quick,
             "seeds": self.seeds,
+            "deltas": self._deltas(),
             **asdict(self.selection),
             "machine": _machine(),
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
@@ -250,6 +304,12 @@ class Reproduction:
         if find is None or left_out:
             return results
         return {**results, "notes": [*results["notes"], *find(results)]}
+
+
+def _check_result(job: Job, content: dict[str, Any]) -> None:
+    needed = ("numbers", "seconds") if isinstance(job.row, Computation) else ("privacy", "score", "seconds")
+    if lacking := [key for key in needed if key not in content]:
+        raise ValueError(f"{job.folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
 
 
 def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,13 @@ def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
     }
 
 
+def with_one_noise(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Chosen settings, where a target takes the place of the experiment's own noise, or the other way round."""
+    if "target_epsilon" in chosen:
+        return {"noise_multiplier": None, **chosen}
+    return {"target_epsilon": None, **chosen} if "noise_multiplier" in chosen else dict(chosen)
+
+
 def folder_name(row: str, seed: int | None) -> str:
     """The folder of a row of this name within the run folder, such as ``sigma-1.3-seed-0``; None: it has no seed."""
     kept = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in row.lower())

@@ -27,6 +27,7 @@ from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments._protocol import Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Log, Progress
+from torch_privacy.experiments.rows import with_one_noise
 from torch_privacy.summary import Releases, Summary, summarize
 
 TEST_BATCH_SIZE = 4096
@@ -68,12 +69,8 @@ class Run:
         folder = RunFolder(path)
         folder.check_new()
         module = load_trainable(experiment)
-        if "target_epsilon" in chosen:
-            chosen = {"noise_multiplier": None, **chosen}
-        elif "noise_multiplier" in chosen:
-            chosen = {"target_epsilon": None, **chosen}
         check_names(experiment, module, chosen)
-        settings = module.Settings(**chosen)
+        settings = module.Settings(**with_one_noise(chosen))
         check_numbers(settings)
         task = module.build_task(settings)
         check_settings(settings, _length(task.train))

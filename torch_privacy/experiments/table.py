@@ -87,6 +87,8 @@ def summary(results: Mapping[str, Any]) -> str:
     if any(row["seeded"] for row in results["rows"]):
         parts.append(f"seed{'s' * (len(results['seeds']) > 1)} {', '.join(map(str, results['seeds']))}")
     parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
+    if deltas := results.get("deltas"):
+        parts.append(f"epsilon at delta = {' and '.join(f'{delta:g}' for delta in deltas)}")
     text = ", ".join(parts)
     return text[0].upper() + text[1:]
 
