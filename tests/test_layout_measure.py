@@ -228,3 +228,28 @@ def test_batches_of_any_size_take_one_path(monkeypatch):
             losses = model(x).view(n, -1).square().mean(1)
         tape.jacobian(losses)
     assert len(measured) == 2
+
+
+POOLS = {
+    "a product": lambda h, pool: pool @ h,
+    "segments": lambda h, pool: torch.segment_reduce(h, "sum", lengths=pool.sum(1).long(), axis=0),
+    "a reduction by index": lambda h, pool: h.new_zeros(len(pool), 4).index_reduce(0, pool.argmax(0), h, "amax"),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_graphs_of_other_sizes_are_not_cut_as_equal_ones_were(pool):
+    """Two batches of equal graphs teach nothing for one of unequal ones, in which as many nodes lie otherwise."""
+    model, layouts = (
+        Calls(lambda m, x, p: m.out(POOLS[pool](m.f(x).relu(), p)), f=nn.Linear(7, 4), out=nn.Linear(4, 5)),
+        Layouts(),
+    )
+    model.forward = lambda x, p: model._forward(model, x, p)
+    for sizes in ((4, 4), (4, 4), (4, 4), (5, 3), (2, 6)):
+        x, p = torch.randn(8, 7), torch.block_diag(*(torch.ones(1, size) for size in sizes))
+        with Tape(dict(model.named_parameters()), (), layouts, 2) as tape:
+            losses = model(*tape.probe((x, p))).square().sum(1)
+        found = flat(tape.jacobian(losses).rows(), 1)
+        parts = [model(part, torch.ones(1, len(part))).square().sum() for part in x.split(sizes)]
+        rows = [torch.cat([g.flatten() for g in torch.autograd.grad(part, list(model.parameters()))]) for part in parts]
+        torch.testing.assert_close(found, torch.stack(rows))

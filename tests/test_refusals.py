@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tape must refuse, by name: nothing is assumed and nothing is dropped."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import cases_conv
 import pytest
 import torch
@@ -313,3 +316,36 @@ def test_gradient_override_is_refused():
     model.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(tp.Refused, match=r"rows of parameter 'weight' do not add up to the native gradient"):
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+
+
+WRAPPED = {
+    "asking for its gradient": lambda x: x.requires_grad_(),
+    "in a data class": Batch,
+    "in a mapping": lambda x: UserDict(x=x),
+    "in a list": lambda x: [x],
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_inputs_are_looked_at_however_they_are_wrapped(wrapped):
+    def unwrapped(x):
+        return (
+            x.x if isinstance(x, Batch) else x["x"] if isinstance(x, UserDict) else x[0] if isinstance(x, list) else x
+        )
+
+    def losses(model, x):
+        with tp.record(model) as tape:
+            out = model(tape.probe(WRAPPED[wrapped](x.clone()))).square().sum(1)
+        return tape.jacobian(out)
+
+    centered = Calls(lambda m, x: m.f(unwrapped(x) - unwrapped(x).mean(0)), f=nn.Linear(3, 2))
+    with pytest.raises(tp.Refused, match=r"depend on each other's part of the model's input of shape \(5, 3\)"):
+        losses(centered, torch.randn(5, 3))
+    alone, x = Calls(lambda m, x: m.f(unwrapped(x)), f=nn.Linear(3, 2)), torch.randn(5, 3)
+    rows = one_backward_per_example(alone, x, lambda m, part: m(WRAPPED[wrapped](part.clone())).square().sum(1))
+    torch.testing.assert_close(torch.cat([r.flatten(1) for r in losses(alone, x).rows().values()], 1), rows)

@@ -4,10 +4,12 @@
 import copy
 import json
 import math
+import os
 import pickle
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -1349,3 +1351,119 @@ def test_training_stops_by_itself_before_a_budget_is_exceeded():
 def test_budget_that_allows_no_step_is_refused():
     with pytest.raises(tp.Refused, match="does not allow one step"):
         training_of(noise_multiplier=0.3, budget=tp.privacy.Budget(epsilon=0.1, delta=1e-6))
+
+
+def secret_training(model=None, **settings):
+    """With keys from the operating system, as a user has it."""
+    model = model or network()
+    settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    return tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), data(), **settings)
+
+
+def opposite(model, x, y):
+    return -cross_entropy(model, x, y)
+
+
+def test_one_noise_for_two_releases_of_one_process_is_refused():
+    """A state that is loaded twice may be trained again in the same way, and in no other."""
+    training = secret_training()
+    train(training, steps=2)
+    state, weights = copy.deepcopy(training.state_dict()), copy.deepcopy(training.model.state_dict())
+    train(training, steps=4)
+    again, other = secret_training(), secret_training()
+    for copied in (again, other):
+        copied.load_state_dict(copy.deepcopy(state))
+        copied.model.load_state_dict(weights)
+    train(again, steps=4)
+    assert torch.equal(parameters_of(again), parameters_of(training))
+    before = parameters_of(other).clone()
+    with pytest.raises(tp.Refused, match="step 2 was released before with the same noise and other sums"):
+        train(other, losses=opposite)
+    assert torch.equal(parameters_of(other), before)
+    assert len(other.ledger) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_training_goes_on_in_its_own_process_only():
+    training = secret_training()
+    training._process += 1  # as it is behind a fork
+    with pytest.raises(tp.Refused, match="was forked from the one that began the training"):
+        train(training)
+    assert len(training.ledger) == 0
+    training.load_state_dict(training.state_dict())
+    train(training)
+
+
+def test_layers_may_be_frozen_and_unfrozen_on_the_way():
+    """Layouts are learnt for what is trained: the second layer's positions come first, those of the others do not."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            late = torch.tanh(self.b(x.transpose(0, 1))).mean(0)
+            return self.out(torch.tanh(self.a(late)) + x.mean(1))
+
+    x, y = torch.randn(6, 6, 4), torch.randint(2, (6,))
+    model = Net()
+    model.b.requires_grad_(False)
+    training = training_of(model, TensorDataset(x, y), expected_batch_size=6, num_steps=9)
+    training._noise.add_to = lambda *_: None
+    for x, y in training:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parts = [
+            torch.autograd.grad(cross_entropy(model, x[i : i + 1], y[i : i + 1]).sum(), list(wanted.values()))
+            for i in range(6)
+        ]
+        rows = torch.stack([torch.cat([g.flatten() for g in part]) for part in parts])
+        training.step(cross_entropy(model, x, y))
+        expected = (rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / 6
+        moved = torch.cat([(before[name] - p).flatten() for name, p in wanted.items()])
+        torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-9)
+        if training.step_count in (3, 6):
+            for layer in (model.a, model.b):
+                layer.requires_grad_(not layer.weight.requires_grad)
+
+
+def test_recording_around_the_model_s_own_recording_notes_every_op_once():
+    plain, around = training_of(), training_of()
+    train(plain)
+    for x, y in around:
+        with around.record():
+            losses = cross_entropy(around.model, x, y)
+        around.step(losses)
+    assert torch.equal(parameters_of(plain), parameters_of(around))
+
+
+def test_another_thread_may_run_the_model_between_batch_and_step():
+    expected, training = training_of(), training_of()
+    train(expected)
+    for x, y in training:
+        losses = cross_entropy(training.model, x, y)
+        with ThreadPoolExecutor(1) as pool, torch.no_grad():
+            pool.submit(torch.no_grad()(training.model), x).result()
+        training.step(losses)
+    assert torch.equal(parameters_of(training), parameters_of(expected))
+
+
+def test_a_buffer_that_is_written_late_and_past_its_version_is_refused():
+    class Restarts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.calls = nn.Linear(3, 2), 0
+            self.register_buffer("code", torch.zeros(5, 3))
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 5:
+                self.code.data[0] = x[0].detach()
+            return self.f(x)
+
+    training = training_of(Restarts(), expected_batch_size=N)
+    with pytest.raises(tp.Refused, match="the forward changed 'code'"):
+        train(training)
+    assert training.step_count == 4

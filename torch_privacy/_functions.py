@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -37,8 +37,11 @@ LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
 _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
+    *("index_reduce", "segment_reduce", "masked_scatter", "put", "argsort", "argwhere", "msort", "unique_consecutive"),
     *("_pack_padded_sequence", "_pad_packed_sequence"),
 }
+# Products in which one operand may say where rows of the other go, as a graph's adjacency does.
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
 # By which torch reports that ``requires_grad`` was set.
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
@@ -132,11 +135,13 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
     return ids is not None and ids.ndim > 1 and ids.shape[0] > 1 and bool((ids == ids[:1]).all())
 
 
-def may_reorder(func: Callable, args: tuple) -> bool:
+def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
     """Whether the function may move examples about as its data say: then layouts are measured on every batch."""
-    if func is Tensor.__getitem__:
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(key, Tensor) for key in keys)
+    if func in _PRODUCTS:
+        return all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
     if func is F.embedding:
         return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
     return getattr(func, "__name__", "").rstrip("_") in _REORDERING

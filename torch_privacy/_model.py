@@ -14,6 +14,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ._check import Refused
 
+SMALL = 2**16  # entries of a buffer whose content is looked at on every batch
+
 
 @dataclass(frozen=True)
 class Census:
@@ -28,7 +30,8 @@ class Seal:
 
     Args:
         census: the model's tensors as they are now.
-        content: whether to remember what they hold, too, for writes that leave no other trace (``.data``).
+        content: whether to remember what they hold, too, for writes that leave no other trace (``.data``); of small
+            buffers it is remembered always, for these may be written as seldom as a code book's dead entry is.
     """
 
     def __init__(self, census: Census, *, content: bool):
@@ -48,8 +51,9 @@ class Seal:
 
     def _marks_of(self, census: Census) -> dict[str, tuple]:
         tensors = {**census.trained, **census.others}
+        small = {id(t) for t in census.others.values() if t.is_floating_point() and t.numel() <= SMALL}
         return {
-            name: (id(t), t._version, _digest(t) if self._content else None)
+            name: (id(t), t._version, _digest(t) if self._content or id(t) in small else None)
             for name, t in tensors.items()
             if not t.is_inference()
         }

@@ -7,9 +7,11 @@ counts as a parameter itself. Nothing in the model is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,7 +73,7 @@ class Notes(TorchFunctionMode):
         self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor] = (), num_examples: int | None = None
     ):
         super().__init__()
-        self._num_examples = num_examples
+        self._num_examples, self._entered = num_examples, 0
         self.parameters = dict(parameters)
         # Tensors are known by identity; holding them keeps the identities from being given away again.
         self._sources = {
@@ -88,6 +90,27 @@ class Notes(TorchFunctionMode):
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
         self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
+
+    def __enter__(self) -> Self:
+        """Begin to look on, or go on where it does already, as for a model called under ``training.record()``."""
+        self._entered += 1
+        if self._entered == 1:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            super().__exit__(*error)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Looking on within a function that is under way, for which torch has put this aside."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -112,7 +135,7 @@ class Notes(TorchFunctionMode):
                 self._shadows.expect(output.edge, output.shape, behind)
             return out
         if data:
-            self._reorders = self._reorders or may_reorder(func, args)
+            self._reorders = self._reorders or may_reorder(func, args, data)
             out = func(*args, **kwargs)
             if behind:
                 self._shadows.note(args[0] if changes_in_place(func) else out, behind)
@@ -140,22 +163,26 @@ class Notes(TorchFunctionMode):
     def probe(self, arguments: Any) -> Any:
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
 
+        Looked at are tensors, alone or in lists, tuples, mappings and data classes.
+
         An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
         normalization in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
         that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
         """
 
         def replaced(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.requires_grad or not value.ndim:
+            if isinstance(value, MutableMapping) or (is_dataclass(value) and not isinstance(value, type)):
+                return _with_parts(value, lambda part: tree_map(replaced, part))
+            if not isinstance(value, Tensor) or not value.ndim:
                 return value
-            copy = value
+            probed = value
             if value.is_floating_point():
-                leaf = value.detach().requires_grad_()
+                leaf = value if value.requires_grad else value.detach().requires_grad_()
                 self._inputs.append(leaf)
-                copy = leaf.clone()  # not the leaf itself, which could not be changed in place
-                self._probed.add(_edge(copy).node)
-            self._shadows.begin(copy)
-            return copy
+                probed = leaf.clone()  # not the leaf itself, which could not be changed in place
+                self._probed.add(_edge(probed).node)
+            self._shadows.begin(probed)
+            return probed
 
         return tree_map(replaced, arguments)
 
@@ -178,7 +205,7 @@ class Notes(TorchFunctionMode):
         inside = None if func in OPS else COMPOSED.get(func) or opened(func)
         if inside is None:
             return self._run_and_note(func, args, kwargs, data, met)
-        with self:
+        with self._inside():
             return inside(self._note_part, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
 
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
@@ -277,6 +304,24 @@ class Notes(TorchFunctionMode):
             self._expanded[key] = self._expanded.get(id(met[0]), met[0])
         else:
             self._expanded.pop(key, None)
+
+
+def _with_parts(value: Any, replaced: Callable[[Any], Any]) -> Any:
+    """A copy of a mapping or a data class, its values replaced; the thing itself where nothing in it is another."""
+    if isinstance(value, MutableMapping):  # such as UserDict: torch maps over plain ones
+        parts = dict(value.items())
+    else:
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    others = {key: new for key, part in parts.items() if (new := replaced(part)) is not part}
+    if not others:
+        return value
+    changed = copy(value)
+    if isinstance(value, MutableMapping):
+        changed.update(others)
+    else:
+        for key, part in others.items():
+            object.__setattr__(changed, key, part)  # also of a frozen one
+    return changed
 
 
 def _output(y: Tensor) -> Output:

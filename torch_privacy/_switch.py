@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,13 @@ class Pending:
     seal: Seal
 
 
+class _UnderWay(threading.local):
+    """The forwards under way in one thread; None for one that runs untouched."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch | None] = []
+
+
 class Switch:
     """Turns the watch on while the model's forward runs on a batch that was handed out, and off again.
 
@@ -40,7 +48,11 @@ class Switch:
 
     def __init__(self, training: PrivateTraining | None = None):
         self._training = weakref.ref(training) if training is not None else lambda: None
-        self._active: list[Watch | None] = []  # one for every forward under way; None where it runs untouched
+        self._under_way = _UnderWay()
+
+    @property
+    def _active(self) -> list[Watch | None]:
+        return self._under_way.watches
 
     def __deepcopy__(self, memo: dict) -> Switch:
         return Switch()

@@ -168,7 +168,7 @@ class Tape(Notes):
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        return Reached(losses, graph, calls, self._path(graph, len(losses)))
+        return Reached(losses, graph, calls, self._path(graph, calls, len(losses)))
 
     def _layouts_of(self, reached: Reached, *, strict: bool) -> tuple[list[AnyLayout], bool]:
         """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
@@ -220,15 +220,16 @@ class Tape(Notes):
             size += own
         return portions
 
-    def _path(self, graph: Graph, n: int) -> int:
-        """Number of what was computed: functions with their whole-number arguments, and the graph of the losses.
+    def _path(self, graph: Graph, calls: Sequence[Call], n: int) -> int:
+        """Number of what was computed: functions with their whole-number arguments, the graph of the losses, the calls.
 
-        Another path, as by a branch in the model's or the loss's code, may have other layouts or mix examples; so it
-        must be measured anew.
+        Another path, as by a branch in the model's or the loss's code, or with other parameters that are trained, may
+        have other layouts or mix examples; so it must be measured anew.
         """
         numbers: list[int] = []
         functions = [(func, without_numbers(values, numbers)) for func, values in self._program]
-        program = hash((*functions, *(node.name() for node in self.nodes_before_calls(graph))))
+        met = [(call.op, *(self._names_of(use.weight) for use in call.uses)) for call in calls]
+        program = hash((*functions, *(node.name() for node in self.nodes_before_calls(graph)), *met))
         return self.layouts.path(program, n, tuple(numbers))
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -32,6 +33,8 @@ from .embedding import BGEP, GEP
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
 from .sketched import Sketched
+
+_RELEASED: dict[bytes, dict[int, str]] = {}  # by this process: noise key -> step -> fingerprint of the release
 
 
 class PrivateTraining:
@@ -348,9 +351,14 @@ class PrivateTraining:
         self._check_unchanged()
         parameters, step = self._census.trained, self.step_count
         release = self._mechanism.complete(self._sums, parameters)
+        for name, p in parameters.items():
+            assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         self._noise.add_to(step, release, self._mechanism.stddevs(release, self.noise_multiplier))
         self._sums = {}
-        self.ledger.record(self.event, len(self.prior_releases) + step, self._fingerprint(release))
+        fingerprint = self._fingerprint(release)
+        self._check_noise(step, fingerprint)
+        self.ledger.record(self.event, len(self.prior_releases) + step, fingerprint)
+        _RELEASED.setdefault(self._noise.key, {})[step] = fingerprint
         self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         gradient = self._mechanism.gradient(release)
@@ -362,6 +370,21 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _check_noise(self, step: int, fingerprint: str) -> None:
+        """Refuse a release with noise that another has: of a copy of the training, or of a process forked from it."""
+        if os.getpid() != self._process:
+            raise Refused(
+                "PrivateTraining: this process was forked from the one that began the training, which may release the "
+                "same steps with the same noise. Make the training, or load its state, in the process that trains."
+            )
+        before = _RELEASED.get(self._noise.key, {}).get(step, fingerprint)
+        if before != fingerprint and self.test_seed is None:
+            raise Refused(
+                f"PrivateTraining: step {step} was released before with the same noise and other sums, by a copy of "
+                "this training or from the same state: the difference of the two would have no noise. Go on with that "
+                "one, or begin a new training, with the releases so far as prior_releases."
+            )
 
     def _check_unchanged(self) -> None:
         """Refuse settings that were changed since the start: what is released must be what the ledger will say."""
@@ -378,7 +401,7 @@ class PrivateTraining:
 
     def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
         """The generators, from the keys given or from the operating system's."""
-        self._noise = Noise(noise_key)
+        self._noise, self._process = Noise(noise_key), os.getpid()
         self._sampler = Poisson(self.num_examples, self.sampling_probability, sampler_key or secrets.token_bytes(32))
         self._indices = lru_cache(maxsize=64)(self._sampler.indices)  # asked for by loader, loop and fingerprint
 
