@@ -237,6 +237,7 @@ POOLS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("pool", POOLS)
 def test_graphs_of_other_sizes_are_not_cut_as_equal_ones_were(pool):
     """Two batches of equal graphs teach nothing for one of unequal ones, in which as many nodes lie otherwise."""
