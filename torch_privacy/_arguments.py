@@ -59,7 +59,8 @@ def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trai
     if training.views > 1:
         raise Refused(
             f"{WHERE}: views={training.views} needs exact norms, and jacobian={sketched!r} was given. Leave one of the "
-            "two out; or let an item of the dataset hold all views, and give the mean of their losses."
+            "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and give "
+            "the mean of their losses."
         )
     return SketchedSum(
         sketched, clipping, names, training.expected_batch_size, not_for_release=training.not_for_release

@@ -122,6 +122,15 @@ def test_load_adult_names_a_person_that_it_cannot_read(tmp_path, kind):
         load_adult(tmp_path, test_fraction=0.5, verify=False)
 
 
+@pytest.mark.parametrize(
+    ("content", "error"), [("\n", "holds no people"), ('39, "' + "x" * 200_000, "is no table of people")]
+)
+def test_load_adult_refuses_what_holds_no_table(tmp_path, content, error):
+    (tmp_path / "adult.data").write_text(content)
+    with pytest.raises(DataError, match=rf"adult\.data: {error}"):
+        load_adult(tmp_path, test_fraction=0.5, verify=False)
+
+
 @pytest.mark.parametrize("line", ["", "+2 3:1", "+1 3:2", "+1 0:1", "+1 124:1", "+1 3", "1 x:1"])
 def test_load_adult_names_a_line_that_it_cannot_read(tmp_path, line):
     (tmp_path / "a9a").write_text(f"+1 3:1 123:1\n{line}\n-1 1:1\n")

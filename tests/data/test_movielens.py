@@ -63,8 +63,8 @@ WRONG_RATINGS = {
     "three columns": ("1,2,3\n4,5,6\n", "has not four columns of numbers"),
     "half a user": (RATINGS.replace("\n9,", "\n9.5,"), "has not four columns of numbers"),
     "nobody": (RATINGS.replace("\n9,", "\nnan,"), "has not four columns of numbers"),
-    "an unknown movie": (RATINGS.replace(",20,", ",21,"), "rating 4 has movie 21, which is not one of the 4 known"),
-    "six stars": (RATINGS.replace("5.0", "6.0"), "rating 3 has the stars 6, which is not one of the 10 known"),
+    "an unknown movie": (RATINGS.replace(",20,", ",21,"), "rating 4 has movie 21, .* the 4 known to movies.csv"),
+    "six stars": (RATINGS.replace("5.0", "6.0"), "rating 3 has the stars 6, which is not one of the 10 of the scale"),
 }
 
 
@@ -76,9 +76,18 @@ def test_load_movielens_refuses_wrong_ratings(tmp_path, kind):
         load_movielens(tmp_path, verify=False)
 
 
+@pytest.mark.parametrize("front", ["\ufeff", " ", "\n"])
+def test_load_movielens_loses_no_rating_to_what_stands_before_it(tmp_path, front):
+    headless = RATINGS.split("\n", 1)[1]
+    write_small(tmp_path, headless)
+    expected = read_all(tmp_path)
+    write_small(tmp_path, front + headless)
+    assert read_all(tmp_path) == expected
+
+
 def test_load_movielens_refuses_half_stars_with_colons(tmp_path):
     write_million(tmp_path, RATINGS_1M.replace("::4::", "::4.5::"))
-    with pytest.raises(DataError, match=r"ratings\.dat: rating 1 has the stars 4\.5, which is not one of the 5 known"):
+    with pytest.raises(DataError, match=r"ratings\.dat: rating 1 has the stars 4\.5, which .* the 5 of the scale"):
         load_movielens(tmp_path, verify=False)
 
 

@@ -71,9 +71,13 @@ def encode(file: File) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     stop; copies of the files that open with a line of column names are read, too.
     """
     lines = csv.reader(file.content.decode("ascii", "replace").splitlines(), skipinitialspace=True)
-    people = [[field.strip() for field in line] for line in lines if len(line) > 1]
+    try:
+        people = [[field.strip() for field in line] for line in lines if len(line) > 1]
+    except csv.Error as error:
+        file.refuse(f"is no table of people ({error})")
     if people and people[0][0].lower() == "age":
         del people[0]
+    file.check(bool(people), "holds no people")
     features, labels = np.zeros((len(people), STARTS[-1]), np.float32), np.zeros(len(people), np.int64)
     for i, person in enumerate(people):
         try:

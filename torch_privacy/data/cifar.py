@@ -81,7 +81,7 @@ def load_cifar10(folder: str | Path | None = None, *, exact_only: bool = False, 
     Source: A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
     """
     place, compact = (source.folder(folder, verify=verify) for source in (CIFAR10, COMPACT))
-    if not place.has("data_batch_1") and compact.has("cifar10_train_images.u8.xz"):
+    if not place.has("data_batch_1") and any(compact.has(name) for name in COMPACT.checksums):
         return _load_compact(compact, exact_only)
     files = [place.read(name) for name in CIFAR10.checksums]
     batches = [_read_batch(file, "labels", 10) for file in files]
@@ -194,5 +194,5 @@ def _read_table(file: File) -> dict[str, NDArray[np.int64]]:
     try:
         with np.load(io.BytesIO(file.content), allow_pickle=False) as table:
             return {name: table[name].astype(np.int64) for name in ("train", "test", "lossy_train", "lossy_test")}
-    except (EOFError, KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+    except (EOFError, KeyError, ValueError, OSError, NotImplementedError, zipfile.BadZipFile) as error:
         file.refuse(f"is no table of labels ({error})")

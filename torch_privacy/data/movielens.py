@@ -33,6 +33,7 @@ MILLION = Source(
     origin="https://grouplens.org/datasets/movielens/1m/",
     licence=LICENCE + "; may not be redistributed",
 )
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HALF_STARS = tuple(0.5 * i for i in range(1, 11))
 STARS = tuple(float(i) for i in range(1, 6))
 
@@ -68,8 +69,8 @@ def load_movielens(
     ratings, movies = (place.read(name) for name in place.source.checksums)
     table, catalog = _read_ratings(ratings, separator), _read_catalog(movies, separator)
     users, user = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
-    movie = _number("movie", table[:, 1], catalog, ratings)
-    label = _number("the stars", table[:, 2], np.array(classes), ratings)
+    movie = _number("movie", table[:, 1], catalog, ratings, f"known to {movies.path.name}")
+    label = _number("the stars", table[:, 2], np.array(classes), ratings, "of the scale")
     split = random_split(len(table), test_fraction=test_fraction, seed=seed)
     pairs, labels = torch.from_numpy(np.stack([user, movie], 1)), torch.from_numpy(label)
     train, test = (rows(pairs, labels, chosen) for chosen in split)
@@ -87,7 +88,7 @@ def load_movielens(
 
 def _read_ratings(file: File, separator: str) -> NDArray[np.float64]:
     """Rows of user, movie, stars and time; a first line of names is passed over."""
-    text = file.content.replace(separator.encode(), b",")
+    text = file.content.removeprefix(BYTE_ORDER_MARK).lstrip().replace(separator.encode(), b",")
     head = 0 if text[:1].isdigit() else text.find(b"\n") + 1 or len(text)
     file.check(bool(text[head:].strip()), "holds no ratings")
     try:
@@ -105,15 +106,15 @@ def _read_catalog(file: File, separator: str) -> NDArray[np.int64]:
     fields = csv.reader(lines) if separator == "," else (line.split(separator) for line in lines)
     try:
         catalog = np.unique([int(movie) for movie, *_ in fields if movie != "movieId"])
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         file.refuse(f"is no table of movies ({error})")
     file.check(len(catalog) > 0, "holds no movies")
     return catalog
 
 
-def _number(what: str, values: NDArray, known: NDArray, file: File) -> NDArray[np.int64]:
+def _number(what: str, values: NDArray, known: NDArray, file: File, where: str) -> NDArray[np.int64]:
     """Where each value stands among the known ones, which are in increasing order."""
     place = np.minimum(np.searchsorted(known, values), len(known) - 1)
     for wrong in np.flatnonzero(known[place] != values)[:1]:
-        file.refuse(f"rating {wrong + 1} has {what} {values[wrong]:g}, which is not one of the {len(known)} known")
+        file.refuse(f"rating {wrong + 1} has {what} {values[wrong]:g}, which is not one of the {len(known)} {where}")
     return place.astype(np.int64)

@@ -6,8 +6,9 @@ are. In the paper these come from CIFAR-100 with its labels; ours from 2,000 of 
 how many quarters an image was turned (Gidaris et al. 2018, arXiv:1803.07728), so expect less. The paper reports 67, 70
 and 73 % test accuracy at epsilon 2, 4 and 8, and some 80 % without privacy.
 
-Training goes on with the paper's noise, of six times each layer's bound, until the certified epsilon is reached. The
-last layer's bound is twice that of the others, as in the paper; the noise is equal in all layers.
+Training goes on at the price of the paper's noise, six times each layer's bound in three layers, until the certified
+epsilon is reached. The last layer's bound is twice that of the others, as in the paper; the noise, which is theirs in
+proportion to the bound, is equal in all layers here: 8.5 times the smaller bounds and 4.2 times the larger.
 
 Source: M. Abadi et al., "Deep learning with differential privacy", CCS 2016, arXiv:1607.00133.
 """

@@ -138,7 +138,7 @@ CATALOG = (
         600, 100, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of 250 teachers", 150, 20, "MNIST"
+        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(
         "best-mnist", TRAMER, "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
