@@ -13,8 +13,9 @@ from ._base import Method, Op
 from .dense import squared_lengths
 
 # A norm from a Gram matrix is a sum of t² terms of both signs. Where they cancel so far that rounding could move
-# the norm by more than this (relative), that example is computed again from its row.
-GRAM_TOLERANCE = 1e-6
+# its square by more than this (relative), that example is computed again from its row. Networks have a third of it.
+GRAM_TOLERANCE = 5e-6
+UNDERFLOW = 2.0**30  # in units of the smallest normal number: below that, products may have lost what was in them
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Linear(Op):
         return Linear(self.x[index], self.b[index])
 
     def _outer_product(self) -> Tensor:  # ‖b xᵀ‖² = ‖b‖² ‖x‖², Goodfellow 2015 (arXiv:1510.01799)
-        return squared_lengths(self.x.flatten(1)) * squared_lengths(self.b.flatten(1))
+        return squares_of_factor(self.x) * squares_of_factor(self.b)
 
     def _gram(self) -> Tensor:  # Li et al. 2022 (arXiv:2110.05679), §4
         if not _halves(self.x.shape[1]):
@@ -241,7 +242,7 @@ class Bilinear(Op):
         return Linear(self.x2, (self.b.unsqueeze(3) * self.x1.unsqueeze(2)).flatten(2))
 
     def _outer_product(self) -> Tensor:
-        b, x1, x2 = (squared_lengths(factor.flatten(1)) for factor in self._factors)
+        b, x1, x2 = map(squares_of_factor, self._factors)
         return b * x1 * x2
 
     def _gram(self) -> Tensor:
@@ -257,18 +258,28 @@ def _halves(t: int) -> bool:
     return t >= 128 and t % 2 == 0
 
 
+def squares_of_factor(factor: Tensor) -> Tensor:
+    """(n, ...) -> (n,): squared norms, and at least that: squares of numbers below 1e-19 vanish in float32.
+
+    The other factor may be as large as they are small, and the product any length.
+    """
+    flat = factor.flatten(1)
+    return squared_lengths(flat) + flat.shape[1] * torch.finfo(flat.dtype).tiny
+
+
 def norms_from_gram(terms: Tensor, op: Linear | Bilinear, twice: Tensor | None = None) -> Tensor:
     """(n, ..) -> (n,): the sum of the terms; from the rows of ``op`` where the terms cancel too far.
 
     ``twice`` (n, ..) are terms that count twice.
     """
     terms = terms.flatten(1)
-    squares, size = terms.sum(1), torch.linalg.vector_norm(terms, dim=1)
+    squares, size = terms.sum(1), torch.linalg.vector_norm(terms, 1, dim=1)
     if twice is not None:
         twice = twice.flatten(1)
-        squares, size = squares + 2 * twice.sum(1), size + 2 * torch.linalg.vector_norm(twice, dim=1)
-    rounding = torch.finfo(terms.dtype).eps * size
-    doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
+        squares, size = squares + 2 * twice.sum(1), size + 2 * torch.linalg.vector_norm(twice, 1, dim=1)
+    limits = torch.finfo(terms.dtype)
+    unsure = (limits.eps * size > GRAM_TOLERANCE * squares) | (squares < UNDERFLOW * limits.tiny)
+    doubtful = unsure.nonzero().flatten()
     if len(doubtful):
         squares[doubtful] = op.select(doubtful)._rows_norms()
     return squares
