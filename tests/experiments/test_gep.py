@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import gep, gep_ablations, gep_figures, gep_linear, gep_mnist, runner
+from torch_privacy.experiments import gep, gep_ablations, gep_figures, gep_linear, gep_mnist, gep_svhn, runner
 from torch_privacy.experiments.runner import new_training
 
 SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}
@@ -93,6 +93,25 @@ def test_digits_of_the_anchors_are_not_among_those_that_accuracy_is_counted_on(m
     assert not torch.isin(images[:, 0, 0, 0], tested.tensors[0][:, 0, 0, 0]).any()
     with pytest.raises(ValueError, match="auxiliary='cats'"):
         gep_ablations.load_public(replace(settings, auxiliary="cats"))
+
+
+def test_house_numbers_train_as_small_photographs_do(monkeypatch):
+    """SVHN is not at hand: its place is taken by images made up here."""
+    asked, part = [], TensorDataset(torch.rand(300, 3, 32, 32), torch.randint(10, (300,)))
+    data = Data("SVHN", part, part, tuple(range(10)), "none", {"a": "b"})
+    public = gep.Public(torch.rand(70, 3, 32, 32), {"c": "d"})
+    monkeypatch.setattr(gep_svhn, "_load_once", lambda folder, extra: asked.append(extra) or data)
+    experiment = replace(gep_svhn.EXPERIMENT, load_public=lambda settings: public)
+    for quick in (True, False):
+        (row,) = (row for row in experiment.rows(quick) if row.name == "GEP, epsilon 8")
+        assert row.paper["score"] == 0.951
+        settings = gep_svhn.Settings(**{**row.settings, "epochs": 0.1, "expected_batch_size": 10, "num_anchors": 60})
+        task = experiment.build_task(replace(settings, num_basis=20, num_test_examples=7))
+        training = new_training(replace(settings, num_basis=20), task, None)
+        assert (training.delta, len(task.test), asked[-1]) == (1e-6, 7, not quick)
+    for x, y in training:
+        assert training.step(task.losses(training.model(x), y))
+    assert training.step_count == 3
 
 
 def test_features_are_of_one_image_alone_and_as_many_as_in_the_paper():
