@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_privacy.noise import Noise, _box_muller, key_from_test_seed
+from torch_privacy.noise import Noise, _box_muller, _Room, key_from_test_seed
 
 MILLION = 10**6
 DRAWS = {  # the same million numbers, asked for in different ways
@@ -45,16 +45,21 @@ def test_noise_has_the_normal_tail():
 
 def test_noise_reaches_beyond_what_32_random_bits_allow():
     """63 random bits, all zero: the largest normal number is sqrt(2 ln 2^64)."""
-    out = torch.empty(2, dtype=torch.float64)
-    _box_muller(bytes(16), out)
+    out = _box_muller(_Room(2), 1)  # of zero bytes
     assert out[0].item() == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-12)
 
 
 def test_keystream_of_a_step_is_one_stream_whatever_the_chunks():
     noise = Noise(bytes(32))
-    whole = noise._random_bytes(3, 0, 4096)
-    assert whole == b"".join(noise._random_bytes(3, i, 512) for i in range(0, 4096, 512))
-    assert whole != noise._random_bytes(4, 0, 4096)
+
+    def stream(step, offset, count):
+        out = bytearray(count)
+        noise._fill(out, step, offset, count)
+        return bytes(out)
+
+    whole = stream(3, 0, 4096)
+    assert whole == b"".join(stream(3, i, 512) for i in range(0, 4096, 512))
+    assert whole != stream(4, 0, 4096)
 
 
 def test_noise_of_different_steps_tensors_and_keys_is_unrelated():
@@ -110,7 +115,7 @@ def test_noise_refuses_a_short_key():
 def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stddev, dtype):
     """Mironov (2012): no low bits of the sum, at whatever scale, come through beside the noise."""
     unit = 2.0 ** (math.floor(math.log2(stddev)) - 32)
-    size = (1 << 15) + 77  # more than a chunk
+    size = (1 << 17) + 77  # more than a chunk
     sums = torch.randn(size, dtype=torch.float64) * torch.logspace(-12, 4, size, dtype=torch.float64) * stddev
     noise, exact, released = torch.zeros_like(sums), sums.clone(), sums.to(dtype, copy=True)
     for tensor in (noise, exact, released):

@@ -26,7 +26,7 @@ from torch import Tensor
 from ._check import whole
 
 KEY_BYTES = 32
-_CHUNK = 2**15  # normal numbers made at a time: the temporaries stay in the cache, and torch's threads asleep
+_CHUNK = 2**17  # normal numbers made at a time: enough that torch's threads share the work
 _FINENESS = 32  # of the grid: its unit is 2^-32 standard deviations, rounded down to a power of two
 LEAST_STDDEV = 2.0**-900  # far above where powers of two end
 
@@ -74,26 +74,39 @@ class Noise:
         whole("Noise.add_to", step=step)
         scales = [_checked(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums]
         scaled = zip((tensor.view(-1) for tensor in sums.values()), scales, strict=True)
+        room = _Room(min(_CHUNK, sum([tensor.numel() for tensor in sums.values()])))
         for number, pieces in enumerate(_chunks(scaled)):
-            noise, start = self._normal(step, number, sum([piece.numel() for piece, _ in pieces])), 0
+            noise, start = self._normal(step, number, sum([piece.numel() for piece, _ in pieces]), room), 0
             for (scale, _), alike in groupby(pieces, lambda pair: (pair[1], pair[0].device)):
                 run = [piece for piece, _ in alike]
                 end = start + sum([piece.numel() for piece in run])
                 if scale:
-                    _add(run, noise[start:end], scale)
+                    _add(run, noise[start:end], scale, room)
                 start = end
 
-    def _normal(self, step: int, chunk: int, size: int) -> Tensor:
+    def _normal(self, step: int, chunk: int, size: int, room: _Room) -> Tensor:
         """The first so many numbers of the step's chunk with this number."""
         pairs = (size + 1) // 2
-        normal = torch.empty(2 * pairs, dtype=torch.float64, device="cpu")
-        _box_muller(self._random_bytes(step, 8 * _CHUNK * chunk, 16 * pairs), normal)
-        return normal[:size]
+        self._fill(room.random, step, 8 * _CHUNK * chunk, 16 * pairs)
+        return _box_muller(room, pairs)[:size]
 
-    def _random_bytes(self, step: int, offset: int, count: int) -> bytes:
+    def _fill(self, out: bytearray, step: int, offset: int, count: int) -> None:
         """Part of the step's AES keystream: the counter is the step (upper 64 bits) and a number of 16-byte blocks."""
         counter = (step << 64) + offset // 16
-        return Cipher(algorithms.AES(self.key), modes.CTR(counter.to_bytes(16, "big"))).encryptor().update(bytes(count))
+        stream = Cipher(algorithms.AES(self.key), modes.CTR(counter.to_bytes(16, "big"))).encryptor()
+        stream.update_into(bytes(count), out)
+
+
+class _Room:
+    """Memory for the numbers of one chunk, used again for every other: fresh pages cost as much as the arithmetic."""
+
+    def __init__(self, size: int):
+        pairs = (size + 1) // 2
+        self.random = bytearray(16 * max(pairs, 1))
+        self.words = torch.frombuffer(self.random, dtype=torch.int64)
+        self.whole = torch.empty(pairs, dtype=torch.int64, device="cpu")
+        self.normal, self.counts = (torch.empty(2 * pairs, dtype=torch.float64, device="cpu") for _ in range(2))
+        self.cosines = torch.empty(pairs, dtype=torch.float64, device="cpu")
 
 
 def grid_unit(stddev: float) -> float:
@@ -123,30 +136,35 @@ def _chunks(scaled: Iterable[tuple[Tensor, float]]) -> Iterator[list[tuple[Tenso
         yield pieces
 
 
-def _add(pieces: list[Tensor], normal: Tensor, stddev: float) -> None:
+def _add(pieces: list[Tensor], normal: Tensor, stddev: float, room: _Room) -> None:
     """In place. Products with powers of two, and sums of whole numbers below 2^53, are exact."""
     unit = grid_unit(stddev)
     noise = normal.mul_(stddev / unit).round_()
     device = pieces[0].device
-    home = "cpu" if device.type == "mps" else device  # which has no float64
-    counts = torch.cat(pieces).to(home, torch.float64).mul_(1 / unit).round_()
-    counts.add_(noise.to(home)).mul_(unit)
+    if device.type == "cuda":
+        counts = torch.cat(pieces).double()
+        noise = noise.to(device)
+    else:  # on the CPU also for devices without float64
+        counts = room.counts[: len(noise)]
+        counts.copy_(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+    counts.mul_(1 / unit).round_().add_(noise).mul_(unit)
     parts = counts.split([piece.numel() for piece in pieces])
     torch._foreach_copy_(pieces, list(parts))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _box_muller(random: bytes, out: Tensor) -> None:
-    """Fill ``out`` (2 k,) from 16 k random bytes: sqrt(-2 ln u) times (cos, sin) of 2π v, for uniform u and v.
+def _box_muller(room: _Room, pairs: int) -> Tensor:
+    """2 k numbers from 16 k random bytes: sqrt(-2 ln u) times (cos, sin) of 2π v, for uniform u and v.
 
     u has 63 bits, so that its smallest value, which makes the largest normal number, is 2^-64; v has 64.
     """
-    pairs = len(out) // 2
-    drawn = torch.frombuffer(bytearray(random), dtype=torch.int64)
-    radius = drawn[:pairs].bitwise_and(2**63 - 1).double().add_(0.5).mul_(2.0**-63)
-    radius.log_().mul_(-2).sqrt_()
-    angle = drawn[pairs:].double().mul_(math.pi * 2.0**-63)
-    torch.mul(radius, angle.cos(), out=out[:pairs])
-    torch.mul(radius, angle.sin_(), out=out[pairs:])
+    radius, angle = room.normal[:pairs], room.normal[pairs : 2 * pairs]
+    radius.copy_(torch.bitwise_and(room.words[:pairs], 2**63 - 1, out=room.whole[:pairs]))
+    radius.add_(0.5).mul_(2.0**-63).log_().mul_(-2).sqrt_()
+    angle.copy_(room.words[pairs : 2 * pairs]).mul_(math.pi * 2.0**-63)
+    cosines = torch.cos(angle, out=room.cosines[:pairs])
+    angle.sin_().mul_(radius)
+    radius.mul_(cosines)
+    return room.normal[: 2 * pairs]
 
 
 def key_from_test_seed(seed: int, purpose: str) -> bytes:
