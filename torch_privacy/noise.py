@@ -3,7 +3,7 @@
 
 Why not torch.Generator: on a CPU it is seeded by 32 bits (``manual_seed(s)`` and ``manual_seed(s + 2**32)`` draw the
 same), a user's script can fix its seed by accident, the Mersenne twister can be run backwards from what it has drawn,
-and its normal numbers end at 5.8 standard deviations. AES has none of that, and is no slower (docs/benchmarks.md).
+and its normal numbers end at 5.8 standard deviations. AES has none of that (times: docs/benchmarks.md).
 
 Why a grid: floating-point numbers lie the denser the smaller they are, and noise is no denser than its own. Where a sum
 and its noise nearly cancel, or where the sum has more bits than the noise, the low bits of what is released are the
