@@ -51,7 +51,8 @@ class Seal:
 
     def _marks_of(self, census: Census) -> dict[str, tuple]:
         tensors = {**census.trained, **census.others}
-        small = {id(t) for t in census.others.values() if t.is_floating_point() and t.numel() <= SMALL}
+        buffers = (t for t in census.others.values() if not isinstance(t, nn.Parameter))
+        small = {id(t) for t in buffers if t.is_floating_point() and t.numel() <= SMALL}
         return {
             name: (id(t), t._version, _digest(t) if self._content or id(t) in small else None)
             for name, t in tensors.items()
