@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-import os
 import pickle
 import signal
 import subprocess
@@ -1383,8 +1382,6 @@ def test_one_noise_for_two_releases_of_one_process_is_refused():
     assert len(other.ledger) == 2
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_training_goes_on_in_its_own_process_only():
     training = secret_training()
     training._process += 1  # as it is behind a fork
