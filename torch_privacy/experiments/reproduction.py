@@ -149,11 +149,11 @@ class Reproduction:
         lacking = [key for key in ("quick", "seeds", "data") if key not in request]
         if lacking:
             raise ValueError(f"{folder.settings}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
-        folder.lock()
         experiment, module = load_reproducible(request["reproduce"])
         selection = Selection(request.get("only", ()), request.get("skip", ()))
         run = cls(folder, experiment, module, request["quick"], request["seeds"], request["data"], selection)
         run._check_rows()
+        folder.lock()
         return run
 
     def _settings_asked(self, seed: int, row: Training) -> dict[str, Any]:
