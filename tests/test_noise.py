@@ -45,7 +45,7 @@ def test_noise_has_the_normal_tail():
 
 def test_noise_reaches_beyond_what_32_random_bits_allow():
     """63 random bits, all zero: the largest normal number is sqrt(2 ln 2^64)."""
-    out = _box_muller(_Room(2), 1)  # of zero bytes
+    out = _box_muller(_Room([torch.empty(2)]), 1)  # of zero bytes
     assert out[0].item() == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-12)
 
 
@@ -86,6 +86,13 @@ def test_noise_is_added_to_what_is_there():
     start, sums = torch.linspace(-1, 1, 7), torch.linspace(-1, 1, 7)
     Noise(key_from_test_seed(1, "noise")).add_to(3, {"w": sums}, stddev=0.5)
     torch.testing.assert_close(sums, start + 0.5 * noise_of([(7,)], step=3, dtype=torch.float64)["0"])
+
+
+def test_tensors_are_filled_with_the_step_s_noise_whatever_was_in_them():
+    shapes = (200_001,), (3, 5)
+    filled = {str(i): torch.full(shape, float("nan"), dtype=torch.float32) for i, shape in enumerate(shapes)}
+    Noise(key_from_test_seed(1, "noise")).fill(2, filled)
+    torch.testing.assert_close(filled, noise_of(shapes, step=2), rtol=0, atol=1e-6)
 
 
 def test_noise_ignores_and_leaves_the_user_s_seed():

@@ -34,9 +34,9 @@ class Directions:
     def draw(self, numbers: Iterable[int], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Directions with these numbers, by name (g, *shape), drawn in float32; never in half precision."""
         numbers = list(numbers)
-        drawn = {name: p.new_zeros(len(numbers), *p.shape, dtype=torch.float32) for name, p in parameters.items()}
+        drawn = {name: p.new_empty(len(numbers), *p.shape, dtype=torch.float32) for name, p in parameters.items()}
         for k, number in enumerate(numbers):
-            self._noise.add_to(number, {name: d[k] for name, d in drawn.items()}, stddev=1.0)
+            self._noise.fill(number, {name: d[k] for name, d in drawn.items()})
         return {name: d.to(torch.promote_types(parameters[name].dtype, d.dtype)) for name, d in drawn.items()}
 
     def in_groups(
@@ -51,6 +51,6 @@ class Directions:
 
     def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
         """The block of directions with this number, of a shape, in the type and on the device of a tensor."""
-        drawn = like.new_zeros(shape, dtype=torch.float32)
-        self._noise.add_to(number, {"": drawn}, stddev=1.0)
+        drawn = like.new_empty(shape, dtype=torch.float32)
+        self._noise.fill(number, {"": drawn})
         return drawn.to(like.dtype)

@@ -30,6 +30,8 @@ _CHUNK = 2**17  # normal numbers made at a time: enough that torch's threads sha
 _FINENESS = 32  # of the grid: its unit is 2^-32 standard deviations, rounded down to a power of two
 LEAST_STDDEV = 2.0**-900  # far above where powers of two end
 
+_Pieces = list[tuple[Tensor, float]]  # parts of vectors, and what their numbers are multiplied by
+
 
 class Noise:
     """Gaussian noise, a function of a secret key and the number of the step, made in float64.
@@ -73,16 +75,35 @@ class Noise:
         """
         whole("Noise.add_to", step=step)
         scales = [_checked(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums]
-        scaled = zip((tensor.view(-1) for tensor in sums.values()), scales, strict=True)
-        room = _Room(min(_CHUNK, sum([tensor.numel() for tensor in sums.values()])))
-        for number, pieces in enumerate(_chunks(scaled)):
-            noise, start = self._normal(step, number, sum([piece.numel() for piece, _ in pieces]), room), 0
+        room = _Room(sums.values())
+        for noise, pieces in self._drawn(step, zip(sums.values(), scales, strict=True), room):
+            start = 0
             for (scale, _), alike in groupby(pieces, lambda pair: (pair[1], pair[0].device)):
                 run = [piece for piece, _ in alike]
                 end = start + sum([piece.numel() for piece in run])
                 if scale:
                     _add(run, noise[start:end], scale, room)
                 start = end
+
+    def fill(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Replace what is in the tensors by the step's standard normal numbers, rounded to their type.
+
+        For random directions and the like: what is to hide something takes ``add_to``, which brings it to the grid.
+
+        Args:
+            step: number of the step, 0 or above; one number must never be used twice.
+            tensors: name -> contiguous tensor of any floating-point type.
+        """
+        whole("Noise.fill", step=step)
+        for numbers, pieces in self._drawn(step, ((t, 1.0) for t in tensors.values()), _Room(tensors.values())):
+            _copy(numbers, [piece for piece, _ in pieces])
+
+    def _drawn(
+        self, step: int, scaled: Iterable[tuple[Tensor, float]], room: _Room
+    ) -> Iterator[tuple[Tensor, _Pieces]]:
+        """Standard normal numbers, and the pieces of tensors that they are for: a chunk at a time."""
+        for number, pieces in enumerate(_chunks(scaled)):
+            yield self._normal(step, number, sum([piece.numel() for piece, _ in pieces]), room), pieces
 
     def _normal(self, step: int, chunk: int, size: int, room: _Room) -> Tensor:
         """The first so many numbers of the step's chunk with this number."""
@@ -100,8 +121,8 @@ class Noise:
 class _Room:
     """Memory for the numbers of one chunk, used again for every other: fresh pages cost as much as the arithmetic."""
 
-    def __init__(self, size: int):
-        pairs = (size + 1) // 2
+    def __init__(self, tensors: Iterable[Tensor]):
+        pairs = (min(_CHUNK, sum([tensor.numel() for tensor in tensors])) + 1) // 2
         self.random = bytearray(16 * max(pairs, 1))
         self.words = torch.frombuffer(self.random, dtype=torch.int64)
         self.whole = torch.empty(pairs, dtype=torch.int64, device="cpu")
@@ -120,10 +141,11 @@ def _checked(stddev: float) -> float:
     return float(stddev)
 
 
-def _chunks(scaled: Iterable[tuple[Tensor, float]]) -> Iterator[list[tuple[Tensor, float]]]:
-    """Vectors and their scales in order, cut into pieces: lists with as many numbers together as a chunk holds."""
+def _chunks(scaled: Iterable[tuple[Tensor, float]]) -> Iterator[_Pieces]:
+    """Tensors and their scales in order, cut into pieces: lists with as many numbers together as a chunk holds."""
     pieces, room = [], _CHUNK
-    for vector, scale in scaled:
+    for tensor, scale in scaled:
+        vector = tensor.view(-1)
         start, end = 0, vector.numel()
         while start < end:
             stop = min(start + room, end)
@@ -147,8 +169,12 @@ def _add(pieces: list[Tensor], normal: Tensor, stddev: float, room: _Room) -> No
     else:  # on the CPU also for devices without float64
         counts = room.counts[: len(noise)]
         counts.copy_(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-    counts.mul_(1 / unit).round_().add_(noise).mul_(unit)
-    parts = counts.split([piece.numel() for piece in pieces])
+    _copy(counts.mul_(1 / unit).round_().add_(noise).mul_(unit), pieces)
+
+
+def _copy(numbers: Tensor, pieces: list[Tensor]) -> None:
+    """Each part to its piece."""
+    parts = numbers.split([piece.numel() for piece in pieces])
     torch._foreach_copy_(pieces, list(parts))  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.experiments import jl, jl_mnist, measure, methods
+from torch_privacy.experiments import jl, jl_large, jl_mnist, measure, methods
 from torch_privacy.experiments.methods import Problem
 
 N = 32
@@ -106,9 +106,38 @@ def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):
         raise ModuleNotFoundError("opacus")
 
     monkeypatch.setitem(jl.METHODS, "outer product", missing)
-    steps = jl._steps(problem(1.0)[0], quick=True)
+    steps = jl._steps(problem(1.0)[0], list(jl.METHODS), quick=True)
     assert "outer product" not in steps
     assert {"non-private", "vanilla 2", "vanilla 6", "multiple", "ours, exact", "JL(1)", "JL(10)"} <= set(steps)
+
+
+def test_rows_that_memory_cannot_hold_are_not_begun(monkeypatch):
+    task, _ = problem(1.0)
+    bytes_of_rows = N * 4 * (5 * 4 + 4 + 4 * 3 + 3)
+    monkeypatch.setattr(methods, "memory_bytes", lambda: 2 * bytes_of_rows - 1)
+    with pytest.raises(MemoryError, match="rows"):
+        methods.outer_product(task)
+    assert "outer product" not in jl._steps(task, ["non-private", "outer product"], quick=True)
+
+
+def test_large_networks_are_of_the_paper_s_sizes_and_each_has_the_methods_that_the_paper_times():
+    experiments = jl_large.ALEXNET, jl_large.VGG, jl_large.DENSER
+    sizes = [sum(p.numel() for p in experiment.new_model().parameters()) for experiment in experiments]
+    assert sizes[:2] == [21_598_922, 32_394_562]
+    assert sizes[2] == pytest.approx(17_146_938, rel=1.1e-4)
+    rows = {row.name: row for row in jl_large.rows(quick=False)}
+    assert len(rows) == 7 * 3
+    assert {"AlexNet, JL(1)", "VGG-13, JL(10)", "17.1 M, JL(30)", "VGG-13, ours, exact"} <= set(rows)
+    assert not {"AlexNet, JL(5)", "VGG-13, JL(30)", "17.1 M, JL(1)"} & set(rows)
+    assert rows["VGG-13, JL(10)"].paper[jl.RATIO] == pytest.approx(106 / 12)
+
+
+def test_a_quick_look_takes_the_narrow_network_and_the_full_run_the_paper_s():
+    data = TensorDataset(torch.zeros(1, 1, 28, 28), torch.zeros(1))
+    quick, full = (jl_large.ALEXNET.problem(data, quick=quick) for quick in (True, False))
+    assert (quick.batch_size, full.batch_size) == (8, 64)
+    narrow = sum(p.numel() for p in quick.new_model().parameters())
+    assert 20 * narrow < sum(p.numel() for p in full.new_model().parameters())
 
 
 def test_figures_draw_epsilons_as_large_as_they_are_over_the_time_that_methods_take(monkeypatch, tmp_path):

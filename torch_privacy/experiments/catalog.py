@@ -118,6 +118,10 @@ CATALOG = (
         trains=True,
     ),
     Experiment(
+        "jl-large", JL, "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
+        6000, 120, "MNIST, CIFAR-10",
+    ),
+    Experiment(
         "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
         3000, 90, "MNIST, CIFAR-100", trains=True,
     ),

@@ -9,7 +9,7 @@ ends under a limit of 2 GiB that the system enforces.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,9 @@ class Experiment:
         methods: method -> the paper's numbers.
         trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
         quick_epochs: of a quick look.
+        quick_model: what a quick look times in the network's place; None for the same.
+        projections: numbers of them that are timed.
+        prefix: what the names of the methods' rows begin with.
     """
 
     settings: Callable[..., Settings]
@@ -123,8 +126,11 @@ class Experiment:
     new_model: Callable[[], nn.Module]
     new_optimizer: Callable[..., Optimizer]
     methods: Mapping[str, Mapping[str, float]]
-    trained: Mapping[int, Mapping[str, float]]
-    quick_epochs: float
+    trained: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    quick_epochs: float = 0
+    quick_model: Callable[[], nn.Module] | None = None
+    projections: Sequence[int] = PROJECTIONS
+    prefix: str = ""
 
     def build_task(self, settings: Settings) -> Task:
         """The data's own split, and the network to be trained on it."""
@@ -140,28 +146,38 @@ class Experiment:
             data_files=data.files,
         )
 
-    def problem(self, data: TensorDataset, batch_size: int | None = None) -> Problem:
-        """What every method trains."""
+    def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> Problem:
+        """What every method trains. A quick look takes an eighth of the batch."""
         settings = self.settings()
         assert settings.noise_multiplier is not None
         return Problem(
-            self.new_model,
+            self.quick_model or self.new_model if quick else self.new_model,
             partial(self._optimizer, settings.learning_rate),
             data,
-            batch_size or settings.expected_batch_size,
+            batch_size or settings.expected_batch_size // (8 if quick else 1),
             settings.clip_norm,
             settings.noise_multiplier,
         )
 
     def rows(self, quick: bool) -> Sequence[Row]:
         """One row for each method, then the trainings."""
-        base = self.methods["non-private"][SECONDS]
-        said = {
-            name: numbers | ({RATIO: numbers[SECONDS] / base} if SECONDS in numbers else {})
-            for name, numbers in ((name, dict(self.methods.get(name, {}))) for name in METHODS)
-        }
-        measured = [Computation(name, partial(_numbers, self, name), said[name]) for name in METHODS]
+        measured = [
+            Computation(self.prefix + name, partial(_numbers, self, name), self._said(name)) for name in self.timed
+        ]
         return [*measured, *self.trainings(quick)]
+
+    @property
+    def timed(self) -> list[str]:
+        """The methods, by name."""
+        projected = {method_name(r) for r in PROJECTIONS} - {method_name(r) for r in self.projections}
+        return [name for name in METHODS if name not in projected]
+
+    def _said(self, method: str) -> dict[str, float]:
+        """The paper's numbers of a method, and its ratio to the one without privacy."""
+        numbers = dict(self.methods.get(method, {}))
+        if SECONDS in numbers:
+            numbers[RATIO] = numbers[SECONDS] / self.methods["non-private"][SECONDS]
+        return numbers
 
     def trainings(self, quick: bool) -> list[Training]:
         """With exact norms and by projections; a quick look makes a part of an epoch of two of them."""
@@ -231,7 +247,7 @@ def _numbers(experiment: Experiment, method: str, context: Context) -> Numbers:
         return {}
     numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
     numbers[MEMORY] = peaks[method] / 2**20
-    if method not in LIKE_OTHERS and not context.quick:
+    if (method not in LIKE_OTHERS or LARGEST in experiment.methods.get(method, {})) and not context.quick:
         train = loaded(experiment.load, context.data).train  # in memory that the processes share
         numbers[LARGEST] = largest_that_fits(partial(_try_size, experiment, method, train), LIMIT, len(train))
     return numbers
@@ -241,16 +257,11 @@ MEASURED: dict[Any, tuple[dict[str, float], dict[str, int]]] = {}
 
 
 def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds per epoch, and bytes at the peak of a step, of every method that can be had; kept for the next row.
-
-    A quick look takes an eighth of the batch.
-    """
-    key = experiment.settings, context
+    """Seconds per epoch, and bytes at the peak of a step, of every method that can be had; kept for the next row."""
+    key = experiment.new_model, context
     if key not in MEASURED:
-        whole = experiment.settings().expected_batch_size
-        train = loaded(experiment.load, context.data).train
-        problem = experiment.problem(train, whole // 8 if context.quick else whole)
-        steps = _steps(problem, quick=context.quick)
+        problem = experiment.problem(loaded(experiment.load, context.data).train, quick=context.quick)
+        steps = _steps(problem, experiment.timed, quick=context.quick)
         seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
         seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
         peaks = {name: peak_bytes(step) for name, step in steps.items()}
@@ -260,10 +271,10 @@ def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float
     return MEASURED[key]
 
 
-def _steps(problem: Problem, *, quick: bool) -> dict[str, Step]:
+def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
     """Every method's step; that of vanilla twice, with few backwards. One that cannot be had is left out."""
     makers = {f"vanilla {only}": partial(vanilla, only=only) for only in FEW}
-    makers |= {name: maker for name, maker in METHODS.items() if name != "vanilla"}
+    makers |= {name: METHODS[name] for name in timed if name != "vanilla"}
     steps: dict[str, Step] = {}
     for name, maker in makers.items():
         if quick and name in LIKE_OTHERS:
@@ -271,8 +282,8 @@ def _steps(problem: Problem, *, quick: bool) -> dict[str, Step]:
         try:
             step = maker(problem)
             step()
-        except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError):
-            continue  # Opacus is not installed, or the method does not take this network
+        except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError):
+            continue  # Opacus is not installed, or the method does not take this network, or not as many rows
         steps[name] = step
     return steps
 

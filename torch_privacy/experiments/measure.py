@@ -58,6 +58,11 @@ def peak_bytes(step: Step) -> int:
     return most
 
 
+def memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def largest_that_fits(try_size: Callable[[int], None], limit: int, most: int, least: int = 64) -> int:
     """The largest of ``least``, 2 ``least``, .. and ``most`` with which a call succeeds under a limit of memory.
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.experiments.measure import Step
+from torch_privacy.experiments.measure import Step, memory_bytes
 
 CHUNK_BYTES = 2**28  # of rows that vmap holds at once
 
@@ -100,9 +100,13 @@ def outer_product(problem: Problem) -> Step:
 
     Raises:
         ModuleNotFoundError: Opacus is not installed.
+        MemoryError: the rows of a batch, which it holds all at once, are larger than half of this machine's memory.
     """
     engine, validators = import_module("opacus"), import_module("opacus.validators")
     model = validators.ModuleValidator.fix(problem.new_model())
+    rows = problem.batch_size * sum(p.nbytes for p in trained(model))
+    if rows > memory_bytes() // 2:  # else the system would end this process
+        raise MemoryError(f"{rows / 2**30:.0f} GiB of rows")
     with _without_warnings():  # that its noise is no secret
         private, optimizer, _ = engine.PrivacyEngine().make_private(
             module=model,

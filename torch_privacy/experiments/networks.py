@@ -9,7 +9,7 @@ published code; Z. Bu, S. Gopi et al. (2021, arXiv:2102.03013); N. Papernot et a
 D. Yu et al. (2021, arXiv:2102.12677) and their published code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,12 +22,13 @@ def adult_perceptron(hidden: int = 16) -> nn.Module:
     return draw_as_keras(nn.Sequential(nn.Linear(123, hidden), nn.ReLU(), nn.Linear(hidden, 2)))
 
 
-def mnist_cnn(width: int = 16, classes: int = 10) -> nn.Module:
+def mnist_cnn(width: int = 16, classes: int = 10, *, hidden: Sequence[int] = ()) -> nn.Module:
     """Two convolutions and two dense layers: MNIST in both papers of Bu et al.; 26,010 parameters.
 
-    It is that of TensorFlow Privacy's tutorial. Inputs (n, 1, 28, 28).
+    It is that of TensorFlow Privacy's tutorial. ``hidden`` are the widths of further dense layers before these two.
+    Inputs (n, 1, 28, 28).
     """
-    return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, 2 * width, classes)))
+    return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, *hidden, 2 * width, classes)))
 
 
 def gep_mnist_cnn(width: int = 16, classes: int = 10, *, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
