@@ -145,7 +145,7 @@ class Anchors:
         seed_everything(self._generator("random", *which).initial_seed())  # augmentation and dropout
         (batch,) = self._fetch(iter([examples.numpy()]))
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
-        with Tape(census.trained, census.others.values(), self._layouts, len(examples)) as tape:
+        with Tape(census.trained, census.constants, self._layouts, len(examples)) as tape:
             outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
         losses = self._setting.loss(outputs, labels)

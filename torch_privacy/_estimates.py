@@ -114,7 +114,7 @@ class Estimating:
     def watch(self, census: Census, size: int, directions: Directions) -> Tape:
         """The tape of a (micro)batch of so many examples."""
         estimates = self._make(self.setting, directions, census.trained, self._forms)
-        return Tape(census.trained, census.others.values(), self._layouts, size, estimates)
+        return Tape(census.trained, census.constants, self._layouts, size, estimates)
 
     def explain(self) -> str:
         """How the norms are estimated, and which parameters' parts are exact."""

@@ -97,10 +97,13 @@ class Fitting:
         dims: where its examples may lie.
         codes: what the cotangents tell.
         rounding: how far b may be off.
-        by_entry: whether the owners may also be found entry by entry, in whatever order.
+
+    Where no regular layout fits, the owners are found entry by entry, in whatever order.
     """
 
-    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, *, by_entry: bool = True):
+    BY_ENTRY = True
+
+    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding):
         self._b, self._codes, self._rounding = b.detach(), codes, rounding
         n = len(codes.cotangent(0))
         if n < 2:  # nothing to tell apart
@@ -108,7 +111,7 @@ class Fitting:
         else:
             regular = list(_candidates(b.shape, n, dims))
         self._regular = {layout: _not_finite(layout, self._b) for layout in regular}
-        self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if by_entry and n > 1 else {}
+        self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if self.BY_ENTRY and n > 1 else {}
 
     @property
     def aside(self) -> int:
@@ -172,6 +175,27 @@ class Fitting:
         digits = self._digits[dim]
         without = torch.stack([digit == -2 for digit in digits]).all(0)
         return torch.where(without, -1, self._codes.owner(digits))
+
+
+class InputFitting(Fitting):
+    """The regular layouts of an input's gradient; or all of it is one example's, its ``owner``'s."""
+
+    BY_ENTRY = False
+
+    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, owner: int | None):
+        super().__init__(b, dims, codes, rounding)
+        self._whole, self._whose = b.detach().reshape(1, -1), owner
+
+    def narrow(self, k: int, scaled: Tensor) -> None:
+        super().narrow(k, scaled)
+        if self._whose is not None and self._whole.isfinite().all():
+            factor = self._codes.cotangent(k)[self._whose : self._whose + 1]
+            if not self._agrees(self._whole, scaled.detach().reshape(1, -1), factor):
+                self._whose = None
+
+    def layouts(self) -> list[AnyLayout]:
+        regular = super().layouts()
+        return regular if regular or self._whose is None else [Layout(0, 1, 1, len(self._b))]
 
 
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:

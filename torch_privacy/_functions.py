@@ -31,9 +31,10 @@ _REARRANGEMENTS = {
 # Factories whose result holds no data of the batch.
 _CONSTANTS = {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch.triu_indices}
 # Factories whose result may stand for an input with a part for every example, such as a first hidden state.
-_FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn, torch.tensor}
+LARGE = 2**20  # entries of what rows take that hang on a filled tensor with a part for each example, as on a constant
 # Functions that take no more than the shape or type of their second tensor.
-LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as}
+LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as, Tensor.to}
 _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
@@ -58,28 +59,42 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def makes_constant(func: Callable, out: Any, num_examples: int | None) -> bool:
-    """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions.
+class Filled:
+    """Which tensors that are filled with numbers may stand for an input, such as a first hidden state (n, d).
 
-    What is filled with numbers may stand for an input, unless none of its dimensions can hold the examples.
+    The rest are constants, which are exact whatever they are taken for: only, one with a part for each example takes
+    n times its size.
     """
-    if func in _FILLED:
-        return num_examples is not None and not _may_hold_examples(out, num_examples)
-    return func in _CONSTANTS or (func is torch.tensor and out.ndim < 2 and not out.is_floating_point())
 
+    def __init__(self) -> None:
+        self._of_any_batch: set[tuple[Callable, torch.Size]] = set()  # met in batches whose examples they cannot hold
 
-def makes_new(func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
-    """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: a new input."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("_like") and args and not args[0].requires_grad:
-        return False  # of a constant's shape, which has no part for each example
-    if name.startswith("new_") or name.endswith("_like"):
-        return num_examples is None or _may_hold_examples(out, num_examples)
-    return False
+    def stands_for_input(self, func: Callable, out: Tensor, num_examples: int | None) -> bool:
+        """Whether it is large, has a dimension of n, and was not met where n was another."""
+        if num_examples is None:
+            return True
+        key = func, out.shape
+        if all(size % max(num_examples, 1) for size in out.shape):
+            self._of_any_batch.add(key)
+            return False
+        large = num_examples * out.numel() > LARGE
+        return large and num_examples in out.shape and key not in self._of_any_batch
 
+    def makes_constant(self, func: Callable, out: Any, num_examples: int | None) -> bool:
+        """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
+        if func in _CONSTANTS:
+            return True
+        if func is torch.tensor and not out.is_floating_point():
+            return out.ndim < 2
+        return func in _FILLED and not self.stands_for_input(func, out, num_examples)
 
-def _may_hold_examples(out: Tensor, num_examples: int) -> bool:
-    return any(size % max(num_examples, 1) == 0 for size in out.shape)
+    def makes_new(self, func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
+        """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: an input."""
+        name = getattr(func, "__name__", "")
+        if name.endswith("_like") and args and not args[0].requires_grad:
+            return False  # of a constant's shape, which has no part for each example
+        is_new = name.startswith("new_") or name.endswith("_like")
+        return is_new and self.stands_for_input(func, out, num_examples)
 
 
 @cache

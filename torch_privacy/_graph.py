@@ -65,13 +65,13 @@ class Graph:
 def saved_bytes(graph: Graph, n: int, but: Iterable[Tensor]) -> int:
     """Bytes of what autograd keeps for the backward and that can hold n examples; shared memory counts once.
 
-    Not counted is the memory of some tensors, which is there in any case.
+    Not counted is the memory of some tensors, which is there in any case, and of sparse ones.
     """
-    own = {t.untyped_storage().data_ptr() for t in but}
+    own = {t.untyped_storage().data_ptr() for t in but if t.layout is torch.strided}
     sizes: dict[int, int] = {}
     for node in graph.nodes():
         for tensor in _saved_by(node):
-            if any([size and size % n == 0 for size in tensor.shape]):
+            if tensor.layout is torch.strided and any([size and size % n == 0 for size in tensor.shape]):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum([size for start, size in sizes.items() if start not in own])

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ._check import Refused
-from ._fitting import Codes, Fitting, Rounding, fresh_generator
+from ._fitting import Codes, Fitting, InputFitting, Rounding, fresh_generator
+from ._functions import Filled
+from ._inputs import Input
 from .ops import AnyLayout, Layout, Ragged
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Layouts:
         self._verified: Counter[tuple[tuple, bool]] = Counter()
         self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._generator = fresh_generator()
+        self.filled = Filled()
         self._paths: dict[int, list[Sizes]] = {}  # program -> the sizes that were first on each of its paths
         self._path_of = lru_cache(maxsize=1024)(self._find_path)
 
@@ -151,7 +154,7 @@ class Measurement:
         names_of: tensor -> the parameters behind it.
         gradients: (n,) cotangent, numbers of some targets -> the gradients in these.
         losses: (n,).
-        leaves: inputs of the model that have a dimension of size n: the targets behind the calls.
+        inputs: those of the model that have a part for each example, or are one's: the targets behind the calls.
         dtypes: gives the floating-point types on the way.
     """
 
@@ -161,13 +164,13 @@ class Measurement:
         names_of: NamesOf,
         gradients: Callable[[Tensor, Sequence[int]], Sequence[Tensor | None]],
         losses: Tensor,
-        leaves: Sequence[Tensor],
+        inputs: Sequence[Input],
         dtypes: Callable[[], Collection[torch.dtype]],
     ):
         self.calls, self.n = calls, len(losses)
         self.options: dict[int, list[AnyLayout]] = {}  # of each call that was looked at, the best first
         self.in_doubt = False  # some examples' gradients are not finite
-        self._names_of, self._gradients, self._losses, self._leaves = names_of, gradients, losses, leaves
+        self._names_of, self._gradients, self._losses, self._inputs = names_of, gradients, losses, inputs
         self._dtypes = dtypes
 
     def run(self, portion: Sequence[int], look: Look | None = None) -> None:
@@ -175,10 +178,7 @@ class Measurement:
         rounding = Rounding.of(self._dtypes())
         codes = Codes(self.n, rounding.exponents)
         plain = self._gradients_of(torch.ones_like(self._losses), portion)
-        fittings = [
-            Fitting(g, self._dims(number, g), codes, rounding, by_entry=number < len(self.calls))
-            for number, g in zip(portion, plain, strict=True)
-        ]
+        fittings = [self._fitting(number, g, codes, rounding) for number, g in zip(portion, plain, strict=True)]
         for k in range(codes.num_digits if self.n > 1 else 0):
             scaled = self._gradients_of(codes.cotangent(k), portion)
             for fitting, g in zip(fittings, scaled, strict=True):
@@ -211,19 +211,22 @@ class Measurement:
         return [
             self.calls[number].output.gradient(g, self._losses)
             if number < len(self.calls)
-            else torch.zeros_like(self._leaves[number - len(self.calls)])
+            else self._losses.new_zeros(self._inputs[number - len(self.calls)].shape)
             if g is None
             else g
             for number, g in zip(portion, self._gradients(c.to(self._losses), portion), strict=True)
         ]
 
-    def _dims(self, number: int, g: Tensor) -> list[int]:
-        return _example_dims(self.calls[number]) if number < len(self.calls) else _dims_of_size(g, self.n)
+    def _fitting(self, number: int, g: Tensor, codes: Codes, rounding: Rounding) -> Fitting:
+        if number < len(self.calls):
+            return Fitting(g, _example_dims(self.calls[number]), codes, rounding)
+        given = self._inputs[number - len(self.calls)]
+        return InputFitting(g, given.dims(self.n), codes, rounding, given.owner(self.n))
 
     def _refusal(self, number: int) -> str:
         if number < len(self.calls):
             return _coupled(self.calls[number], self._names_of, self.n)
-        return _coupled_input(self._leaves[number - len(self.calls)], self.n)
+        return _coupled_input(self._inputs[number - len(self.calls)].shape, self.n)
 
 
 class Verdicts:
@@ -306,10 +309,6 @@ class Merging:
         return 1 / torch.bincount(self.assignment, minlength=self.count)[self.assignment]
 
 
-def _dims_of_size(tensor: Tensor, n: int) -> list[int]:
-    return [dim for dim, size in enumerate(tensor.shape) if size == n]
-
-
 def _example_dims(call: Call) -> list[int]:
     """The dimensions in which all uses of the call can have their examples."""
     dims = [set(use.example_dims(len(call.shape))) for use in call.uses]
@@ -340,6 +339,11 @@ def _place(call: Call, names_of: NamesOf) -> str:
 
 
 def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
+    if not _example_dims(call):
+        return (
+            f"tape: {_place(call, names_of)} no dimension can hold examples. Give a layer that is called for one "
+            "example at a time a batch of one, as in layer(x[None])[0]; better, call it once for all examples."
+        )
     return (
         f"tape: {_place(call, names_of)} the {n} "
         "examples of the batch cannot be told apart: either one example's loss depends on another example (batch "
@@ -368,9 +372,9 @@ def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
     )
 
 
-def _coupled_input(leaf: Tensor, n: int) -> str:
+def _coupled_input(shape: torch.Size, n: int) -> str:
     return (
         f"tape: the losses of the {n} examples depend on each other's part of the model's input of shape "
-        f"{tuple(leaf.shape)} (batch normalization, in-batch negatives, a loss averaged over the batch?). "
+        f"{tuple(shape)} (batch normalization, in-batch negatives, a loss averaged over the batch?). "
         "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
     )

@@ -86,7 +86,7 @@ class Mechanism(ABC):
 
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
         """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
-        return Tape(census.trained, census.others.values(), self._layouts, size)
+        return Tape(census.trained, census.constants, self._layouts, size)
 
     def settled(self, size: int) -> bool:
         """Whether enough batches were looked at to trust the model with so many views of examples."""

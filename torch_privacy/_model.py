@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,27 @@ class Census:
 
     trained: Mapping[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
     others: Mapping[str, Tensor]  # frozen parameters and buffers, which hold no data of the batch
+    attributes: Sequence[Tensor] = ()  # that are no buffers, as they were before the first batch
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """All that hold no data of the batch."""
+        return [*self.others.values(), *self.attributes]
+
+
+class Attributes:
+    """The tensors that a model keeps as plain attributes, such as the numbers of positions.
+
+    What is put there later, or written into, may be a batch's.
+    """
+
+    def __init__(self, model: nn.Module):
+        kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+        self._kept = [(t, t._version) for t in kept if not t.requires_grad and not t.is_inference()]
+
+    def unchanged(self) -> list[Tensor]:
+        """Those into which nothing was written since."""
+        return [t for t, version in self._kept if t._version == version]
 
 
 class Seal:
@@ -68,7 +89,7 @@ def _digest(tensor: Tensor) -> tuple[float, float]:
     )
 
 
-def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
+def take_census(model: nn.Module, optimizer: Optimizer, attributes: Attributes | None = None) -> Census:
     """Who is who in the model just now; refuses parameters of the optimizer that are not the model's."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -82,7 +103,7 @@ def take_census(model: nn.Module, optimizer: Optimizer) -> Census:
     if not trained:
         raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    return Census(trained, {**frozen, **buffers})
+    return Census(trained, {**frozen, **buffers}, attributes.unchanged() if attributes else ())
 
 
 def check_not_compiled(model: nn.Module) -> None:

@@ -7,17 +7,16 @@ counts as a parameter itself. Nothing in the model is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ._calls import SCAN, Call, Output
 from ._check import Refused
@@ -25,10 +24,9 @@ from ._functions import (
     EXPANSIONS,
     LIKE,
     SET_REQUIRES_GRAD,
+    Filled,
     changes_in_place,
     looks_up_examples,
-    makes_constant,
-    makes_new,
     may_reorder,
     numbers_in,
     opened,
@@ -37,6 +35,7 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import saves_elsewhere
+from ._inputs import Input, with_tensors
 from ._shadow import Shadows
 from .ops import COMPOSED, OPS, Use
 from .ops._base import is_half
@@ -67,13 +66,22 @@ class Notes(TorchFunctionMode):
         parameters: name -> tensor, leaves of the autograd graph.
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
+        filled: what earlier batches taught of tensors that are filled with numbers.
+        thorough: as of `Shadows`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor] = (), num_examples: int | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Iterable[Tensor] = (),
+        num_examples: int | None = None,
+        filled: Filled | None = None,
+        *,
+        thorough: bool = True,
     ):
         super().__init__()
         self._num_examples, self._entered = num_examples, 0
+        self._filled = filled or Filled()
         self.parameters = dict(parameters)
         # Tensors are known by identity; holding them keeps the identities from being given away again.
         self._sources = {
@@ -82,13 +90,15 @@ class Notes(TorchFunctionMode):
         }
         self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._constants = {id(t): (t, t._version) for t in constants}
-        self._inputs: list[Tensor] = []
+        self._inputs: list[Input] = []
         self._probed: set[Node] = set()  # where the graph reaches the probed inputs
-        self._shadows = Shadows(num_examples)
+        self._shadows = Shadows(num_examples, thorough=thorough)
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._reorders = False  # the data of the batch may have decided where its examples lie
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
+        # Calls whose outputs are views, by their base; with strides and offset in it.
+        self._views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
         self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
 
     def __enter__(self) -> Self:
@@ -115,11 +125,12 @@ class Notes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        values = (*args, *kwargs.values()) if kwargs else args
         if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
+            data = self._sorted(values)[2] if self._shadows.begun else []
+            return self._run_on_data(func, args, kwargs or {}, data)
         if func == SET_REQUIRES_GRAD and args[0].requires_grad:
             return None  # as wav2vec2 asks of its input, which has a gradient here already
-        values = (*args, *kwargs.values()) if kwargs else args
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
         if func in LIKE:
@@ -127,8 +138,10 @@ class Notes(TorchFunctionMode):
         if met and data and picks_one(func, args, self._source):
             data = []
         self._program.append((func, numbers_in(values)))
-        behind = self._shadows.behind(func, args, kwargs, data) if data else None
+        if self._views and changes_in_place(func):
+            self._hang_on_base(args[0])
         if met and (data or looks_up_examples(func, args)):
+            behind = self._shadows.behind(func, args, kwargs, data) if data else None
             out = self._meet(func, args, kwargs, data, met)
             if behind and isinstance(out, Tensor) and out.grad_fn is not None:
                 output = _output(out)
@@ -136,16 +149,25 @@ class Notes(TorchFunctionMode):
             return out
         if data:
             self._reorders = self._reorders or may_reorder(func, args, data)
-            out = func(*args, **kwargs)
-            if behind:
-                self._shadows.note(args[0] if changes_in_place(func) else out, behind)
-            return out
+            return self._run_on_data(func, args, kwargs, data)
         out = func(*args, **kwargs)
-        if tensors or makes_constant(func, out, self._num_examples):
+        if tensors or self._filled.makes_constant(func, out, self._num_examples):
             result = args[0] if changes_in_place(func) else out
-            if not makes_new(func, result, args, self._num_examples):
+            if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
+        return out
+
+    def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Tensor]) -> Any:
+        """Run what meets no parameter, or no gradient, and follow whose data go into it."""
+        shadows, changed = self._shadows, changes_in_place(func)
+        behind = shadows.behind(func, args, kwargs, data)
+        influences = {} if behind else shadows.influences(func, args, kwargs, data, in_place=changed)
+        out = func(*args, **kwargs)
+        if behind:
+            shadows.note(args[0] if changed else out, behind)
+        if influences:
+            shadows.note_influences(args[0] if changed else out, influences)
         return out
 
     def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -170,21 +192,17 @@ class Notes(TorchFunctionMode):
         that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
         """
 
-        def replaced(value: Any) -> Any:
-            if isinstance(value, MutableMapping) or (is_dataclass(value) and not isinstance(value, type)):
-                return _with_parts(value, lambda part: tree_map(replaced, part))
-            if not isinstance(value, Tensor) or not value.ndim:
-                return value
+        def replaced(value: Tensor, item: tuple[int, int] | None) -> Tensor:
             probed = value
-            if value.is_floating_point():
+            if value.is_floating_point() and value.layout is torch.strided:
                 leaf = value if value.requires_grad else value.detach().requires_grad_()
-                self._inputs.append(leaf)
+                self._inputs.append(Input(leaf, leaf.shape, item))
                 probed = leaf.clone()  # not the leaf itself, which could not be changed in place
                 self._probed.add(_edge(probed).node)
             self._shadows.begin(probed)
             return probed
 
-        return tree_map(replaced, arguments)
+        return with_tensors(arguments, replaced)
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))
@@ -209,6 +227,12 @@ class Notes(TorchFunctionMode):
             return inside(self._note_part, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
 
     def _run_and_note(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        if any([t.is_nested for t in data]):
+            names = ", ".join(map(repr, self._names_behind(met)))
+            raise Refused(
+                f"tape: parameter {names} meets a nested tensor, in which examples cannot be told apart. Pad it to a "
+                "fixed length and use a mask, or take one tensor for each example."
+            )
         inputs = tuple([t.grad_fn for t in data if t.grad_fn is not None])
         changed = changes_in_place(func)
         copied = changed and (func in OVERWRITING or func not in OPS)
@@ -239,7 +263,18 @@ class Notes(TorchFunctionMode):
         if saves_elsewhere():
             self._saved_elsewhere = True
         versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
-        self._calls.append(Call(op, _output(y), inputs, uses, versions))
+        call = Call(op, _output(y), inputs, uses, versions)
+        self._calls.append(call)
+        if y._base is not None and call.output.part is None and call.edge == _edge(y):
+            where = y.stride(), int(y.storage_offset())
+            self._views.setdefault(y._base._cdata, []).append((weakref.ref(y._base), call, *where))
+
+    def _hang_on_base(self, changed: Tensor) -> None:
+        """A tensor is about to be changed in place: outputs that are views of it leave the graph where they hung."""
+        base = changed if changed._base is None else changed._base
+        for alive, call, stride, offset in self._views.pop(base._cdata, []):
+            if alive() is base and base.grad_fn is not None:
+                call.output = replace(call.output, edge=_edge(base), part=(_without_entries(base), stride, offset))
 
     def _note_part(self, y: Tensor, uses: Iterable[Use]) -> None:
         """What a composition of our own notes: parameters that met y out of sight of torch's functions."""
@@ -306,24 +341,6 @@ class Notes(TorchFunctionMode):
             self._expanded.pop(key, None)
 
 
-def _with_parts(value: Any, replaced: Callable[[Any], Any]) -> Any:
-    """A copy of a mapping or a data class, its values replaced; the thing itself where nothing in it is another."""
-    if isinstance(value, MutableMapping):  # such as UserDict: torch maps over plain ones
-        parts = dict(value.items())
-    else:
-        parts = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
-    others = {key: new for key, part in parts.items() if (new := replaced(part)) is not part}
-    if not others:
-        return value
-    changed = copy(value)
-    if isinstance(value, MutableMapping):
-        changed.update(others)
-    else:
-        for key, part in others.items():
-            object.__setattr__(changed, key, part)  # also of a frozen one
-    return changed
-
-
 def _output(y: Tensor) -> Output:
     """Where y hangs in the graph also after it is changed in place, as by ``relu_``.
 
@@ -338,8 +355,11 @@ def _output(y: Tensor) -> Output:
         return Output(_edge(base), y.shape, y.dtype, None)
     if not base.grad_fn.name().endswith("CopySlices"):
         return Output(_edge(y), y.shape, y.dtype, None)
-    shape_only = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    return Output(_edge(base), y.shape, y.dtype, (shape_only, y.stride(), int(y.storage_offset())))
+    return Output(_edge(base), y.shape, y.dtype, (_without_entries(base), y.stride(), int(y.storage_offset())))
+
+
+def _without_entries(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _edge(y: Tensor) -> GradientEdge:

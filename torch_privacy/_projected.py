@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ._agreement import Check
 from ._calls import Reached
@@ -24,6 +23,7 @@ from ._check import Refused
 from ._constants import Constants, numbers_looked_up
 from ._directions import Directions
 from ._graph import Graph
+from ._inputs import Input, with_tensors
 from ._layout import PROOFS, Measurement, Merging, told_by
 from ._projections import SketchedJacobian
 from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice, edge_of
@@ -70,7 +70,7 @@ class Sketching:
 
     def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
-        return Sketch(self, census.trained, directions, census.others.values())
+        return Sketch(self, census.trained, directions, census.constants)
 
     @property
     def pushes_ahead(self) -> bool:
@@ -215,8 +215,8 @@ class Sketch(TorchFunctionMode):
         self._runs: list[Run] = []
         self._ahead: dict[str, Tensor] | None = None  # the last of the directions that runs were pushed ahead along
         self._active: list[tuple[Run, ExitStack]] = []
-        self._inputs: list[tuple[Any, torch.Size]] = []  # tensors or edges in which examples must be told apart
-        self._outputs: list[tuple[Any, torch.Size]] = []
+        self._inputs: list[Input] = []  # tensors or edges in which examples must be told apart
+        self._outputs: list[Input] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -224,20 +224,20 @@ class Sketch(TorchFunctionMode):
         self._constants.look(func, args, kwargs, out)
         if func in _LOOKUPS and isinstance(out, Tensor) and out.grad_fn is not None:
             if not self._constants.has(numbers_looked_up(args, kwargs)):  # positions are no part of an example
-                self._inputs.append((edge_of(out), out.shape))
+                self._inputs.append(Input(edge_of(out), out.shape))
         return out
 
     def probe(self, arguments: Any) -> Any:
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured."""
 
-        def replaced(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.requires_grad or not value.is_floating_point():
+        def replaced(value: Tensor, item: tuple[int, int] | None) -> Tensor:
+            if value.requires_grad or not value.is_floating_point() or value.layout is not torch.strided:
                 return value
             leaf = value.detach().requires_grad_()
-            self._inputs.append((leaf, leaf.shape))
+            self._inputs.append(Input(leaf, leaf.shape, item))
             return leaf.clone()  # not the leaf itself, which could not be changed in place
 
-        return tree_map(replaced, arguments)
+        return with_tensors(arguments, replaced)
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The model's forward begins."""
@@ -265,12 +265,12 @@ class Sketch(TorchFunctionMode):
         """The model's forward came to its end; ``output`` is None where it raised."""
         run, context = self._active.pop()
         context.close()
-        self._outputs += run.ended(output)
+        self._outputs += [Input(edge, shape) for edge, shape in run.ended(output)]
         self._runs.append(run)
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
         """The nodes between the losses and the model's outputs."""
-        return graph.before({edge.node for edge, _ in self._outputs})
+        return graph.before({given.target.node for given in self._outputs})
 
     def clipped_sum(
         self,
@@ -320,31 +320,30 @@ class Sketch(TorchFunctionMode):
             )
 
     def _check_seen(self, n: int) -> None:
-        if n > 1 and not any(n in shape for _, shape in (*self._inputs, *self._outputs)):
+        if n > 1 and not any(given.has_examples(n) for given in (*self._inputs, *self._outputs)):
             raise Refused(
                 f"Sketched: no tensor that model(...) takes or gives has a dimension of {n} examples, so that nothing "
                 "shows whether their losses depend on each other. Pass the batch's tensors to model(...) as arguments."
             )
 
-    def _check_apart(self, losses: Tensor, tensors: Sequence[tuple[Any, torch.Size]], where: str) -> None:
-        """Each example's loss must depend on its own part alone of the tensors with a dimension of size n."""
+    def _check_apart(self, losses: Tensor, tensors: Sequence[Input], where: str) -> None:
+        """Each example's loss must depend on its own part alone of these tensors."""
         n = len(losses)
-        looked_at = [(tensor, shape) for tensor, shape in tensors if n in shape]
+        looked_at = [given for given in tensors if given.has_examples(n)]
         if n < 2 or not looked_at:
             return
 
         def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor]:
-            targets = [looked_at[k][0] for k in some]
+            targets = [looked_at[k].target for k in some]
             found = torch.autograd.grad(losses, targets, c, retain_graph=True, allow_unused=True)
-            shapes = [looked_at[k][1] for k in some]
+            shapes = [looked_at[k].shape for k in some]
             return [losses.new_zeros(s) if g is None else g for g, s in zip(found, shapes, strict=True)]
 
-        like = [torch.empty(shape, device="meta") for _, shape in looked_at]
         dtypes = {losses.dtype, *(p.dtype for p in self.parameters.values())}
         try:
-            Measurement([], lambda _: (), gradients, losses, like, lambda: dtypes).run(range(len(like)))
+            Measurement([], lambda _: (), gradients, losses, looked_at, lambda: dtypes).run(range(len(looked_at)))
         except Refused:
-            shapes = ", ".join(str(tuple(shape)) for _, shape in looked_at)
+            shapes = ", ".join(str(tuple(given.shape)) for given in looked_at)
             raise Refused(
                 f"Sketched: the losses of the {n} examples depend on each other's part of {where}, of shape {shapes} "
                 "(batch normalization, in-batch negatives, a loss averaged over the batch?). Make each loss depend on "

@@ -10,7 +10,8 @@ the same functions. Where shadows meet a parameter they must say what the gradie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, reduce
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-# What a shadow holds beside the numbers of examples.
-NOBODY, MIXED, UNKNOWN = -1, -2, -3
+from ._influence import MIXED, NOBODY, UNKNOWN, Influence, can_be_run_again, results_of
 
 # (size, k): the examples lie in the tensor's k-th dimension of this size.
 Where = tuple[int, int]
@@ -58,6 +58,7 @@ _REDUCTIONS = {
     *("cummax", "cummin", "count_nonzero", "softmax", "sort", "argsort", "topk"),
 }
 _WITHOUT_GRADIENT = {"any", "all", "argmax", "argmin", "count_nonzero", "argsort"}
+_NEW = {"new_zeros", "new_ones", "new_full", "new_empty"}
 _ATTRIBUTES = {
     vars(torch._C.TensorBase)[name].__get__: name for name in ("T", "mT", "data") if name in vars(torch._C.TensorBase)
 }
@@ -68,13 +69,16 @@ class Shadows:
 
     Args:
         num_examples: size of the batch; where it is not known every dimension may be that of the examples.
+        thorough: whether functions of numbers that no rule tells of are run again to find out; those of whole numbers
+            always are.
     """
 
-    def __init__(self, num_examples: int | None = None):
-        self._num_examples = num_examples
+    def __init__(self, num_examples: int | None = None, *, thorough: bool = True):
+        self._num_examples, self._thorough = num_examples, thorough
         self.begun = False  # whether the model's inputs are among them
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Shadow]] = {}
         self._expected: dict[GradientEdge, Shadow] = {}
+        self._mixed: dict[int, tuple[Tensor, bool]] = {}  # by a shadow's id: whether something in it is
 
     def begin(self, tensor: Tensor) -> None:
         """An input of the model: each entry belongs to the example of its place."""
@@ -84,7 +88,9 @@ class Shadows:
             if size == (self._num_examples or size):
                 shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
                 numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
-                shadow[size, sum(n == size for n, _ in shadow)] = numbers.expand(tensor.shape)
+                whose = numbers.expand(tensor.shape)
+                shadow[size, sum(n == size for n, _ in shadow)] = whose
+                self._mixed[id(whose)] = whose, False
         self._put(tensor, shadow)
 
     def behind(self, func: Callable, args: tuple, kwargs: dict, data: Sequence[Tensor]) -> Any:
@@ -95,17 +101,51 @@ class Shadows:
         if not self._known or not any([id(t) in self._known for t in data]):
             return None
         rule = _rule(func)
-        if rule is None:
-            return None
         unknown = {id(t) for t in data}
         shadows = {id(t): shadow for t in data if (shadow := self._of(t)) is not None}
+        values = [t for t in data if t.is_floating_point()]
         found = {}
         for where in {where for shadow in shadows.values() for where in shadow}:
-            try:
-                found[where] = rule(_Reader(where, shadows, unknown), args, kwargs)
-            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
-                continue
-        return {where: value for where, value in found.items() if value is not None}
+            value = None
+            if rule is not None:
+                with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+                    value = rule(_Reader(where, shadows, unknown), args, kwargs)
+            if value is None and any([self._is_mixed(shadows.get(id(t), {}).get(where)) for t in values]):
+                value = torch.tensor(MIXED, dtype=torch.int32, device=values[0].device)  # whatever the function does
+            if value is not None:
+                found[where] = value
+        return found if found or rule is not None else None
+
+    def influences(
+        self, func: Callable, args: tuple, kwargs: dict, data: Sequence[Tensor], *, in_place: bool
+    ) -> dict[Where, tuple[Influence, bool]]:
+        """What finds out of a result that no rule tells of; as ``behind``, asked for before the function runs."""
+        n = self._num_examples
+        if not self._known or n is None or n < 2 or not can_be_run_again(func, data):
+            return {}
+        if not self._thorough and any([t.is_floating_point() for t in data]):
+            return {}
+        shadows = [(t, shadow) for t in data if (shadow := self._of(t)) is not None]
+        found = {}
+        for where in {where for _, shadow in shadows for where in shadow if where[0] == n}:
+            owners = {id(t): shadow.get(where, shadow.get((n, 0))) for t, shadow in shadows}
+            even = {key: whose for key, whose in owners.items() if whose is not None and _is_even(whose, n)}
+            if even:
+                alone = all(id(t) in even or _is_nobody_s(owners.get(id(t))) for t in data)
+                found[where] = Influence(func, args, kwargs, in_place=in_place, owners=even, n=n), alone
+        return found
+
+    def note_influences(self, out: Any, influences: Mapping[Where, tuple[Influence, bool]]) -> None:
+        """A function that no rule tells of gave ``out``."""
+        results = results_of(out)
+        shadows: list[Shadow] = [{} for _ in results]
+        for where, (influence, alone) in influences.items() if results else ():
+            for result, shadow, whose in zip(results, shadows, influence.owners(), strict=False):
+                if whose is not None and whose.shape == result.shape:
+                    shadow[where] = whose if alone else torch.where(whose == MIXED, MIXED, UNKNOWN).int()
+        for result, shadow in zip(results, shadows, strict=True):
+            if not result.requires_grad:
+                self._put(result, shadow)
 
     def note(self, out: Any, behind: Any) -> None:
         """The function gave ``out``."""
@@ -136,6 +176,13 @@ class Shadows:
                 answers.append(False if off.any() else None if ((shadow < 0) & live).any() else True)
         return None if not answers else True if True in answers else None if None in answers else False
 
+    def _is_mixed(self, shadow: Tensor | None) -> bool:
+        if shadow is None:
+            return False
+        if id(shadow) not in self._mixed:
+            self._mixed[id(shadow)] = shadow, bool((shadow == MIXED).any())
+        return self._mixed[id(shadow)][1]
+
     def _of(self, tensor: Tensor) -> Shadow | None:
         known = self._known.get(id(tensor))
         return known[2] if known is not None and known[0]() is tensor and known[1] == tensor._version else None
@@ -143,6 +190,17 @@ class Shadows:
     def _put(self, tensor: Tensor, shadow: Shadow) -> None:
         if shadow:
             self._known[id(tensor)] = weakref.ref(tensor), tensor._version, shadow
+
+
+def _is_even(shadow: Tensor, n: int) -> bool:
+    """Whether every example has as many entries, and nobody else has any."""
+    if not shadow.numel() or shadow.numel() % n or bool((shadow < 0).any()):
+        return False
+    return bool((torch.bincount(shadow.flatten(), minlength=n) == shadow.numel() // n).all())
+
+
+def _is_nobody_s(shadow: Tensor | None) -> bool:
+    return shadow is not None and bool((shadow == NOBODY).all())
 
 
 class _Reader:
@@ -183,6 +241,8 @@ def _rule(func: Callable) -> Rule | None:
         return _bagged
     if func in (F.embedding, F.one_hot):
         return _looked_up
+    if name.endswith("_like") or name in _NEW:
+        return lambda read, args, kwargs: torch.tensor(NOBODY, dtype=torch.int32, device=args[0].device)
     if name == "where":
         return _chosen
     if name in _POINTWISE:
@@ -257,7 +317,7 @@ def _reduced(name: str) -> Rule:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
         if isinstance(dim, Tensor):
             return _pointwise(read, args, kwargs)
-        if x.requires_grad and name not in _WITHOUT_GRADIENT:  # its gradient tells
+        if _has_gradient(x) and name not in _WITHOUT_GRADIENT:  # which tells
             return None
         if name == "topk" or (name in ("sort", "argsort") and dim is None):
             dim = kwargs.get("dim", -1)
@@ -271,9 +331,13 @@ def _reduced(name: str) -> Rule:
 def _mapped(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
     """A linear map of the last dimension."""
     x = args[0]
-    if x.requires_grad or not read.knows(x) or len(args) < 2 or read.knows(args[1]):
+    if _has_gradient(x) or not read.knows(x) or len(args) < 2 or read.knows(args[1]):
         return None
     return _common(read(x), -1)
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _common(shadow: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -312,6 +376,8 @@ def _to_shape(shadow: Tensor, shape: torch.Size) -> Tensor | None:
     if shadow.shape == shape:
         return shadow
     if shadow.ndim == len(shape) and all(a in (1, b) for a, b in zip(shadow.shape, shape, strict=True)):
+        return shadow.expand(shape)
+    if not shadow.ndim:
         return shadow.expand(shape)
     without = [size for size in shadow.shape if size != 1]
     return shadow.reshape(shape) if without == [size for size in shape if size != 1] else None

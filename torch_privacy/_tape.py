@@ -22,6 +22,7 @@ from ._check import Refused
 from ._collect import Clip, Collector, RowsAsTheyCome, make_op
 from ._functions import without_numbers
 from ._graph import Graph, saved_bytes
+from ._inputs import Input
 from ._layout import Footprint, Layouts, Measurement, Merging, Verdicts
 from ._model import check_not_compiled
 from ._notes import Notes
@@ -59,8 +60,9 @@ class Tape(Notes):
         num_examples: int | None = None,
         estimates: Estimates | None = None,
     ):
-        super().__init__(parameters, constants, num_examples)
         self.layouts = layouts if layouts is not None else Layouts()
+        thorough = num_examples is None or not self.layouts.settled(num_examples)
+        super().__init__(parameters, constants, num_examples, self.layouts.filled, thorough=thorough)
         self._estimates = estimates
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -174,13 +176,13 @@ class Tape(Notes):
         """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
         losses, calls, n = reached.losses, reached.calls, len(reached.losses)
         known = None if self._reorders and n > 1 else self.layouts.recall(reached.path, calls, n)
-        leaves = [leaf for leaf in self._inputs if n in leaf.shape]
-        targets = [*reached.edges, *leaves]
+        inputs = self._inputs_of(n)
+        targets = [*reached.edges, *(given.target for given in inputs)]
 
         def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor | None]:
             return _gradients(losses, [targets[k] for k in some], c, retain_graph=True)
 
-        measurement = Measurement(calls, self._names_of, gradients, losses, leaves, reached.dtypes)
+        measurement = Measurement(calls, self._names_of, gradients, losses, inputs, reached.dtypes)
         verdicts = Verdicts(self._shadows, self._names_of, n, self._probed)
 
         def judge(number: int, b: Tensor, layout: AnyLayout) -> None:
@@ -207,10 +209,14 @@ class Tape(Notes):
         self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
         return layouts, True
 
+    def _inputs_of(self, n: int) -> list[Input]:
+        """Those in which n examples must be told apart."""
+        return [given for given in self._inputs if given.has_examples(n)]
+
     def _portions(self, reached: Reached) -> list[list[int]]:
         """The calls by number, and then the inputs, so many at a time that their gradients take little memory."""
-        leaves = [leaf for leaf in self._inputs if len(reached.losses) in leaf.shape]
-        sizes = [*(call.output.size for call in reached.calls), *(leaf.nbytes for leaf in leaves)]
+        inputs = self._inputs_of(len(reached.losses))
+        sizes = [*(call.output.size for call in reached.calls), *(given.target.nbytes for given in inputs)]
         most, portions, size = max(PORTION, self._activations(reached) / 8), [], float("inf")
         for number, own in enumerate(sizes):
             if size + own > most:
@@ -242,23 +248,23 @@ class Tape(Notes):
         for call in self._calls:
             by_node.setdefault(call.edge.node, []).append(call)
         reached: list[Call] = []
-        stack, seen = [graph.root], {graph.root}
+        stack, above = [graph.root], {graph.root: graph.root}
         while stack:
             node = stack.pop()
-            self._check_known(node)
+            self._check_known(node, above[node])
             if node in by_node:
                 reached += by_node[node]
                 following = [n for call in by_node[node] for n in call.inputs]
             else:
                 following = graph.following(node)
             for n in following:
-                if n not in seen:
-                    seen.add(n)
+                if n not in above:
+                    above[n] = node
                     stack.append(n)
         order = {id(call): i for i, call in enumerate(self._calls)}
         return sorted(reached, key=lambda call: order[id(call)])
 
-    def _check_known(self, node: Node) -> None:
+    def _check_known(self, node: Node, above: Node) -> None:
         if node in self._unknown:
             op, names = self._unknown[node]
             raise Refused(
@@ -269,9 +275,8 @@ class Tape(Notes):
         leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
         if leaf is not None and id(leaf) in self._leaves:
             raise Refused(
-                f"tape: parameter {self._leaves[id(leaf)]!r} reaches the losses by a path that no recorded op explains."
-                " Call the model as model(x) and use its parameters nowhere else (or put all of it under tp.record / "
-                "training.record()), or freeze the parameter."
+                f"tape: parameter {self._leaves[id(leaf)]!r} reaches the losses by a path that no recorded op explains,"
+                f" at {above.name()}. {_advice(above)}"
             )
         if isinstance(node, BackwardCFunction) and node.name().startswith("CheckpointFunction"):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
@@ -307,6 +312,21 @@ class record(Tape):
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = [p for p in named.values() if not p.requires_grad]
         super().__init__(trainable, constants=(*frozen, *model.buffers()))
+
+
+def _advice(node: Node) -> str:
+    """What to do where a parameter hangs at a node that no op was noted for."""
+    if isinstance(node, BackwardCFunction):
+        return (
+            "How a custom autograd.Function uses a parameter cannot be seen. Write it with torch's functions (a "
+            "straight-through estimator is w + (f(w) - w).detach()), or estimate the norms by "
+            "jacobian=tp.Sketched(32), or freeze the parameter."
+        )
+    return (
+        "Call the model as model(x) and use its parameters nowhere else (or put all of it under tp.record / "
+        "training.record()). torch.func, vmap, autograd.grad inside of the forward and TorchScript hide what they do: "
+        "do without them, or estimate the norms by jacobian=tp.Sketched(32), or freeze the parameter."
+    )
 
 
 def check_losses(losses: Tensor) -> None:

@@ -21,7 +21,7 @@ from ._check import Refused
 from ._divisor import Divisors
 from ._graph import Graph
 from ._layout import Layouts, Measurement
-from ._model import Census, Seal, check_model, take_census
+from ._model import Attributes, Census, Seal, check_model, take_census
 from ._rewind import RandomState, Snapshot, frozen, in_eval
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
@@ -160,6 +160,7 @@ class _Examination:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any):
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
+        self._attributes = Attributes(model)
         self._parameters = _trainable(model)
         # A stand-in: only its list of parameters is looked at.
         self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
@@ -357,7 +358,7 @@ class _Examination:
         return True
 
     def _census(self) -> Census:
-        return take_census(self._model, self._optimizer)
+        return take_census(self._model, self._optimizer, self._attributes)
 
     def _all_names(self) -> list[str]:
         return [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
@@ -380,7 +381,7 @@ class _Attempt:
         frozen = (p for name, p in census.trained.items() if name not in names)
         self._layouts = _Witness()
         trained = {name: census.trained[name] for name in names}
-        self.tape = Tape(trained, [*frozen, *census.others.values()], self._layouts, n)
+        self.tape = Tape(trained, [*frozen, *census.constants], self._layouts, n)
         self.losses: Tensor | None = None  # None also where the tape refused before there were any
         self.refusal: str | None = None
         self._jacobian: Jacobian | None = None

@@ -24,7 +24,7 @@ from ._check import Refused
 from ._divisor import Divisors
 from ._graph import Graph
 from ._mechanism import ClippedSum
-from ._model import Seal, check_model, take_census
+from ._model import Attributes, Census, Seal, check_model, take_census
 from ._statement import Spent, spent, statement
 from ._switch import Pending, Switch, Watch
 from ._tape import MEMORY_BUDGET, check_losses
@@ -155,7 +155,8 @@ class PrivateTraining:
         check_numbers(self, num_workers)
         check_model(model, optimizer)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._census = take_census(model, optimizer)
+        self._attributes = Attributes(model)
+        self._census = self._take_census()
         self._mechanism = new_mechanism(self, clipping, self._census.trained)
         self.sampling_probability = expected_batch_size / self.num_examples
         self.noise_multiplier = choose_noise(self, noise_multiplier)
@@ -202,10 +203,10 @@ class PrivateTraining:
         while self.step_count < num_steps:
             self._sums = {}
             parts = self._parts(self.step_count)
-            self._mechanism.begin(self.model, take_census(self.model, self.optimizer), self._noise.key, self.step_count)
+            self._mechanism.begin(self.model, self._take_census(), self._noise.key, self.step_count)
             for i, part in enumerate(parts):
                 batch = next(batches)
-                self._census = take_census(self.model, self.optimizer)
+                self._census = self._take_census()
                 size = len(part) * self.views
                 tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, size)
                 seal = Seal(self._census, content=not self._mechanism.settled(size))
@@ -218,7 +219,7 @@ class PrivateTraining:
                 if self._pending is not None:
                     raise Refused("the loop went on without training.step(losses) for its batch. Call it once a batch.")
             if not parts:
-                self._census = take_census(self.model, self.optimizer)
+                self._census = self._take_census()
                 self._release()
 
     def step(self, losses: Tensor) -> bool:
@@ -239,19 +240,27 @@ class PrivateTraining:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
         self._switch.unwind()
         losses = self._of_views(losses, pending.size)
-        pending.seal.check(take_census(self.model, self.optimizer))
+        pending.seal.check(self._take_census())
         graph = Graph(losses)
         self._divisors.check({pending.size, len(losses)}, pending.tape.nodes_before_calls(graph))
         summing = self._mechanism.summing(self._sampler, self.step_count, pending.size)
-        part = pending.tape.clipped_sum(
-            losses,
-            self._mechanism.groups(list(pending.tape.parameters)),
-            summing,
-            merging=summing.merging,
-            may_miss=self._seen,
-            memory_budget=self.memory_budget,
-            graph=graph,
-        )
+        try:
+            part = pending.tape.clipped_sum(
+                losses,
+                self._mechanism.groups(list(pending.tape.parameters)),
+                summing,
+                merging=summing.merging,
+                may_miss=self._seen,
+                memory_budget=self.memory_budget,
+                graph=graph,
+            )
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise Refused(
+                    "PrivateTraining: the graph of the losses was used up before training.step. Leave out "
+                    "losses.backward(): step makes the gradient and the update."
+                ) from None
+            raise
         self._seen |= set(pending.tape.parameters)
         self.num_non_finite += summing.num_left_out
         for name, tensor in part.items():
@@ -341,6 +350,9 @@ class PrivateTraining:
                 f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, {words}."
             )
         return of_views
+
+    def _take_census(self) -> Census:
+        return take_census(self.model, self.optimizer, self._attributes)
 
     def _forget_batch(self) -> None:
         self._pending = None

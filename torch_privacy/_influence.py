@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose data a function's result holds, where no rule says: found by running it again on other examples' data.
+
+Some examples' entries in the arguments are exchanged for others'. Where what changes in the result is theirs alone, the
+function treats every example by itself; else what it gives holds several examples' data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ._fitting import fresh_generator
+
+# What tells of entries, beside the numbers of examples.
+NOBODY, MIXED, UNKNOWN = -1, -2, -3
+
+LARGEST = 2**20  # entries of what is run again
+_NOT_RUN_AGAIN = frozenset(
+    {
+        *("item", "tolist", "numpy", "size", "dim", "numel", "stride", "backward", "register_hook"),
+        *("nonzero", "argwhere", "where"),  # numbers of places, by which entries are moved to and fro
+    }
+)
+
+
+class Influence:
+    """A call that is to be run again; made before the function runs, for it may change its first argument.
+
+    Args:
+        func, args, kwargs: the call.
+        in_place: whether it writes into the first argument, which is then its result.
+        owners: id of an argument -> whose each of its entries is, as many for each of the n examples.
+        n: number of examples.
+    """
+
+    def __init__(
+        self,
+        func: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        in_place: bool,
+        owners: Mapping[int, Tensor],
+        n: int,
+    ):
+        self._func, self._args, self._kwargs, self._in_place = func, args, kwargs, in_place
+        self._owners, self._n = owners, n
+        self._places = {key: whose.flatten().argsort(stable=True).view(n, -1) for key, whose in owners.items()}
+        self._before = args[0].detach().clone() if in_place and isinstance(args[0], Tensor) else None
+
+    def owners(self) -> list[Tensor | None]:
+        """Whose the entries of each tensor of the result are: nobody's (-1) where nothing changes.
+
+        They are ``MIXED`` where they hold several examples' data; None of a tensor that has another shape after the
+        exchange. An empty list where the function does not run again.
+        """
+        generator = fresh_generator()
+        first = torch.rand(self._n, generator=generator) < 0.5
+        first[0], first[-1] = True, False
+        others = (torch.arange(self._n) + torch.randint(1, self._n, (), generator=generator)) % self._n
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                plain = self._run({}, state)
+                exchanged = [self._run(self._sources(chosen, others), state) for chosen in (first, ~first)]
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return []
+        finally:
+            torch.set_rng_state(state)
+        return [self._whose(out, here, there, first) for out, here, there in zip(plain, *exchanged, strict=True)]
+
+    def _whose(self, out: Tensor, here: Tensor, there: Tensor, first: Tensor) -> Tensor | None:
+        """From the result, and what it becomes where the first examples, and where the others, are exchanged."""
+        if not out.shape == here.shape == there.shape:
+            return None
+        here, there, first = _differs(out, here), _differs(out, there), first.to(out.device)
+        if not (here.any() or there.any()):
+            return torch.full((), NOBODY, dtype=torch.int32, device=out.device).expand(out.shape)
+        for whose in self._candidates(out):
+            is_first = first[whose]
+            if not ((here & ~is_first).any() or (there & is_first).any()):
+                return whose
+        return torch.full((), MIXED, dtype=torch.int32, device=out.device).expand(out.shape)
+
+    def _candidates(self, out: Tensor) -> Iterable[Tensor]:
+        """As an argument of the same shape has it, or one of the same length along its rows; or in order."""
+        for whose in self._owners.values():
+            if whose.shape == out.shape:
+                yield whose
+        orders = [rows[:, 0] for whose in self._owners.values() if (rows := whose.reshape(len(whose), -1)).numel()]
+        in_order = torch.arange(self._n, device=out.device, dtype=torch.int32)
+        for dim, size in enumerate(out.shape):
+            for order in (*orders, in_order):
+                if size == len(order):
+                    yield order.view([-1] + [1] * (out.ndim - dim - 1)).expand(out.shape)
+
+    def _sources(self, chosen: Tensor, others: Tensor) -> dict[int, Tensor]:
+        """Id of an argument -> where each entry comes from once the chosen examples' data are the others'."""
+        sources = {}
+        for key, places in self._places.items():
+            sources[key] = torch.arange(places.numel(), device=places.device)
+            sources[key][places[chosen.to(places.device)]] = places[others[chosen].to(places.device)]
+        return sources
+
+    def _run(self, sources: Mapping[int, Tensor], state: Tensor) -> list[Tensor]:
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            now = self._before if value is self._args[0] and self._before is not None else value
+            if id(value) in sources:
+                return now.flatten()[sources[id(value)]].view(now.shape)
+            return now.clone() if now is self._before else now
+
+        torch.set_rng_state(state)
+        args, kwargs = tree_map(replaced, (self._args, self._kwargs))
+        out = self._func(*args, **kwargs)
+        return results_of(args[0] if self._in_place else out)
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    return (one != other) & ~((one != one) & (other != other))
+
+
+def results_of(out: Any) -> list[Tensor]:
+    """The tensors of a function's result."""
+    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+
+
+def can_be_run_again(func: Callable, tensors: Iterable[Tensor]) -> bool:
+    """Whether a function of these tensors is one of torch's that gives tensors, of data that no gradient follows."""
+    followed = torch.is_grad_enabled()
+    return _is_torch_s(func) and not any((followed and t.requires_grad) or t.numel() > LARGEST for t in tensors)
+
+
+@cache
+def _is_torch_s(func: Callable) -> bool:
+    name, module = getattr(func, "__name__", "__get__"), getattr(func, "__module__", None) or "torch"
+    return not name.startswith("__") and name not in _NOT_RUN_AGAIN and module.startswith("torch")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a model is given, and where they may have a part for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class Input:
+    """One of a model's floating-point inputs, in which the gradient is measured.
+
+    Args:
+        target: the tensor, or its edge in the graph.
+        shape: the tensor's.
+        item: its place in a list of tensors, and the length of that list.
+    """
+
+    target: Any
+    shape: torch.Size
+    item: tuple[int, int] | None = None
+
+    def owner(self, n: int) -> int | None:
+        """The example that it belongs to as a whole, where it is one of a list of n."""
+        return self.item[0] if self.item is not None and self.item[1] == n else None
+
+    def has_examples(self, n: int) -> bool:
+        """Whether it must have a part for each of n examples, or be one's alone."""
+        return n in self.shape or self.owner(n) is not None
+
+    def dims(self, n: int) -> list[int]:
+        """Where the parts of n examples may lie: in a dimension of n; if the first is none, in any that n divides."""
+        return [dim for dim, size in enumerate(self.shape) if size == n or (self.shape[0] != n and not size % n)]
+
+
+def with_tensors(arguments: Any, replaced: Callable[[Tensor, tuple[int, int] | None], Tensor]) -> Any:
+    """The arguments with every tensor replaced: alone or in lists, tuples, mappings and data classes.
+
+    ``replaced`` is told the place of a tensor in a list of tensors, and its length. The arguments are no such list.
+    """
+
+    def is_list(value: Any) -> bool:
+        alike = type(value) in (list, tuple) and all(isinstance(item, Tensor) for item in value)
+        return alike and value is not arguments
+
+    def of_any(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return replaced(value, None) if value.ndim else value
+        if is_list(value):
+            return type(value)(replaced(t, (k, len(value))) if t.ndim else t for k, t in enumerate(value))
+        if isinstance(value, MutableMapping) or (is_dataclass(value) and not isinstance(value, type)):
+            return _with_parts(value, lambda part: tree_map(of_any, part, is_leaf=is_list))
+        return value
+
+    return tree_map(of_any, arguments, is_leaf=is_list)
+
+
+def _with_parts(value: Any, replaced: Callable[[Any], Any]) -> Any:
+    """A copy of a mapping or a data class, its values replaced; the thing itself where nothing in it is another."""
+    if isinstance(value, MutableMapping):  # such as UserDict: torch maps over plain ones
+        parts = dict(value.items())
+    else:
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    others = {key: new for key, part in parts.items() if (new := replaced(part)) is not part}
+    if not others:
+        return value
+    changed = copy(value)
+    if isinstance(value, MutableMapping):
+        changed.update(others)
+    else:
+        for key, part in others.items():
+            object.__setattr__(changed, key, part)  # also of a frozen one
+    return changed
