@@ -97,13 +97,18 @@ class Fitting:
         dims: where its examples may lie.
         codes: what the cotangents tell.
         rounding: how far b may be off.
-
-    Where no regular layout fits, the owners are found entry by entry, in whatever order.
+        by_entry: of these, where the owners may also be found entry by entry, in whatever order; None for all.
     """
 
-    BY_ENTRY = True
-
-    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding):
+    def __init__(
+        self,
+        b: Tensor,
+        dims: Sequence[int],
+        codes: Codes,
+        rounding: Rounding,
+        *,
+        by_entry: Sequence[int] | None = None,
+    ):
         self._b, self._codes, self._rounding = b.detach(), codes, rounding
         n = len(codes.cotangent(0))
         if n < 2:  # nothing to tell apart
@@ -111,7 +116,9 @@ class Fitting:
         else:
             regular = list(_candidates(b.shape, n, dims))
         self._regular = {layout: _not_finite(layout, self._b) for layout in regular}
-        self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if self.BY_ENTRY and n > 1 else {}
+        self._digits: dict[int, list[Tensor]] = (
+            {dim: [] for dim in (dims if by_entry is None else by_entry)} if n > 1 else {}
+        )
 
     @property
     def aside(self) -> int:
@@ -178,12 +185,15 @@ class Fitting:
 
 
 class InputFitting(Fitting):
-    """The regular layouts of an input's gradient; or all of it is one example's, its ``owner``'s."""
+    """The layouts of an input's gradient; or all of it is one example's, its ``owner``'s.
 
-    BY_ENTRY = False
+    Where the first dimension has another size than n, its entries may belong to examples in any order, as the nodes of
+    several graphs do.
+    """
 
     def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, owner: int | None):
-        super().__init__(b, dims, codes, rounding)
+        n = len(codes.cotangent(0))
+        super().__init__(b, dims, codes, rounding, by_entry=[0] if b.ndim and b.shape[0] != n else [])
         self._whole, self._whose = b.detach().reshape(1, -1), owner
 
     def narrow(self, k: int, scaled: Tensor) -> None:
@@ -194,8 +204,8 @@ class InputFitting(Fitting):
                 self._whose = None
 
     def layouts(self) -> list[AnyLayout]:
-        regular = super().layouts()
-        return regular if regular or self._whose is None else [Layout(0, 1, 1, len(self._b))]
+        found = super().layouts()
+        return found if found or self._whose is None else [Layout(0, 1, 1, len(self._b))]
 
 
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:

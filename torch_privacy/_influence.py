@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose data a function's result holds, where no rule says: found by running it again on other examples' data.
 
-Some examples' entries in the arguments are exchanged for others'. Where what changes in the result is theirs alone, the
+Some examples' entries in the arguments take others' place. Where what changes in the result is theirs alone, the
 function treats every example by itself; else what it gives holds several examples' data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from ._fitting import fresh_generator
 NOBODY, MIXED, UNKNOWN = -1, -2, -3
 
 LARGEST = 2**20  # entries of what is run again
+ROUNDS = 2  # exchanges of each half
 _NOT_RUN_AGAIN = frozenset(
     {
         *("item", "tolist", "numpy", "size", "dim", "numel", "stride", "backward", "register_hook"),
@@ -35,7 +36,7 @@ class Influence:
     Args:
         func, args, kwargs: the call.
         in_place: whether it writes into the first argument, which is then its result.
-        owners: id of an argument -> whose each of its entries is, as many for each of the n examples.
+        owners: id of an argument -> whose each of its entries is: an example's or nobody's.
         n: number of examples.
     """
 
@@ -51,7 +52,7 @@ class Influence:
     ):
         self._func, self._args, self._kwargs, self._in_place = func, args, kwargs, in_place
         self._owners, self._n = owners, n
-        self._places = {key: whose.flatten().argsort(stable=True).view(n, -1) for key, whose in owners.items()}
+        self._places = {key: _places(whose, n) for key, whose in owners.items()}
         self._before = args[0].detach().clone() if in_place and isinstance(args[0], Tensor) else None
 
     def owners(self) -> list[Tensor | None]:
@@ -63,23 +64,28 @@ class Influence:
         generator = fresh_generator()
         first = torch.rand(self._n, generator=generator) < 0.5
         first[0], first[-1] = True, False
-        others = (torch.arange(self._n) + torch.randint(1, self._n, (), generator=generator)) % self._n
+        shifts = torch.randint(1, self._n, (ROUNDS,), generator=generator)
+        others = [(torch.arange(self._n) + shift) % self._n for shift in shifts]
         state = torch.get_rng_state()
         try:
             with torch.no_grad():
                 plain = self._run({}, state)
-                exchanged = [self._run(self._sources(chosen, others), state) for chosen in (first, ~first)]
+                here, there = (
+                    [self._run(self._sources(chosen, other), state) for other in others] for chosen in (first, ~first)
+                )
+                pairs = zip(plain, zip(*here, strict=True), zip(*there, strict=True), strict=True)
+                return [self._whose(out, first, here, there) for out, here, there in pairs]
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return []
         finally:
             torch.set_rng_state(state)
-        return [self._whose(out, here, there, first) for out, here, there in zip(plain, *exchanged, strict=True)]
 
-    def _whose(self, out: Tensor, here: Tensor, there: Tensor, first: Tensor) -> Tensor | None:
+    def _whose(self, out: Tensor, first: Tensor, heres: Sequence[Tensor], theres: Sequence[Tensor]) -> Tensor | None:
         """From the result, and what it becomes where the first examples, and where the others, are exchanged."""
-        if not out.shape == here.shape == there.shape:
+        if any(other.shape != out.shape for other in (*heres, *theres)):
             return None
-        here, there, first = _differs(out, here), _differs(out, there), first.to(out.device)
+        here, there = (torch.stack([_differs(out, other) for other in others]).any(0) for others in (heres, theres))
+        first = first.to(out.device)
         if not (here.any() or there.any()):
             return torch.full((), NOBODY, dtype=torch.int32, device=out.device).expand(out.shape)
         for whose in self._candidates(out):
@@ -101,11 +107,20 @@ class Influence:
                     yield order.view([-1] + [1] * (out.ndim - dim - 1)).expand(out.shape)
 
     def _sources(self, chosen: Tensor, others: Tensor) -> dict[int, Tensor]:
-        """Id of an argument -> where each entry comes from once the chosen examples' data are the others'."""
+        """Id of an argument -> where each entry comes from once the chosen examples' data are the others'.
+
+        Where an argument has not as many entries for each, theirs come from anywhere in it.
+        """
         sources = {}
-        for key, places in self._places.items():
-            sources[key] = torch.arange(places.numel(), device=places.device)
-            sources[key][places[chosen.to(places.device)]] = places[others[chosen].to(places.device)]
+        for key, whose in self._owners.items():
+            source, places = torch.arange(whose.numel(), device=whose.device), self._places[key]
+            if places is None:
+                flat = whose.flatten()
+                of_chosen = chosen.to(flat.device)[flat.clamp(min=0)] & (flat >= 0)
+                source[of_chosen] = source[torch.randperm(len(source), device=flat.device)][of_chosen]
+            else:
+                source[places[chosen.to(places.device)]] = places[others[chosen].to(places.device)]
+            sources[key] = source
         return sources
 
     def _run(self, sources: Mapping[int, Tensor], state: Tensor) -> list[Tensor]:
@@ -123,13 +138,22 @@ class Influence:
         return results_of(args[0] if self._in_place else out)
 
 
+def _places(whose: Tensor, n: int) -> Tensor | None:
+    """(n, k): where the entries of each example are; None where they have not as many, or some are nobody's."""
+    if whose.numel() % n or bool((whose < 0).any()):
+        return None
+    even = bool((torch.bincount(whose.flatten(), minlength=n) == whose.numel() // n).all())
+    return whose.flatten().argsort(stable=True).view(n, -1) if even else None
+
+
 def _differs(one: Tensor, other: Tensor) -> Tensor:
     return (one != other) & ~((one != one) & (other != other))
 
 
 def results_of(out: Any) -> list[Tensor]:
-    """The tensors of a function's result."""
-    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+    """The tensors of a function's result, other than sparse and nested ones."""
+    tensors = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+    return [t for t in tensors if t.layout is torch.strided]
 
 
 def can_be_run_again(func: Callable, tensors: Iterable[Tensor]) -> bool:

@@ -84,8 +84,10 @@ class Shadows:
         """An input of the model: each entry belongs to the example of its place."""
         self.begun = True
         shadow: Shadow = {}
-        for dim, size in enumerate(tensor.shape):
-            if size == (self._num_examples or size):
+        n = self._num_examples
+        of_features = tensor.is_floating_point() and tensor.ndim > 1 and len(tensor) != n  # as of several graphs' nodes
+        for dim, size in enumerate(tensor.shape[:-1] if of_features else tensor.shape):
+            if size == (n or size):
                 shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
                 numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
                 whose = numbers.expand(tensor.shape)
@@ -129,10 +131,11 @@ class Shadows:
         found = {}
         for where in {where for _, shadow in shadows for where in shadow if where[0] == n}:
             owners = {id(t): shadow.get(where, shadow.get((n, 0))) for t, shadow in shadows}
-            even = {key: whose for key, whose in owners.items() if whose is not None and _is_even(whose, n)}
-            if even:
-                alone = all(id(t) in even or _is_nobody_s(owners.get(id(t))) for t in data)
-                found[where] = Influence(func, args, kwargs, in_place=in_place, owners=even, n=n), alone
+            known = {key: whose for key, whose in owners.items() if whose is not None and not (whose < NOBODY).any()}
+            somebody_s = {key: whose for key, whose in known.items() if (whose != NOBODY).any()}
+            if somebody_s:
+                alone = all(id(t) in known for t in data)
+                found[where] = Influence(func, args, kwargs, in_place=in_place, owners=somebody_s, n=n), alone
         return found
 
     def note_influences(self, out: Any, influences: Mapping[Where, tuple[Influence, bool]]) -> None:
@@ -190,17 +193,6 @@ class Shadows:
     def _put(self, tensor: Tensor, shadow: Shadow) -> None:
         if shadow:
             self._known[id(tensor)] = weakref.ref(tensor), tensor._version, shadow
-
-
-def _is_even(shadow: Tensor, n: int) -> bool:
-    """Whether every example has as many entries, and nobody else has any."""
-    if not shadow.numel() or shadow.numel() % n or bool((shadow < 0).any()):
-        return False
-    return bool((torch.bincount(shadow.flatten(), minlength=n) == shadow.numel() // n).all())
-
-
-def _is_nobody_s(shadow: Tensor | None) -> bool:
-    return shadow is not None and bool((shadow == NOBODY).all())
 
 
 class _Reader:

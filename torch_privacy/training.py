@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -241,10 +242,10 @@ class PrivateTraining:
         self._switch.unwind()
         losses = self._of_views(losses, pending.size)
         pending.seal.check(self._take_census())
-        graph = Graph(losses)
-        self._divisors.check({pending.size, len(losses)}, pending.tape.nodes_before_calls(graph))
         summing = self._mechanism.summing(self._sampler, self.step_count, pending.size)
-        try:
+        with _unused_graph():
+            graph = Graph(losses)
+            self._divisors.check({pending.size, len(losses)}, pending.tape.nodes_before_calls(graph))
             part = pending.tape.clipped_sum(
                 losses,
                 self._mechanism.groups(list(pending.tape.parameters)),
@@ -254,13 +255,6 @@ class PrivateTraining:
                 memory_budget=self.memory_budget,
                 graph=graph,
             )
-        except RuntimeError as error:
-            if "backward through the graph a second time" in str(error):
-                raise Refused(
-                    "PrivateTraining: the graph of the losses was used up before training.step. Leave out "
-                    "losses.backward(): step makes the gradient and the update."
-                ) from None
-            raise
         self._seen |= set(pending.tape.parameters)
         self.num_non_finite += summing.num_left_out
         for name, tensor in part.items():
@@ -459,3 +453,17 @@ class PrivateTraining:
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
+
+
+@contextmanager
+def _unused_graph() -> Iterator[None]:
+    """Say what happened where the losses' graph was used up before."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise Refused(
+            "PrivateTraining: the graph of the losses was used up before training.step. Leave out losses.backward(): "
+            "step makes the gradient and the update."
+        ) from None

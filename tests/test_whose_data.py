@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose data go into a loss where no gradient tells: statistics without a gradient, whole numbers, lists, constants."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import flat, rows_of_one_graph
+from parts import Calls, losses_of, tokens
+from torch import nn
+
+import torch_privacy as tp
+from torch_privacy._layout import Layouts
+from torch_privacy._tape import Tape
+
+N, T, D = 6, 5, 3
+COUPLED = r"depend on each other's part|cannot be told apart"
+
+
+def jacobian(model, x, layouts=None, losses_of=losses_of, n=N):
+    parameters = dict(model.named_parameters())
+    with Tape(parameters, model.buffers(), layouts, num_examples=n) as tape:
+        losses = losses_of(model, tape.probe((x,))[0])
+    return tape.jacobian(losses, verify=True), losses
+
+
+def assert_rows(model, x, layouts=None, losses_of=losses_of, n=N):
+    """The rows are those of each loss alone, in the same graph."""
+    found, _ = jacobian(model, x, layouts, losses_of, n)
+    rows = rows_of_one_graph(losses_of(model, x), model)
+    torch.testing.assert_close(flat(found.rows(), 1).double(), rows, rtol=1e-9, atol=1e-12)
+
+
+OF_THE_BATCH = {  # statistics of several examples
+    "mean": lambda x: x.mean(0),
+    "standard deviation": lambda x: x.std(),
+    "largest": lambda x: x.amax(),
+    "length": lambda x: x.norm(),
+    "median": lambda x: x.median(0)[0],
+    "quantile": lambda x: x.quantile(0.9),
+    "distances": lambda x: torch.cdist(x, x).mean(1, keepdim=True),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "normalized": lambda x: F.batch_norm(x, None, None, training=True),
+    "einsum": lambda x: torch.einsum("nd,nd->d", x, x),
+    "product": lambda x: (x.T @ x).sum(0),
+    "written": lambda x: torch.empty_like(x).copy_(x.roll(1, 0)),
+}
+OF_EACH = {  # every example's own
+    "length": lambda x: x.norm(dim=1, keepdim=True),
+    "standard deviation": lambda x: x.std(1, keepdim=True),
+    "logsumexp": lambda x: x.logsumexp(1, keepdim=True),
+    "softmax": lambda x: F.softmax(x, 1),
+    "sorted": lambda x: x.sort(1)[0],
+    "padded": lambda x: F.pad(x, (1, 1))[:, :-2],
+    "product": lambda x: x @ torch.arange(9.0).view(D, D),
+}
+
+
+def with_statistic(statistic, *, detached):
+    def forward(m, x):
+        if detached:
+            return m.f(x * statistic(x.detach()))
+        with torch.no_grad():
+            found = statistic(x)
+        return m.f((x * found).tanh())
+
+    return Calls(forward, f=nn.Linear(D, 4))
+
+
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "no_grad"])
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_statistics_of_the_batch_without_a_gradient_are_refused(name, detached):
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(with_statistic(OF_THE_BATCH[name], detached=detached), torch.randn(N, D))
+
+
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "no_grad"])
+@pytest.mark.parametrize("name", OF_EACH)
+def test_statistics_of_each_example_match_one_backward_per_loss(name, detached):
+    assert_rows(with_statistic(OF_EACH[name], detached=detached), torch.randn(N, D))
+
+
+SHIFTED = torch.arange(N).roll(1)
+MOVED = {  # whole numbers of other examples
+    "scatter": lambda x: torch.zeros_like(x).scatter(0, SHIFTED[:, None].expand_as(x), x),
+    "index_copy": lambda x: torch.zeros_like(x).index_copy(0, SHIFTED, x),
+    "index_put": lambda x: torch.zeros_like(x).index_put((SHIFTED,), x),
+    "masked_scatter": lambda x: torch.zeros_like(x).masked_scatter(torch.ones_like(x).bool(), x.roll(1, 0)),
+    "copy_": lambda x: torch.empty_like(x).copy_(x.roll(1, 0)),
+    "median": lambda x: x + x.median(0)[0],
+    "counts": lambda x: torch.bincount(x.flatten(), minlength=7)[x],
+    "einsum": lambda x: (x + torch.einsum("nt->t", x)) % 7,
+    "pad": lambda x: F.pad(x, (0, 0, 1, 0))[:-1],
+    "difference": lambda x: torch.diff(x, dim=0, prepend=x[:1]).abs(),
+    "borders of the first": lambda x: torch.bucketize(x, x[0].sort()[0]),
+}
+KEPT = {  # whole numbers of each example, by functions without a rule
+    "pad": lambda x: F.pad(x, (1, 0))[:, :-1],
+    "difference": lambda x: torch.diff(x, dim=1, prepend=x[:, :1]).abs(),
+    "borders": lambda x: torch.bucketize(x, torch.tensor([1, 3, 5])),
+    "median": lambda x: x - x + x.median(1, keepdim=True)[0],
+    "scatter": lambda x: torch.zeros_like(x).scatter(1, torch.arange(T).flip(0).expand_as(x), x),
+}
+
+
+def looked_up(change):
+    return Calls(lambda m, x: m.e(change(x)).mean(1), e=nn.Embedding(20, 4))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_whole_numbers_of_others_are_refused(name):
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(looked_up(MOVED[name]), tokens(N, T))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_whole_numbers_of_each_example_match_one_backward_per_loss(name):
+    assert_rows(looked_up(KEPT[name]), tokens(N, T))
+
+
+def test_the_user_s_random_numbers_are_those_without_a_tape():
+    model = with_statistic(lambda x: F.dropout(x.cumprod(1), 0.5), detached=True)
+    x = torch.randn(N, D)
+    torch.manual_seed(3)
+    alone = losses_of(model, x)
+    torch.manual_seed(3)
+    _, taped = jacobian(model, x)
+    torch.testing.assert_close(taped, alone)
+
+
+def lists(change):
+    """A model of lists of examples of several lengths, and its losses."""
+
+    def forward(m, xs):
+        return torch.stack([m.f(x).mean(0) for x in change(list(xs))])
+
+    def losses(model, xs):
+        return model(xs).sin().sum(1)
+
+    return Calls(forward, f=nn.Linear(D, 4)), losses
+
+
+LENGTHS = {"of several lengths": [2, 4, N, 3, 5, 7], "of one length": [N] * N}
+OTHERS = {
+    "centered": lambda xs: [x - torch.cat(xs).mean(0) for x in xs],
+    "rolled": lambda xs: [*xs[1:], xs[0]],
+}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_lists_of_examples_match_one_backward_per_loss(lengths, kind):
+    model, losses = lists(lambda xs: xs)
+    assert_rows(model, kind(torch.randn(length, D) for length in LENGTHS[lengths]), losses_of=losses)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("change", OTHERS)
+def test_lists_whose_examples_read_each_other_are_refused(change, lengths):
+    model, losses = lists(OTHERS[change])
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(model, [torch.randn(length, D) for length in LENGTHS[lengths]], losses_of=losses)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 3)])
+def test_graphs_with_as_many_features_as_there_are_graphs(sizes):
+    n, owner = len(sizes), torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    model = Calls(lambda m, x: torch.zeros(n, 4).index_add(0, owner, m.f(x)), f=nn.Linear(n, 4))
+    assert_rows(model, torch.randn(len(owner), n), losses_of=lambda m, x: m(x).sin().sum(1), n=n)
+
+
+CONSTANTS = {  # made in the forward, of sizes that n may divide
+    "mask": lambda m: (m.p + torch.full((6, 6), float("-inf")).triu(1)).softmax(-1),
+    "filled by a parameter": lambda m: torch.zeros(6, 6).index_put((torch.arange(6), torch.arange(6)), m.p[0]),
+    "of a list": lambda m: m.p * torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5, 3.0]),
+    "a number": lambda m: m.p * torch.tensor(0.5),
+    "type of the input": lambda m: m.p * torch.arange(6).to(m.p),
+    "rows": lambda m: torch.ones(6, 6) * m.p[0],
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_a_size_that_the_batch_divides(name, n):
+    model = Calls(lambda m, x: m.f(x @ CONSTANTS[name](m)), f=nn.Linear(6, 4), p=torch.randn(6, 6))
+    assert_rows(model, torch.randn(n, 6), n=n)
+
+
+def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monkeypatch):
+    monkeypatch.setattr("torch_privacy._functions.LARGE", 0)
+    model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
+    with pytest.raises(tp.Refused, match="cannot be told apart"):
+        jacobian(model, torch.randn(4, 3), n=4)
+    layouts = Layouts()
+    assert_rows(model, torch.randn(3, 3), layouts, n=3)
+    assert_rows(model, torch.randn(4, 3), layouts, n=4)
+
+
+def test_a_first_state_of_zeros_is_an_input():
+    model = Calls(lambda m, x: m.f(x) + m.g(torch.zeros(N, 4)).tanh(), f=nn.Linear(D, 4), g=nn.Linear(4, 4))
+    assert_rows(model, torch.randn(N, D))
+
+
+class Positions(nn.Module):
+    """Looks up numbers that it keeps as a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = torch.arange(8)
+        self.table, self.head = nn.Embedding(8, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head((x + self.table(self.numbers[: x.shape[1]])).mean(1))
+
+
+def trained_steps(model, data, **settings):
+    torch.manual_seed(0)
+    training = tp.PrivateTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.utils.data.TensorDataset(data),
+        expected_batch_size=5,
+        num_steps=8,
+        clipping=tp.Flat(1.0),
+        noise_multiplier=1.0,
+        delta=1e-3,
+        test_seed=1,
+        **settings,
+    )
+    return training, (training.step(losses_of(model, x)) for (x,) in training)
+
+
+def test_a_plain_attribute_is_a_constant():
+    training, steps = trained_steps(Positions(), torch.randn(40, 6, 3))
+    list(steps)
+    assert training.step_count == 8
+
+
+@pytest.mark.parametrize("change", ["written into", "replaced"])
+def test_a_plain_attribute_that_changes_is_data(change):
+    model = Positions()
+    training, steps = trained_steps(model, torch.randn(40, 6, 3))
+    if change == "written into":
+        model.numbers += 0
+    else:
+        model.numbers = torch.arange(8)
+    with pytest.raises(tp.Refused, match="cannot be told apart"):
+        list(steps)
+    assert training.step_count == 0
+
+
+IN_PLACE = {  # views that an einsum gives
+    "scaled": lambda y: y.mul_(0.5),
+    "a part": lambda y: (y[:, 0].mul_(0.5), y)[1],
+    "through a view": lambda y: y.reshape(len(y), 4, 6)[:, 1:].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_view_that_an_einsum_gives_may_be_changed_in_place(name):
+    model = Calls(lambda m, x: IN_PLACE[name](torch.einsum("nihd,thd->nhit", x, m.w)), w=torch.randn(2, 4, 3))
+    assert_rows(model, torch.randn(N, 3, 4, 3))
+
+
+def test_a_sparse_adjacency_is_exact_and_its_couplings_are_refused():
+    class Graphs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(D, 2)
+
+        def forward(self, x, adjacency):
+            return self.f(torch.sparse.mm(adjacency, x.flatten(0, 1)).view(x.shape).mean(1))
+
+    model, x = Graphs(), torch.randn(N, 4, D)
+    edges = torch.block_diag(*torch.rand(N, 4, 4))
+
+    def rows(adjacency):
+        with Tape(dict(model.named_parameters()), num_examples=N) as tape:
+            losses = model(*tape.probe((x, adjacency))).sin().sum(1)
+        with torch.no_grad():
+            return flat(tape.jacobian(losses, verify=True).rows(), 1)
+
+    expected = rows_of_one_graph(model(x, edges.to_sparse()).sin().sum(1), model)
+    torch.testing.assert_close(rows(edges.to_sparse()), expected, rtol=1e-9, atol=1e-12)
+    edges[0, -1] = 1
+    with pytest.raises(tp.Refused, match=COUPLED):
+        rows(edges.to_sparse())
+
+
+HIDDEN = {  # what hides how a parameter is used -> the words that help
+    "custom function": (
+        lambda m, x: F.linear(x, _Sign.apply(m.w)),
+        r"'w' .* at _SignBackward\. How a custom autograd\.Function",
+    ),
+    "vmap": (lambda m, x: torch.vmap(lambda w: F.linear(x, w[None]))(m.w).sum(0), r"'w' .* vmap"),
+    "a single example": (lambda m, x: torch.stack([F.linear(v, m.w) for v in x]), r"layer\(x\[None\]\)\[0\]"),
+    "nested": (
+        lambda m, x: F.linear(torch.nested.nested_tensor(list(x[:, None]), layout=torch.jagged), m.w).values(),
+        r"'w' meets a nested tensor",
+    ),
+}
+
+
+class _Sign(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx, b):  # type: ignore[override]
+        return b
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_refusals_say_what_hides_and_what_helps(kind):
+    forward, message = HIDDEN[kind]
+    with pytest.raises(tp.Refused, match=message):
+        jacobian(Calls(forward, w=torch.randn(4, D)), torch.randn(N, D))
+
+
+def test_losses_that_went_backward_already_are_refused():
+    model = nn.Linear(D, 2)
+    training, _ = trained_steps(model, torch.randn(40, D))
+    (x,) = next(iter(training))
+    losses = losses_of(model, x)
+    losses.sum().backward()
+    with pytest.raises(tp.Refused, match=r"Leave out losses\.backward\(\)"):
+        training.step(losses)
