@@ -161,6 +161,22 @@ def test_lists_whose_examples_read_each_other_are_refused(change, lengths):
         jacobian(model, [torch.randn(length, D) for length in LENGTHS[lengths]], losses_of=losses)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_lists_of_tokens(lengths):
+    """Each example's own are exact; the neighbor's are refused, though no gradient tells."""
+    texts = [tokens(length) for length in LENGTHS[lengths]]
+
+    def model(change):
+        return Calls(lambda m, xs: torch.stack([m.e(x).mean(0) for x in change(xs)]), e=nn.Embedding(7, 4))
+
+    def losses(model, xs):
+        return model(xs).sin().sum(1)
+
+    assert_rows(model(lambda xs: xs), texts, losses_of=losses)
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(model(OTHERS["rolled"]), texts, losses_of=losses)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 3)])
 def test_graphs_with_as_many_features_as_there_are_graphs(sizes):
     n, owner = len(sizes), torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))

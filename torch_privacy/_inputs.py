@@ -14,22 +14,35 @@ from torch.utils._pytree import tree_map
 
 
 @dataclass(frozen=True)
+class Item:
+    """Where a tensor is in a list of tensors."""
+
+    place: int
+    length: int
+    alike: bool  # whether all have one shape
+
+    def owner(self, n: int) -> int | None:
+        """The example that it belongs to as a whole, where the list has n."""
+        return self.place if self.length == n else None
+
+
+@dataclass(frozen=True)
 class Input:
     """One of a model's floating-point inputs, in which the gradient is measured.
 
     Args:
         target: the tensor, or its edge in the graph.
         shape: the tensor's.
-        item: its place in a list of tensors, and the length of that list.
+        item: its place in a list of tensors.
     """
 
     target: Any
     shape: torch.Size
-    item: tuple[int, int] | None = None
+    item: Item | None = None
 
     def owner(self, n: int) -> int | None:
         """The example that it belongs to as a whole, where it is one of a list of n."""
-        return self.item[0] if self.item is not None and self.item[1] == n else None
+        return None if self.item is None else self.item.owner(n)
 
     def has_examples(self, n: int) -> bool:
         """Whether it must have a part for each of n examples, or be one's alone."""
@@ -40,10 +53,10 @@ class Input:
         return [dim for dim, size in enumerate(self.shape) if size == n or (self.shape[0] != n and not size % n)]
 
 
-def with_tensors(arguments: Any, replaced: Callable[[Tensor, tuple[int, int] | None], Tensor]) -> Any:
+def with_tensors(arguments: Any, replaced: Callable[[Tensor, Item | None], Tensor]) -> Any:
     """The arguments with every tensor replaced: alone or in lists, tuples, mappings and data classes.
 
-    ``replaced`` is told the place of a tensor in a list of tensors, and its length. The arguments are no such list.
+    ``replaced`` is told the place of a tensor in a list of tensors. The arguments themselves are no such list.
     """
 
     def is_list(value: Any) -> bool:
@@ -54,7 +67,9 @@ def with_tensors(arguments: Any, replaced: Callable[[Tensor, tuple[int, int] | N
         if isinstance(value, Tensor):
             return replaced(value, None) if value.ndim else value
         if is_list(value):
-            return type(value)(replaced(t, (k, len(value))) if t.ndim else t for k, t in enumerate(value))
+            alike = len({t.shape for t in value}) == 1
+            items = (Item(k, len(value), alike) for k in range(len(value)))
+            return type(value)(replaced(t, item) if t.ndim else t for t, item in zip(value, items, strict=True))
         if isinstance(value, MutableMapping) or (is_dataclass(value) and not isinstance(value, type)):
             return _with_parts(value, lambda part: tree_map(of_any, part, is_leaf=is_list))
         return value

@@ -35,7 +35,7 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import saves_elsewhere
-from ._inputs import Input, with_tensors
+from ._inputs import Input, Item, with_tensors
 from ._shadow import Shadows
 from .ops import COMPOSED, OPS, Use
 from .ops._base import is_half
@@ -192,14 +192,14 @@ class Notes(TorchFunctionMode):
         that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
         """
 
-        def replaced(value: Tensor, item: tuple[int, int] | None) -> Tensor:
+        def replaced(value: Tensor, item: Item | None) -> Tensor:
             probed = value
             if value.is_floating_point() and value.layout is torch.strided:
                 leaf = value if value.requires_grad else value.detach().requires_grad_()
                 self._inputs.append(Input(leaf, leaf.shape, item))
                 probed = leaf.clone()  # not the leaf itself, which could not be changed in place
                 self._probed.add(_edge(probed).node)
-            self._shadows.begin(probed)
+            self._shadows.begin(probed, item)
             return probed
 
         return with_tensors(arguments, replaced)

@@ -23,7 +23,7 @@ from ._check import Refused
 from ._constants import Constants, numbers_looked_up
 from ._directions import Directions
 from ._graph import Graph
-from ._inputs import Input, with_tensors
+from ._inputs import Input, Item, with_tensors
 from ._layout import PROOFS, Measurement, Merging, told_by
 from ._projections import SketchedJacobian
 from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice, edge_of
@@ -230,7 +230,7 @@ class Sketch(TorchFunctionMode):
     def probe(self, arguments: Any) -> Any:
         """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured."""
 
-        def replaced(value: Tensor, item: tuple[int, int] | None) -> Tensor:
+        def replaced(value: Tensor, item: Item | None) -> Tensor:
             if value.requires_grad or not value.is_floating_point() or value.layout is not torch.strided:
                 return value
             leaf = value.detach().requires_grad_()

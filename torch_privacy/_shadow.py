@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ._influence import MIXED, NOBODY, UNKNOWN, Influence, can_be_run_again, results_of
+from ._inputs import Item
 
-# (size, k): the examples lie in the tensor's k-th dimension of this size.
+# (size, k): the examples lie in the tensor's k-th dimension of this size; -1: each in a tensor of its own.
 Where = tuple[int, int]
 Shadow = dict[Where, Tensor]
 
@@ -80,18 +81,24 @@ class Shadows:
         self._expected: dict[GradientEdge, Shadow] = {}
         self._mixed: dict[int, tuple[Tensor, bool]] = {}  # by a shadow's id: whether something in it is
 
-    def begin(self, tensor: Tensor) -> None:
-        """An input of the model: each entry belongs to the example of its place."""
+    def begin(self, tensor: Tensor, item: Item | None = None) -> None:
+        """An input of the model: each entry belongs to the example of its place, or all to that of the list's item."""
         self.begun = True
         shadow: Shadow = {}
         n = self._num_examples
+        if item is not None and n is not None and item.owner(n) is not None:
+            whole = torch.full((), item.place, dtype=torch.int32, device=tensor.device)
+            shadow[n, -1] = whole.expand(tensor.shape)
+            if not item.alike:
+                self._put(tensor, shadow)
+                return
         of_features = tensor.is_floating_point() and tensor.ndim > 1 and len(tensor) != n  # as of several graphs' nodes
         for dim, size in enumerate(tensor.shape[:-1] if of_features else tensor.shape):
             if size == (n or size):
                 shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
                 numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
                 whose = numbers.expand(tensor.shape)
-                shadow[size, sum(n == size for n, _ in shadow)] = whose
+                shadow[size, sum(k >= 0 and same == size for same, k in shadow)] = whose
                 self._mixed[id(whose)] = whose, False
         self._put(tensor, shadow)
 
