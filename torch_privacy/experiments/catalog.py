@@ -158,7 +158,7 @@ CATALOG = (
     ),
     Experiment(
         "best-cifar10", TRAMER, "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
-        5000, 60, "CIFAR-10", trains=True,
+        5400, 60, "CIFAR-10", trains=True,
     ),
     Experiment(
         "best-cifar10-wide", DE, "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
