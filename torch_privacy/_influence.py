@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ._fitting import fresh_generator
+from ._rewind import RandomState
 
 # What tells of entries, beside the numbers of examples.
 NOBODY, MIXED, UNKNOWN = -1, -2, -3
 
 LARGEST = 2**20  # entries of what is run again
 ROUNDS = 2  # exchanges of each half
+ROUNDING = 64  # in units of the type's, relative to the largest entry
 _NOT_RUN_AGAIN = frozenset(
     {
         *("item", "tolist", "numpy", "size", "dim", "numel", "stride", "backward", "register_hook"),
@@ -64,21 +66,20 @@ class Influence:
         generator = fresh_generator()
         first = torch.rand(self._n, generator=generator) < 0.5
         first[0], first[-1] = True, False
-        shifts = torch.randint(1, self._n, (ROUNDS,), generator=generator)
-        others = [(torch.arange(self._n) + shift) % self._n for shift in shifts]
-        state = torch.get_rng_state()
+        state = RandomState()
         try:
             with torch.no_grad():
                 plain = self._run({}, state)
                 here, there = (
-                    [self._run(self._sources(chosen, other), state) for other in others] for chosen in (first, ~first)
+                    [self._run(self._sources(chosen, generator), state) for _ in range(ROUNDS)]
+                    for chosen in (first, ~first)
                 )
                 pairs = zip(plain, zip(*here, strict=True), zip(*there, strict=True), strict=True)
                 return [self._whose(out, first, here, there) for out, here, there in pairs]
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return []
         finally:
-            torch.set_rng_state(state)
+            state.restore()
 
     def _whose(self, out: Tensor, first: Tensor, heres: Sequence[Tensor], theres: Sequence[Tensor]) -> Tensor | None:
         """From the result, and what it becomes where the first examples, and where the others, are exchanged."""
@@ -89,8 +90,8 @@ class Influence:
         if not (here.any() or there.any()):
             return torch.full((), NOBODY, dtype=torch.int32, device=out.device).expand(out.shape)
         for whose in self._candidates(out):
-            is_first = first[whose]
-            if not ((here & ~is_first).any() or (there & is_first).any()):
+            somebody_s, is_first = whose >= 0, first[whose.clamp(min=0)]
+            if not ((here & ~(somebody_s & is_first)).any() or (there & ~(somebody_s & ~is_first)).any()):
                 return whose
         return torch.full((), MIXED, dtype=torch.int32, device=out.device).expand(out.shape)
 
@@ -99,18 +100,21 @@ class Influence:
         for whose in self._owners.values():
             if whose.shape == out.shape:
                 yield whose
-        orders = [rows[:, 0] for whose in self._owners.values() if (rows := whose.reshape(len(whose), -1)).numel()]
+        orders = [whose.flatten(1)[:, 0] for whose in self._owners.values() if whose.ndim > 1 and whose.numel()]
+        orders += [whose for whose in self._owners.values() if whose.ndim == 1]
         in_order = torch.arange(self._n, device=out.device, dtype=torch.int32)
         for dim, size in enumerate(out.shape):
             for order in (*orders, in_order):
                 if size == len(order):
                     yield order.view([-1] + [1] * (out.ndim - dim - 1)).expand(out.shape)
 
-    def _sources(self, chosen: Tensor, others: Tensor) -> dict[int, Tensor]:
-        """Id of an argument -> where each entry comes from once the chosen examples' data are the others'.
+    def _sources(self, chosen: Tensor, generator: torch.Generator) -> dict[int, Tensor]:
+        """Id of an argument -> where each entry comes from once the chosen examples' data are some of the others'.
 
         Where an argument has not as many entries for each, theirs come from anywhere in it.
         """
+        rest = (~chosen).nonzero().flatten()  # not of the chosen: a sum of these would stay as it is
+        others = rest[torch.randint(len(rest), (self._n,), generator=generator)]
         sources = {}
         for key, whose in self._owners.items():
             source, places = torch.arange(whose.numel(), device=whose.device), self._places[key]
@@ -123,7 +127,7 @@ class Influence:
             sources[key] = source
         return sources
 
-    def _run(self, sources: Mapping[int, Tensor], state: Tensor) -> list[Tensor]:
+    def _run(self, sources: Mapping[int, Tensor], state: RandomState) -> list[Tensor]:
         def replaced(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -132,7 +136,7 @@ class Influence:
                 return now.flatten()[sources[id(value)]].view(now.shape)
             return now.clone() if now is self._before else now
 
-        torch.set_rng_state(state)
+        state.restore()
         args, kwargs = tree_map(replaced, (self._args, self._kwargs))
         out = self._func(*args, **kwargs)
         return results_of(args[0] if self._in_place else out)
@@ -147,7 +151,12 @@ def _places(whose: Tensor, n: int) -> Tensor | None:
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
-    return (one != other) & ~((one != one) & (other != other))
+    """Entry by entry; beyond the rounding of sums whose order changes from run to run."""
+    differs = (one != other) & ~((one != one) & (other != other))
+    if not one.is_floating_point() or not one.numel():
+        return differs
+    largest = one.abs().nan_to_num(0, 0, 0).max()
+    return differs & ~((one - other).abs() <= ROUNDING * torch.finfo(one.dtype).eps * largest)
 
 
 def results_of(out: Any) -> list[Tensor]:
