@@ -102,6 +102,17 @@ KEPT = {  # whole numbers of each example, by functions without a rule
 }
 
 
+@pytest.mark.parametrize("name", ["mean", "standard deviation", "largest", "product"])
+def test_statistics_by_rule_are_refused_however_large_they_are(name, monkeypatch):
+    monkeypatch.setattr("torch_privacy._influence.LARGEST", 0)
+    model = with_statistic(OF_THE_BATCH[name], detached=False)
+    if name == "product":
+        assert_rows(model, torch.randn(N, D))  # nothing is known of it then
+        return
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(model, torch.randn(N, D))
+
+
 def looked_up(change):
     return Calls(lambda m, x: m.e(change(x)).mean(1), e=nn.Embedding(20, 4))
 
@@ -118,7 +129,7 @@ def test_whole_numbers_of_each_example_match_one_backward_per_loss(name):
 
 
 def test_the_user_s_random_numbers_are_those_without_a_tape():
-    model = with_statistic(lambda x: F.dropout(x.cumprod(1), 0.5), detached=True)
+    model = Calls(lambda m, x: F.dropout(m.f(x * F.dropout(x.detach().cumprod(1), 0.5)), 0.5), f=nn.Linear(D, 4))
     x = torch.randn(N, D)
     torch.manual_seed(3)
     alone = losses_of(model, x)
@@ -139,7 +150,12 @@ def lists(change):
     return Calls(forward, f=nn.Linear(D, 4)), losses
 
 
-LENGTHS = {"of several lengths": [2, 4, N, 3, 5, 7], "of one length": [N] * N}
+LENGTHS = {
+    "of several lengths": [2, 4, 8, 3, 5, 7],
+    "one of them as long as the batch": [2, 4, N, 3, 5, 7],
+    "of one length": [4] * N,
+    "all as long as the batch": [N] * N,
+}
 OTHERS = {
     "centered": lambda xs: [x - torch.cat(xs).mean(0) for x in xs],
     "rolled": lambda xs: [*xs[1:], xs[0]],
@@ -177,10 +193,27 @@ def test_lists_of_tokens(lengths):
         jacobian(model(OTHERS["rolled"]), texts, losses_of=losses)
 
 
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.roll(1, 0)], ids=["own", "neighbor's"])
+def test_a_list_of_as_many_inputs_as_there_are_examples(change):
+    model = Calls(lambda m, xs: m.e(change(xs[0])).mean(1) + m.e(xs[1]).mean(1), e=nn.Embedding(7, 4))
+    pair = [tokens(2, T), tokens(2, T)]
+
+    def losses(model, xs):
+        return model(xs).sin().sum(1)
+
+    if change(torch.arange(2))[0]:
+        with pytest.raises(tp.Refused, match=COUPLED):
+            jacobian(model, pair, losses_of=losses, n=2)
+    else:
+        assert_rows(model, pair, losses_of=losses, n=2)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 3)])
 def test_graphs_with_as_many_features_as_there_are_graphs(sizes):
     n, owner = len(sizes), torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    model = Calls(lambda m, x: torch.zeros(n, 4).index_add(0, owner, m.f(x)), f=nn.Linear(n, 4))
+    model = Calls(
+        lambda m, x: torch.zeros(n, 4).index_add(0, owner, m.f((1 + m.p) * x)), f=nn.Linear(n, 4), p=torch.randn(())
+    )
     assert_rows(model, torch.randn(len(owner), n), losses_of=lambda m, x: m(x).sin().sum(1), n=n)
 
 

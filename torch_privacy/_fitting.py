@@ -187,13 +187,13 @@ class Fitting:
 class InputFitting(Fitting):
     """The layouts of an input's gradient; or all of it is one example's, its ``owner``'s.
 
-    Where the first dimension has another size than n, its entries may belong to examples in any order, as the nodes of
-    several graphs do.
+    Where the first dimension has another size than n, its entries may belong to examples in any order: several rows for
+    each, or the nodes of several graphs.
     """
 
     def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, owner: int | None):
-        n = len(codes.cotangent(0))
-        super().__init__(b, dims, codes, rounding, by_entry=[0] if b.ndim and b.shape[0] != n else [])
+        in_any_order = owner is None and b.ndim > 0 and b.shape[0] != len(codes.cotangent(0))
+        super().__init__(b, dims, codes, rounding, by_entry=[0] if in_any_order else [])
         self._whole, self._whose = b.detach().reshape(1, -1), owner
 
     def narrow(self, k: int, scaled: Tensor) -> None:

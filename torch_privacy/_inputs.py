@@ -49,8 +49,8 @@ class Input:
         return n in self.shape or self.owner(n) is not None
 
     def dims(self, n: int) -> list[int]:
-        """Where the parts of n examples may lie: in a dimension of n; if the first is none, in any that n divides."""
-        return [dim for dim, size in enumerate(self.shape) if size == n or (self.shape[0] != n and not size % n)]
+        """Where the parts of n examples may lie."""
+        return [dim for dim, size in enumerate(self.shape) if size == n]
 
 
 def with_tensors(arguments: Any, replaced: Callable[[Tensor, Item | None], Tensor]) -> Any:

@@ -56,7 +56,7 @@ _POINTWISE = {
 }
 _REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "cumsum", "cumprod"),
-    *("cummax", "cummin", "count_nonzero", "softmax", "sort", "argsort", "topk"),
+    *("cummax", "cummin", "count_nonzero", "softmax", "sort", "argsort", "topk", "std", "var", "logsumexp", "median"),
 }
 _WITHOUT_GRADIENT = {"any", "all", "argmax", "argmin", "count_nonzero", "argsort"}
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty"}
@@ -316,6 +316,8 @@ def _reduced(name: str) -> Rule:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
         if isinstance(dim, Tensor):
             return _pointwise(read, args, kwargs)
+        if isinstance(dim, bool):  # std(unbiased)
+            dim = None
         if _has_gradient(x) and name not in _WITHOUT_GRADIENT:  # which tells
             return None
         if name == "topk" or (name in ("sort", "argsort") and dim is None):
