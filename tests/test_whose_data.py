@@ -193,6 +193,54 @@ def test_lists_of_tokens(lengths):
         jacobian(model(OTHERS["rolled"]), texts, losses_of=losses)
 
 
+SEVERAL = {  # rows (2 n, ..), and how the losses of n examples come from what a layer makes of them
+    "behind each other": lambda y: y.view(-1, 2, *y.shape[1:]).sum(1),
+    "all first ones first": lambda y: y.view(2, -1, *y.shape[1:]).sum(0),
+}
+PAIRS = {"numbers": (nn.Linear, torch.randn), "tokens": (nn.Embedding, tokens)}
+
+
+def pairs(order, kind, change):
+    return Calls(lambda m, x: SEVERAL[order](m.f(change(x)).flatten(1)), f=PAIRS[kind][0](7, 4))
+
+
+def losses_of_pairs(model, x):
+    return model(x).sin().sum(1)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("order", SEVERAL)
+def test_couplings_of_several_rows_for_each_example_are_refused_once_two_batches_have_told(order, kind):
+    """A batch alone does not tell two rows for each example from what all examples share."""
+    make, layouts = PAIRS[kind][1], Layouts()
+    other = (lambda x: x - x.mean(0)) if kind == "numbers" else (lambda x: x.roll(1, 0))
+    coupled, own = pairs(order, kind, other), pairs(order, kind, lambda x: x)
+    for n in (3, 4, 3, 5):
+        assert_rows(own, make(2 * n, 7), layouts, losses_of_pairs, n)
+    layouts = Layouts()
+    for _ in range(4):  # all layouts are known then
+        jacobian(coupled, make(6, 7), layouts, losses_of_pairs, n=3)
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(coupled, make(8, 7), layouts, losses_of_pairs, n=4)
+
+
+def test_an_input_that_all_examples_share_is_not_taken_for_rows_of_theirs():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(3, 4)
+
+        def forward(self, x, shared):
+            return self.f(x) @ shared[:4] + self.f(x) @ shared[4:]
+
+    model, shared, layouts = Shared(), torch.randn(8, 5), Layouts()
+    for n in (2, 4, 8, 2, 3, 4):
+        with Tape(dict(model.named_parameters()), (), layouts, num_examples=n) as tape:
+            losses = model(*tape.probe((torch.randn(n, 3), shared))).sin().sum(1)
+        if n < 8:  # else it has a dimension of n, and may be an input with a part for each
+            assert tape.jacobian(losses, verify=True).num_examples == n
+
+
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.roll(1, 0)], ids=["own", "neighbor's"])
 def test_a_list_of_as_many_inputs_as_there_are_examples(change):
     model = Calls(lambda m, xs: m.e(change(xs[0])).mean(1) + m.e(xs[1]).mean(1), e=nn.Embedding(7, 4))

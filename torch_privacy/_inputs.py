@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,6 +27,37 @@ class Item:
         return self.place if self.length == n else None
 
 
+NEWS = 2  # batches that are looked at because of what was not known before
+Kind = tuple[int, torch.Size]  # an input's place among all, and the shape of its rows
+
+
+class SeveralRows:
+    """Which inputs have several rows for each example, such as pairs or flattened sequences (q n, ..).
+
+    Batches of two sizes tell: what all examples share does not grow with them.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[Kind, dict[int, int]] = {}  # n -> rows
+        self._other: set[Kind] = set()  # those that had a number of rows that n does not divide
+        self._told: Counter[Kind] = Counter()
+
+    def look(self, place: int, shape: torch.Size, n: int | None) -> tuple[int, bool]:
+        """q, or 0 where it is not known to be above one; and whether that is news."""
+        if n is None or n < 2:
+            return 0, False
+        kind, rows = (place, shape[1:]), shape[0]
+        if rows % n:
+            self._other.add(kind)
+        met = self._met.setdefault(kind, {})
+        met[n] = rows
+        grows = kind not in self._other and any(m != n and n * before == m * rows for m, before in met.items())
+        if not grows or rows <= n:
+            return 0, False
+        self._told[kind] += 1
+        return rows // n, self._told[kind] <= NEWS
+
+
 @dataclass(frozen=True)
 class Input:
     """One of a model's floating-point inputs, in which the gradient is measured.
@@ -34,11 +66,13 @@ class Input:
         target: the tensor, or its edge in the graph.
         shape: the tensor's.
         item: its place in a list of tensors.
+        rows_for_each: example, where that is known and more than one.
     """
 
     target: Any
     shape: torch.Size
     item: Item | None = None
+    rows_for_each: int = 0
 
     def owner(self, n: int) -> int | None:
         """The example that it belongs to as a whole, where it is one of a list of n."""
@@ -46,7 +80,7 @@ class Input:
 
     def has_examples(self, n: int) -> bool:
         """Whether it must have a part for each of n examples, or be one's alone."""
-        return n in self.shape or self.owner(n) is not None
+        return n in self.shape or self.rows_for_each > 0 or self.owner(n) is not None
 
     def dims(self, n: int) -> list[int]:
         """Where the parts of n examples may lie."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from ._check import Refused
 from ._fitting import Codes, Fitting, InputFitting, Rounding, fresh_generator
 from ._functions import Filled
-from ._inputs import Input
+from ._inputs import Input, SeveralRows
 from .ops import AnyLayout, Layout, Ragged
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Layouts:
         self._verified: Counter[tuple[tuple, bool]] = Counter()
         self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._generator = fresh_generator()
-        self.filled = Filled()
+        self.filled, self.several_rows = Filled(), SeveralRows()
         self._paths: dict[int, list[Sizes]] = {}  # program -> the sizes that were first on each of its paths
         self._path_of = lru_cache(maxsize=1024)(self._find_path)
 

@@ -35,7 +35,7 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import saves_elsewhere
-from ._inputs import Input, Item, with_tensors
+from ._inputs import Input, Item, SeveralRows, with_tensors
 from ._shadow import Shadows
 from .ops import COMPOSED, OPS, Use
 from .ops._base import is_half
@@ -66,7 +66,7 @@ class Notes(TorchFunctionMode):
         parameters: name -> tensor, leaves of the autograd graph.
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
-        filled: what earlier batches taught of tensors that are filled with numbers.
+        filled, several_rows: what earlier batches taught of tensors that are filled with numbers, and of inputs.
         thorough: as of `Shadows`.
     """
 
@@ -76,12 +76,13 @@ class Notes(TorchFunctionMode):
         constants: Iterable[Tensor] = (),
         num_examples: int | None = None,
         filled: Filled | None = None,
+        several_rows: SeveralRows | None = None,
         *,
         thorough: bool = True,
     ):
         super().__init__()
         self._num_examples, self._entered = num_examples, 0
-        self._filled = filled or Filled()
+        self._filled, self._several_rows = filled or Filled(), several_rows or SeveralRows()
         self.parameters = dict(parameters)
         # Tensors are known by identity; holding them keeps the identities from being given away again.
         self._sources = {
@@ -91,10 +92,12 @@ class Notes(TorchFunctionMode):
         self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._constants = {id(t): (t, t._version) for t in constants}
         self._inputs: list[Input] = []
+        self._num_inputs = 0  # all tensors among them
         self._probed: set[Node] = set()  # where the graph reaches the probed inputs
         self._shadows = Shadows(num_examples, thorough=thorough)
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._reorders = False  # the data of the batch may have decided where its examples lie
+        self._look_again = False  # something is known of the inputs that was not when layouts were learned
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
         # Calls whose outputs are views, by their base; with strides and offset in it.
@@ -193,13 +196,16 @@ class Notes(TorchFunctionMode):
         """
 
         def replaced(value: Tensor, item: Item | None) -> Tensor:
+            self._num_inputs += 1
+            rows, is_news = self._several_rows.look(self._num_inputs, value.shape, self._num_examples)
+            self._look_again |= is_news
             probed = value
             if value.is_floating_point() and value.layout is torch.strided:
                 leaf = value if value.requires_grad else value.detach().requires_grad_()
-                self._inputs.append(Input(leaf, leaf.shape, item))
+                self._inputs.append(Input(leaf, leaf.shape, item, rows))
                 probed = leaf.clone()  # not the leaf itself, which could not be changed in place
                 self._probed.add(_edge(probed).node)
-            self._shadows.begin(probed, item)
+            self._shadows.begin(probed, item, rows)
             return probed
 
         return with_tensors(arguments, replaced)

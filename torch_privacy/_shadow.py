@@ -23,7 +23,8 @@ from torch.autograd.graph import GradientEdge
 from ._influence import MIXED, NOBODY, UNKNOWN, Influence, can_be_run_again, results_of
 from ._inputs import Item
 
-# (size, k): the examples lie in the tensor's k-th dimension of this size; -1: each in a tensor of its own.
+# (size, k): the examples lie in the tensor's k-th dimension of this size. With k = -1 each has a tensor of its own, with
+# -2 and -3 several rows of the first dimension: one behind the other, or all first ones first.
 Where = tuple[int, int]
 Shadow = dict[Where, Tensor]
 
@@ -81,7 +82,7 @@ class Shadows:
         self._expected: dict[GradientEdge, Shadow] = {}
         self._mixed: dict[int, tuple[Tensor, bool]] = {}  # by a shadow's id: whether something in it is
 
-    def begin(self, tensor: Tensor, item: Item | None = None) -> None:
+    def begin(self, tensor: Tensor, item: Item | None = None, rows_for_each: int = 0) -> None:
         """An input of the model: each entry belongs to the example of its place, or all to that of the list's item."""
         self.begun = True
         shadow: Shadow = {}
@@ -92,6 +93,10 @@ class Shadows:
             if not item.alike:
                 self._put(tensor, shadow)
                 return
+        if n is not None and rows_for_each:
+            numbers = torch.arange(n, dtype=torch.int32, device=tensor.device)
+            for k, order in ((-2, numbers.repeat_interleave(rows_for_each)), (-3, numbers.repeat(rows_for_each))):
+                shadow[n, k] = order.view([-1] + [1] * (tensor.ndim - 1)).expand(tensor.shape)
         of_features = tensor.is_floating_point() and tensor.ndim > 1 and len(tensor) != n  # as of several graphs' nodes
         for dim, size in enumerate(tensor.shape[:-1] if of_features else tensor.shape):
             if size == (n or size):

@@ -62,7 +62,8 @@ class Tape(Notes):
     ):
         self.layouts = layouts if layouts is not None else Layouts()
         thorough = num_examples is None or not self.layouts.settled(num_examples)
-        super().__init__(parameters, constants, num_examples, self.layouts.filled, thorough=thorough)
+        known = self.layouts.filled, self.layouts.several_rows
+        super().__init__(parameters, constants, num_examples, *known, thorough=thorough)
         self._estimates = estimates
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -175,7 +176,8 @@ class Tape(Notes):
     def _layouts_of(self, reached: Reached, *, strict: bool) -> tuple[list[AnyLayout], bool]:
         """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
         losses, calls, n = reached.losses, reached.calls, len(reached.losses)
-        known = None if self._reorders and n > 1 else self.layouts.recall(reached.path, calls, n)
+        anew = self._look_again or (self._reorders and n > 1)
+        known = None if anew else self.layouts.recall(reached.path, calls, n)
         inputs = self._inputs_of(n)
         targets = [*reached.edges, *(given.target for given in inputs)]
 
