@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge
 from ._influence import MIXED, NOBODY, UNKNOWN, Influence, can_be_run_again, results_of
 from ._inputs import Item
 
-# (size, k): the examples lie in the tensor's k-th dimension of this size. With k = -1 each has a tensor of its own, with
-# -2 and -3 several rows of the first dimension: one behind the other, or all first ones first.
+# (size, k): the examples lie in the tensor's k-th dimension of this size. With k = -1 each has a tensor of its own, and
+# with -2 and -3 several rows of the first dimension: one behind the other, or all first ones first.
 Where = tuple[int, int]
 Shadow = dict[Where, Tensor]
 
