@@ -272,6 +272,7 @@ CONSTANTS = {  # made in the forward, of sizes that n may divide
     "a number": lambda m: m.p * torch.tensor(0.5),
     "type of the input": lambda m: m.p * torch.arange(6).to(m.p),
     "rows": lambda m: torch.ones(6, 6) * m.p[0],
+    "of a scale": lambda m: m.p * torch.logspace(-1, 1, 6),
 }
 
 
@@ -280,6 +281,15 @@ CONSTANTS = {  # made in the forward, of sizes that n may divide
 def test_constants_of_a_size_that_the_batch_divides(name, n):
     model = Calls(lambda m, x: m.f(x @ CONSTANTS[name](m)), f=nn.Linear(6, 4), p=torch.randn(6, 6))
     assert_rows(model, torch.randn(n, 6), n=n)
+
+
+def test_cached_whole_numbers_are_constants_once_a_batch_has_met_them_whose_examples_they_cannot_hold():
+    cached, layouts = torch.arange(7)[:6].roll(2), Layouts()
+    model = Calls(lambda m, x: m.f(x @ m.p[cached]), f=nn.Linear(6, 4), p=torch.randn(6, 6))
+    with pytest.raises(tp.Refused, match="cannot be told apart"):
+        jacobian(model, torch.randn(3, 6), layouts, n=3)
+    for n in (4, 3, 6):
+        assert_rows(model, torch.randn(n, 6), layouts, n=n)
 
 
 def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monkeypatch):
@@ -298,15 +308,15 @@ def test_a_first_state_of_zeros_is_an_input():
 
 
 class Positions(nn.Module):
-    """Looks up numbers that it keeps as a plain attribute."""
+    """Scales what it learns of positions by numbers that it keeps as a plain attribute."""
 
     def __init__(self):
         super().__init__()
-        self.numbers = torch.arange(8)
-        self.table, self.head = nn.Embedding(8, 3), nn.Linear(3, 2)
+        self.numbers = torch.linspace(0, 1, 18).view(6, 3)
+        self.scale, self.head = nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
 
     def forward(self, x):
-        return self.head((x + self.table(self.numbers[: x.shape[1]])).mean(1))
+        return self.head((x + self.scale * self.numbers).mean(1))
 
 
 def trained_steps(model, data, **settings):
@@ -339,7 +349,7 @@ def test_a_plain_attribute_that_changes_is_data(change):
     if change == "written into":
         model.numbers += 0
     else:
-        model.numbers = torch.arange(8)
+        model.numbers = torch.linspace(0, 1, 18).view(6, 3)
     with pytest.raises(tp.Refused, match="cannot be told apart"):
         list(steps)
     assert training.step_count == 0

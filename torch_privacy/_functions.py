@@ -29,12 +29,15 @@ _REARRANGEMENTS = {
     *(Tensor.swapaxes, torch.swapaxes, Tensor.ravel, torch.ravel, Tensor.flip, torch.flip, Tensor.roll, torch.roll),
 }
 # Factories whose result holds no data of the batch.
-_CONSTANTS = {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch.triu_indices}
+_CONSTANTS = {torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices}
 # Factories whose result may stand for an input with a part for every example, such as a first hidden state.
-_FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn, torch.tensor}
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
+_FILLED |= {torch.tensor, torch.as_tensor}
 LARGE = 2**20  # entries of what rows take that hang on a filled tensor with a part for each example, as on a constant
 # Functions that take no more than the shape or type of their second tensor.
 LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as, Tensor.to}
+# Functions that take no more than the type and device of their first.
+NEW = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor}
 _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
@@ -84,9 +87,18 @@ class Filled:
         """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
         if func in _CONSTANTS:
             return True
-        if func is torch.tensor and not out.is_floating_point():
+        if func in (torch.tensor, torch.as_tensor) and not out.is_floating_point():
             return out.ndim < 2
         return func in _FILLED and not self.stands_for_input(func, out, num_examples)
+
+    def is_cached(self, tensor: Tensor, num_examples: int | None) -> bool:
+        """Whether whole numbers that nothing made, as of a cache in the model's code, have no part for examples."""
+        if num_examples is None or tensor.is_floating_point():
+            return False
+        key = Tensor, tensor.shape
+        if all(size % max(num_examples, 1) for size in tensor.shape):
+            self._of_any_batch.add(key)
+        return key in self._of_any_batch
 
     def makes_new(self, func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
         """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: an input."""

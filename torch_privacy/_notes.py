@@ -23,6 +23,7 @@ from ._check import Refused
 from ._functions import (
     EXPANSIONS,
     LIKE,
+    NEW,
     SET_REQUIRES_GRAD,
     Filled,
     changes_in_place,
@@ -91,6 +92,7 @@ class Notes(TorchFunctionMode):
         }
         self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._constants = {id(t): (t, t._version) for t in constants}
+        self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
         self._inputs: list[Input] = []
         self._num_inputs = 0  # all tensors among them
         self._probed: set[Node] = set()  # where the graph reaches the probed inputs
@@ -138,6 +140,8 @@ class Notes(TorchFunctionMode):
         tensors, met, data = self._sorted(values)
         if func in LIKE:
             data = [t for t in data if t is args[0]]
+        elif func in NEW:
+            data = [t for t in data if t is not args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
         self._program.append((func, numbers_in(values)))
@@ -167,6 +171,7 @@ class Notes(TorchFunctionMode):
         behind = shadows.behind(func, args, kwargs, data)
         influences = {} if behind else shadows.influences(func, args, kwargs, data, in_place=changed)
         out = func(*args, **kwargs)
+        self._made.update({id(t): weakref.ref(t) for t in tensors_in((out,)) if not t.is_floating_point()})
         if behind:
             shadows.note(args[0] if changed else out, behind)
         if influences:
@@ -181,7 +186,7 @@ class Notes(TorchFunctionMode):
             key = id(t)
             if key in sources and sources[key].version == t._version:
                 met.append(t)
-            elif key not in constants or not self._is_constant(t):
+            elif (key not in constants or not self._is_constant(t)) and not self._is_cached(t):
                 data.append(t)
         return tensors, met, data
 
@@ -205,10 +210,20 @@ class Notes(TorchFunctionMode):
                 self._inputs.append(Input(leaf, leaf.shape, item, rows))
                 probed = leaf.clone()  # not the leaf itself, which could not be changed in place
                 self._probed.add(_edge(probed).node)
+            self._made[id(probed)] = weakref.ref(probed)
             self._shadows.begin(probed, item, rows)
             return probed
 
-        return with_tensors(arguments, replaced)
+        with torch._C.DisableTorchFunction():  # nothing of this is the model's
+            return with_tensors(arguments, replaced)
+
+    def _is_cached(self, tensor: Tensor) -> bool:
+        """Whether nothing that was seen made the tensor, and it has no part for each example: then it is a constant."""
+        made = self._made.get(id(tensor))
+        if (made is not None and made() is tensor) or not self._filled.is_cached(tensor, self._num_examples):
+            return False
+        self._constants[id(tensor)] = tensor, tensor._version
+        return True
 
     def _source(self, tensor: Tensor) -> Source | None:
         source = self._sources.get(id(tensor))

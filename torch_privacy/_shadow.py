@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose data the entries of a tensor hold, where no gradient tells: token ids, masks, anything in whole numbers.
+"""Whose data the entries of a tensor hold, where no gradient tells: token ids, masks, what is detached.
 
 The gradient in an op's output says whose loss an entry serves. That the entry was also made from that example's data
 must be known as well: a loss that looks up the neighbor's tokens has rows like any other, but one example enters two.
 So every input of the model gets a shadow of the same shape that holds each entry's example number, and goes through
-the same functions. Where shadows meet a parameter they must say what the gradient says.
+the same functions. Where shadows meet a parameter they must say what the gradient says. Functions without a rule are
+run again (``_influence.py``); what several examples' data went into without a gradient stays marked whatever follows.
 """
 
 from __future__ import annotations
