@@ -102,11 +102,12 @@ def outer_product(problem: Problem) -> Step:
         ModuleNotFoundError: Opacus is not installed.
         MemoryError: the rows of a batch, which it holds all at once, are larger than half of this machine's memory.
     """
-    engine, validators = import_module("opacus"), import_module("opacus.validators")
-    model = validators.ModuleValidator.fix(problem.new_model())
-    rows = problem.batch_size * sum(p.nbytes for p in trained(model))
+    plain = problem.new_model()
+    rows = problem.batch_size * sum(p.nbytes for p in trained(plain))
     if rows > memory_bytes() // 2:  # else the system would end this process
         raise MemoryError(f"{rows / 2**30:.0f} GiB of rows")
+    engine, validators = import_module("opacus"), import_module("opacus.validators")
+    model = validators.ModuleValidator.fix(plain)
     with _without_warnings():  # that its noise is no secret
         private, optimizer, _ = engine.PrivacyEngine().make_private(
             module=model,
