@@ -37,6 +37,7 @@ OF_THE_BATCH = {  # statistics of several examples
     "length": lambda x: x.norm(),
     "median": lambda x: x.median(0)[0],
     "quantile": lambda x: x.quantile(0.9),
+    "by keyword": lambda x: torch.mean(input=x, dim=0),
     "distances": lambda x: torch.cdist(x, x).mean(1, keepdim=True),
     "logsumexp": lambda x: x.logsumexp((0, 1)),
     "normalized": lambda x: F.batch_norm(x, None, None, training=True),
@@ -91,6 +92,7 @@ MOVED = {  # whole numbers of other examples
     "einsum": lambda x: (x + torch.einsum("nt->t", x)) % 7,
     "pad": lambda x: F.pad(x, (0, 0, 1, 0))[:-1],
     "difference": lambda x: torch.diff(x, dim=0, prepend=x[:1]).abs(),
+    "among the first": lambda x: torch.isin(x, x[0]).long(),
     "borders of the first": lambda x: torch.bucketize(x, x[0].sort()[0]),
 }
 KEPT = {  # whole numbers of each example, by functions without a rule

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ._fitting import fresh_generator
 from ._rewind import RandomState
@@ -56,6 +56,9 @@ class Influence:
         self._owners, self._n = owners, n
         self._places = {key: _places(whose, n) for key, whose in owners.items()}
         self._before = args[0].detach().clone() if in_place and isinstance(args[0], Tensor) else None
+        self._tensors = {id(t): t for t in tree_leaves((args, kwargs)) if id(t) in owners}
+        if self._before is not None and id(args[0]) in owners:
+            self._tensors[id(args[0])] = self._before
 
     def owners(self) -> list[Tensor | None]:
         """Whose the entries of each tensor of the result are: nobody's (-1) where nothing changes.
@@ -111,7 +114,7 @@ class Influence:
     def _sources(self, chosen: Tensor, generator: torch.Generator) -> dict[int, Tensor]:
         """Id of an argument -> where each entry comes from once the chosen examples' data are some of the others'.
 
-        Where an argument has not as many entries for each, theirs come from anywhere in it.
+        Where an argument has not as many entries for each, theirs come from anywhere in its `_pool`.
         """
         rest = (~chosen).nonzero().flatten()  # not of the chosen: a sum of these would stay as it is
         others = rest[torch.randint(len(rest), (self._n,), generator=generator)]
@@ -121,19 +124,26 @@ class Influence:
             if places is None:
                 flat = whose.flatten()
                 of_chosen = chosen.to(flat.device)[flat.clamp(min=0)] & (flat >= 0)
-                source[of_chosen] = source[torch.randperm(len(source), device=flat.device)][of_chosen]
+                anywhere = torch.randint(len(self._pool(key)), source.shape, generator=generator)
+                source[of_chosen] = anywhere.to(flat.device)[of_chosen]
             else:
                 source[places[chosen.to(places.device)]] = places[others[chosen].to(places.device)]
             sources[key] = source
         return sources
 
+    def _pool(self, key: int) -> Tensor:
+        """The entries of an argument, and then those of all others of its type."""
+        own = self._tensors[key]
+        others = [t for k, t in self._tensors.items() if k != key and (t.dtype, t.device) == (own.dtype, own.device)]
+        return torch.cat([t.flatten() for t in (own, *others)])
+
     def _run(self, sources: Mapping[int, Tensor], state: RandomState) -> list[Tensor]:
         def replaced(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            now = self._before if value is self._args[0] and self._before is not None else value
+            now = self._before if self._before is not None and value is self._args[0] else value
             if id(value) in sources:
-                return now.flatten()[sources[id(value)]].view(now.shape)
+                return self._pool(id(value))[sources[id(value)]].view(now.shape)
             return now.clone() if now is self._before else now
 
         state.restore()
