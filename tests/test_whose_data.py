@@ -74,6 +74,31 @@ def test_statistics_of_the_batch_without_a_gradient_are_refused(name, detached):
         jacobian(with_statistic(OF_THE_BATCH[name], detached=detached), torch.randn(N, D))
 
 
+HIDDEN_STATISTICS = {  # of hidden values, which a gradient told of so far
+    "largest": lambda h: h.detach().abs().max(),
+    "mean": lambda h: h.detach().mean(0),
+    "data": lambda h: h.data.mean(0),
+    "median": lambda h: h.detach() > h.detach().median(0)[0],
+    "nearest": lambda h: torch.cdist(h.detach(), h.detach()).fill_diagonal_(9).amin(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_STATISTICS)
+def test_statistics_of_hidden_values_are_refused_and_own_ones_exact(name):
+    def hidden(statistic):
+        return Calls(lambda m, x: m.g((h := m.f(x).tanh()) * statistic(h)), f=nn.Linear(D, 4), g=nn.Linear(4, 2))
+
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(hidden(HIDDEN_STATISTICS[name]), torch.randn(N, D))
+    assert_rows(hidden(lambda h: h.detach().abs().amax(1, keepdim=True)), torch.randn(N, D))
+
+
+def test_own_statistics_along_a_dimension_that_is_as_long_as_the_batch():
+    """Of the two places where the examples may lie one is right, and says nothing against it."""
+    model = Calls(lambda m, x: m.f((x / x.detach().abs().mean(1, keepdim=True)).softmax(2)).mean(1), f=nn.Linear(D, 4))
+    assert_rows(model, torch.randn(N, N, D))
+
+
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "no_grad"])
 @pytest.mark.parametrize("name", OF_EACH)
 def test_statistics_of_each_example_match_one_backward_per_loss(name, detached):

@@ -62,6 +62,7 @@ _REDUCTIONS = {
 }
 _WITHOUT_GRADIENT = {"any", "all", "argmax", "argmin", "count_nonzero", "argsort"}
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty"}
+_DETACHING = {torch.detach, Tensor.detach, vars(torch._C.TensorBase)["data"].__get__}
 _ATTRIBUTES = {
     vars(torch._C.TensorBase)[name].__get__: name for name in ("T", "mT", "data") if name in vars(torch._C.TensorBase)
 }
@@ -98,28 +99,33 @@ class Shadows:
             numbers = torch.arange(n, dtype=torch.int32, device=tensor.device)
             for k, order in ((-2, numbers.repeat_interleave(rows_for_each)), (-3, numbers.repeat(rows_for_each))):
                 shadow[n, k] = order.view([-1] + [1] * (tensor.ndim - 1)).expand(tensor.shape)
+        self._put(tensor, {**shadow, **self._by_shape(tensor)})
+
+    def _by_shape(self, tensor: Tensor) -> Shadow:
+        """The examples in every dimension of their number, other than that of features where the first is another."""
+        n, shadow = self._num_examples, {}
         of_features = tensor.is_floating_point() and tensor.ndim > 1 and len(tensor) != n  # as of several graphs' nodes
         for dim, size in enumerate(tensor.shape[:-1] if of_features else tensor.shape):
             if size == (n or size):
                 shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
                 numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
                 whose = numbers.expand(tensor.shape)
-                shadow[size, sum(k >= 0 and same == size for same, k in shadow)] = whose
+                shadow[size, sum(same == size for same, _ in shadow)] = whose
                 self._mixed[id(whose)] = whose, False
-        self._put(tensor, shadow)
+        return shadow
 
     def behind(self, func: Callable, args: tuple, kwargs: dict, data: Sequence[Tensor]) -> Any:
         """What the result's shadow is made of, to be asked before the function runs; None where nothing is known.
 
         Tensors that are neither shadowed nor in ``data`` hold nobody's.
         """
-        if not self._known or not any([id(t) in self._known for t in data]):
+        if not self._known or not (_drops_gradient(func) or any([id(t) in self._known for t in data])):
             return None
         rule = _rule(func)
         unknown = {id(t) for t in data}
-        shadows = {id(t): shadow for t in data if (shadow := self._of(t)) is not None}
+        shadows = {id(t): shadow for t in data if (shadow := self._found(func, t))}
         values = [t for t in data if t.is_floating_point()]
-        found = {}
+        found, is_marked = {}, False
         for where in {where for shadow in shadows.values() for where in shadow}:
             value = None
             if rule is not None:
@@ -127,8 +133,12 @@ class Shadows:
                     value = rule(_Reader(where, shadows, unknown), args, kwargs)
             if value is None and any([self._is_mixed(shadows.get(id(t), {}).get(where)) for t in values]):
                 value = torch.tensor(MIXED, dtype=torch.int32, device=values[0].device)  # whatever the function does
-            if value is not None:
-                found[where] = value
+                is_marked = True
+            found[where] = value
+        if is_marked:  # under some hypothesis of where the examples lie; under the others nothing is known then
+            device = values[0].device
+            found = {w: torch.tensor(UNKNOWN, device=device).int() if v is None else v for w, v in found.items()}
+        found = {where: value for where, value in found.items() if value is not None}
         return found if found or rule is not None else None
 
     def influences(
@@ -140,7 +150,7 @@ class Shadows:
             return {}
         if not self._thorough and any([t.is_floating_point() for t in data]):
             return {}
-        shadows = [(t, shadow) for t in data if (shadow := self._of(t)) is not None]
+        shadows = [(t, shadow) for t in data if (shadow := self._found(func, t))]
         found = {}
         for where in {where for _, shadow in shadows for where in shadow if where[0] == n}:
             owners = {id(t): shadow.get(where, shadow.get((n, 0))) for t, shadow in shadows}
@@ -198,6 +208,11 @@ class Shadows:
         if id(shadow) not in self._mixed:
             self._mixed[id(shadow)] = shadow, bool((shadow == MIXED).any())
         return self._mixed[id(shadow)][1]
+
+    def _found(self, func: Callable, tensor: Tensor) -> Shadow | None:
+        """A tensor's shadow; where a gradient told of it until now, that of its shape."""
+        known = self._of(tensor)
+        return self._by_shape(tensor) if known is None and tensor.requires_grad and _drops_gradient(func) else known
 
     def _of(self, tensor: Tensor) -> Shadow | None:
         known = self._known.get(id(tensor))
@@ -341,6 +356,11 @@ def _mapped(read: _Reader, args: tuple, kwargs: dict) -> Tensor | None:
     if _has_gradient(x) or not read.knows(x) or len(args) < 2 or read.knows(args[1]):
         return None
     return _common(read(x), -1)
+
+
+def _drops_gradient(func: Callable) -> bool:
+    """Whether no gradient follows what the function gives."""
+    return not torch.is_grad_enabled() or func in _DETACHING
 
 
 def _has_gradient(x: Tensor) -> bool:
