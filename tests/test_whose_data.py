@@ -251,6 +251,25 @@ def test_couplings_of_several_rows_for_each_example_are_refused_once_two_batches
         jacobian(coupled, make(8, 7), layouts, losses_of_pairs, n=4)
 
 
+def test_two_ends_of_edges_are_no_two_examples_once_another_batch_has_told():
+    class Degrees(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(3, 4)
+
+        def forward(self, x, edges, owner, n):
+            degree = torch.zeros(len(x)).scatter_add(0, edges[1], torch.ones(edges.shape[1])).clamp(min=1)
+            return torch.zeros(n, 4).index_add(0, owner, self.f(x / degree[:, None]))
+
+    model, layouts = Degrees(), Layouts()
+    for n in (3, 2, 4, 2):
+        owner = torch.arange(n).repeat_interleave(5)
+        edges = torch.randint(5, (2, 7 * n)) + 5 * torch.arange(n).repeat_interleave(7)
+        with Tape(dict(model.named_parameters()), (), layouts, num_examples=n) as tape:
+            losses = model(*tape.probe((torch.randn(5 * n, 3), edges, owner)), n).sin().sum(1)
+        assert tape.jacobian(losses, verify=True).num_examples == n
+
+
 def test_an_input_that_all_examples_share_is_not_taken_for_rows_of_theirs():
     class Shared(nn.Module):
         def __init__(self):

@@ -34,13 +34,15 @@ Kind = tuple[int, torch.Size]  # an input's place among all, and the shape of it
 class SeveralRows:
     """Which inputs have several rows for each example, such as pairs or flattened sequences (q n, ..).
 
-    Batches of two sizes tell: what all examples share does not grow with them.
+    Batches of two sizes tell: what all examples share does not grow with them. They also tell of a dimension that is of
+    the batch's size by chance, as the two ends of edges are where there are two graphs.
     """
 
     def __init__(self) -> None:
         self._met: dict[Kind, dict[int, int]] = {}  # n -> rows
         self._other: set[Kind] = set()  # those that had a number of rows that n does not divide
         self._told: Counter[Kind] = Counter()
+        self._shapes: dict[tuple[int, int], dict[int, torch.Size]] = {}  # place, dimensions -> n -> shape
 
     def look(self, place: int, shape: torch.Size, n: int | None) -> tuple[int, bool]:
         """q, or 0 where it is not known to be above one; and whether that is news."""
@@ -56,6 +58,15 @@ class SeveralRows:
             return 0, False
         self._told[kind] += 1
         return rows // n, self._told[kind] <= NEWS
+
+    def by_chance(self, place: int, shape: torch.Size, n: int | None) -> set[int]:
+        """The dimensions of size n that had another size than the batch's as often as not."""
+        if n is None or n < 2:
+            return set()
+        met = self._shapes.setdefault((place, len(shape)), {})
+        met[n] = shape
+        of_n = {dim: sum(before[dim] == m for m, before in met.items()) for dim, size in enumerate(shape) if size == n}
+        return {dim for dim, times in of_n.items() if 2 * times <= len(met)}
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,9 @@ class Notes(TorchFunctionMode):
                 probed = leaf.clone()  # not the leaf itself, which could not be changed in place
                 self._probed.add(_edge(probed).node)
             self._made[id(probed)] = weakref.ref(probed)
-            self._shadows.begin(probed, item, rows)
+            whole = not value.is_floating_point()
+            but = self._several_rows.by_chance(self._num_inputs, value.shape, self._num_examples) if whole else ()
+            self._shadows.begin(probed, item, rows, but)
             return probed
 
         with torch._C.DisableTorchFunction():  # nothing of this is the model's

@@ -11,7 +11,7 @@ run again (``_influence.py``); what several examples' data went into without a g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, reduce
 from typing import Any
@@ -84,8 +84,13 @@ class Shadows:
         self._expected: dict[GradientEdge, Shadow] = {}
         self._mixed: dict[int, tuple[Tensor, bool]] = {}  # by a shadow's id: whether something in it is
 
-    def begin(self, tensor: Tensor, item: Item | None = None, rows_for_each: int = 0) -> None:
-        """An input of the model: each entry belongs to the example of its place, or all to that of the list's item."""
+    def begin(
+        self, tensor: Tensor, item: Item | None = None, rows_for_each: int = 0, but: Collection[int] = ()
+    ) -> None:
+        """An input of the model: each entry belongs to the example of its place, or all to that of the list's item.
+
+        ``but``: dimensions in which no examples lie, whatever their size.
+        """
         self.begun = True
         shadow: Shadow = {}
         n = self._num_examples
@@ -99,14 +104,14 @@ class Shadows:
             numbers = torch.arange(n, dtype=torch.int32, device=tensor.device)
             for k, order in ((-2, numbers.repeat_interleave(rows_for_each)), (-3, numbers.repeat(rows_for_each))):
                 shadow[n, k] = order.view([-1] + [1] * (tensor.ndim - 1)).expand(tensor.shape)
-        self._put(tensor, {**shadow, **self._by_shape(tensor)})
+        self._put(tensor, {**shadow, **self._by_shape(tensor, but)})
 
-    def _by_shape(self, tensor: Tensor) -> Shadow:
+    def _by_shape(self, tensor: Tensor, but: Collection[int] = ()) -> Shadow:
         """The examples in every dimension of their number, other than that of features where the first is another."""
         n, shadow = self._num_examples, {}
         of_features = tensor.is_floating_point() and tensor.ndim > 1 and len(tensor) != n  # as of several graphs' nodes
         for dim, size in enumerate(tensor.shape[:-1] if of_features else tensor.shape):
-            if size == (n or size):
+            if size == (n or size) and dim not in but:
                 shape = [1] * dim + [size] + [1] * (tensor.ndim - dim - 1)
                 numbers = torch.arange(size, dtype=torch.int32, device=tensor.device).view(shape)
                 whose = numbers.expand(tensor.shape)
