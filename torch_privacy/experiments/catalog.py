@@ -119,7 +119,7 @@ CATALOG = (
     ),
     Experiment(
         "jl-large", JL, "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
-        6000, 120, "MNIST, CIFAR-10",
+        8000, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
         "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
