@@ -93,6 +93,12 @@ def test_statistics_of_hidden_values_are_refused_and_own_ones_exact(name):
     assert_rows(hidden(lambda h: h.detach().abs().amax(1, keepdim=True)), torch.randn(N, D))
 
 
+def test_a_mask_of_a_parameter_by_a_statistic_of_the_batch_is_refused():
+    model = Calls(lambda m, x: x @ torch.where(m.w > x.detach().mean(), m.w, 0), w=torch.randn(D, 4))
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(model, torch.randn(N + 1, D), n=N + 1)
+
+
 def test_own_statistics_along_a_dimension_that_is_as_long_as_the_batch():
     """Of the two places where the examples may lie one is right, and says nothing against it."""
     model = Calls(lambda m, x: m.f((x / x.detach().abs().mean(1, keepdim=True)).softmax(2)).mean(1), f=nn.Linear(D, 4))

@@ -150,9 +150,12 @@ class Notes(TorchFunctionMode):
         if met and (data or looks_up_examples(func, args)):
             behind = self._shadows.behind(func, args, kwargs, data) if data else None
             out = self._meet(func, args, kwargs, data, met)
+            self._remember_made(out)
             if behind and isinstance(out, Tensor) and out.grad_fn is not None:
                 output = _output(out)
                 self._shadows.expect(output.edge, output.shape, behind)
+            elif behind:
+                self._shadows.note(out, behind)
             return out
         if data:
             self._reorders = self._reorders or may_reorder(func, args, data)
@@ -171,7 +174,7 @@ class Notes(TorchFunctionMode):
         behind = shadows.behind(func, args, kwargs, data)
         influences = {} if behind else shadows.influences(func, args, kwargs, data, in_place=changed)
         out = func(*args, **kwargs)
-        self._made.update({id(t): weakref.ref(t) for t in tensors_in((out,)) if not t.is_floating_point()})
+        self._remember_made(out)
         if behind:
             shadows.note(args[0] if changed else out, behind)
         if influences:
@@ -218,6 +221,10 @@ class Notes(TorchFunctionMode):
 
         with torch._C.DisableTorchFunction():  # nothing of this is the model's
             return with_tensors(arguments, replaced)
+
+    def _remember_made(self, out: Any) -> None:
+        """Whole numbers that were made of data are no constants."""
+        self._made.update({id(t): weakref.ref(t) for t in tensors_in((out,)) if not t.is_floating_point()})
 
     def _is_cached(self, tensor: Tensor) -> bool:
         """Whether nothing that was seen made the tensor, and it has no part for each example: then it is a constant."""
