@@ -99,6 +99,12 @@ def test_a_mask_of_a_parameter_by_a_statistic_of_the_batch_is_refused():
         jacobian(model, torch.randn(N + 1, D), n=N + 1)
 
 
+def test_whole_numbers_that_numpy_made_of_data_are_no_constants():
+    model = Calls(lambda m, x: x @ m.w[torch.from_numpy(x.detach().numpy().sum(0).argsort())], w=torch.randn(D, 4))
+    with pytest.raises(tp.Refused, match=COUPLED):
+        jacobian(model, torch.randn(N + 1, D), n=N + 1)
+
+
 def test_own_statistics_along_a_dimension_that_is_as_long_as_the_batch():
     """Of the two places where the examples may lie one is right, and says nothing against it."""
     model = Calls(lambda m, x: m.f((x / x.detach().abs().mean(1, keepdim=True)).softmax(2)).mean(1), f=nn.Linear(D, 4))

@@ -48,6 +48,8 @@ _REORDERING = {
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
 # By which torch reports that ``requires_grad`` was set.
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+# By which data leave torch, in whatever form they may come back.
+LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 

@@ -22,6 +22,7 @@ from ._calls import SCAN, Call, Output
 from ._check import Refused
 from ._functions import (
     EXPANSIONS,
+    LEAVING,
     LIKE,
     NEW,
     SET_REQUIRES_GRAD,
@@ -93,6 +94,7 @@ class Notes(TorchFunctionMode):
         self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._constants = {id(t): (t, t._version) for t in constants}
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
+        self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
         self._inputs: list[Input] = []
         self._num_inputs = 0  # all tensors among them
         self._probed: set[Node] = set()  # where the graph reaches the probed inputs
@@ -175,6 +177,7 @@ class Notes(TorchFunctionMode):
         influences = {} if behind else shadows.influences(func, args, kwargs, data, in_place=changed)
         out = func(*args, **kwargs)
         self._remember_made(out)
+        self._left_torch |= bool(data) and func in LEAVING
         if behind:
             shadows.note(args[0] if changed else out, behind)
         if influences:
@@ -229,7 +232,8 @@ class Notes(TorchFunctionMode):
     def _is_cached(self, tensor: Tensor) -> bool:
         """Whether nothing that was seen made the tensor, and it has no part for each example: then it is a constant."""
         made = self._made.get(id(tensor))
-        if (made is not None and made() is tensor) or not self._filled.is_cached(tensor, self._num_examples):
+        is_made = self._left_torch or (made is not None and made() is tensor)
+        if is_made or not self._filled.is_cached(tensor, self._num_examples):
             return False
         self._constants[id(tensor)] = tensor, tensor._version
         return True
