@@ -950,7 +950,7 @@ def test_batches_are_those_of_a_data_loader(dataset):
     import numpy as np
 
     numbers = [np.array([1, 0]), np.array([1])]
-    ours = list(Batches(dataset, None, 0)(iter(numbers)))
+    ours = list(Batches(dataset, None, 0).plain(numbers))
     theirs = list(DataLoader(dataset, batch_sampler=[n.tolist() for n in numbers]))
     torch.testing.assert_close(ours, theirs)
 

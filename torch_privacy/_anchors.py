@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ._autocast import without_autocast
-from ._batches import Batches
+from ._batches import Batches, Draw
 from ._check import Refused
 from ._frame import Frame, Start, orthonormalize
+from ._independence import written_into
 from ._layout import Layouts
 from ._model import Census, Seal
-from ._rewind import RandomState, seed_everything, unwatched
+from ._model_state import ModelState
+from ._rewind import RandomState, begin_random_numbers, unwatched
 from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian
@@ -58,10 +60,10 @@ class Anchors:
         From key and step come labels, the choice of examples, augmentation, dropout and the first directions.
 
         Raises:
-            Refused: the forward writes into the model; what the tape refuses.
+            Refused: the forward writes into a parameter; what the tape refuses.
         """
         self._key = key
-        seal, state = Seal(census, content=not self._layouts.settled(self._setting.chunk_size)), RandomState()
+        seal, state, before = Seal(model), RandomState(), ModelState(model)
         try:
             with unwatched():
                 basis = self._basis(model, census, step)
@@ -69,7 +71,10 @@ class Anchors:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
         finally:
             state.restore()
-        seal.check(census)
+            before.restore()
+        written, _ = seal.changed()
+        if written:
+            raise Refused(f"AnchorSubspace, on the auxiliary data: {written_into(written)}")
         return basis
 
     @torch.no_grad()
@@ -142,8 +147,10 @@ class Anchors:
 
     @torch.enable_grad()
     def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Jacobian:
-        seed_everything(self._generator("random", *which).initial_seed())  # augmentation and dropout
-        (batch,) = self._fetch(iter([examples.numpy()]))
+        seed = self._digest("random", *which)
+        draw = Draw(examples.numpy(), 1, seed)
+        batch = self._fetch.collate(self._fetch.items(draw), draw)
+        begin_random_numbers(seed)  # for dropout
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
         with Tape(census.trained, census.constants, self._layouts, len(examples)) as tape:
             outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
@@ -155,8 +162,10 @@ class Anchors:
         return tape.jacobian(losses, may_miss=census.trained, verify=True)
 
     def _generator(self, purpose: str, *numbers: int) -> torch.Generator:
-        digest = hashlib.blake2b(f"anchor {purpose} {numbers}".encode(), key=self._key, digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.Generator().manual_seed(int.from_bytes(self._digest(purpose, *numbers)[:8], "big") >> 1)
+
+    def _digest(self, purpose: str, *numbers: int) -> bytes:
+        return hashlib.blake2b(f"anchor {purpose} {numbers}".encode(), key=self._key, digest_size=32).digest()
 
 
 def _keeping(

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +16,31 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ._check import Refused
+from ._rewind import OwnRandomNumbers
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One (micro)batch to fetch: the examples' numbers, how often each is fetched, and the random numbers for it."""
+
+    numbers: np.ndarray
+    views: int = 1
+    seed: bytes | None = None  # None leaves the user's random numbers as they are
+
+    def seed_for(self, purpose: str) -> bytes:
+        """A seed of its own for fetching, collating, ..."""
+        assert self.seed is not None
+        return hashlib.blake2b(purpose.encode(), key=self.seed, digest_size=32).digest()
 
 
 class Batches:
     """Collated batches of a map-style dataset for given numbers of examples.
 
     The result is what ``torch.utils.data.DataLoader`` would give for the same examples. Tensors in a
-    ``TensorDataset`` (or a ``Subset`` of one) are indexed at once instead of example by example.
+    ``TensorDataset`` (or a ``Subset`` of one) are indexed at once instead of example by example. While examples are
+    fetched and collated, in workers, too, the random numbers of torch, numpy and Python are a function of the seed.
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Collate | None, num_workers: int):
@@ -29,28 +50,205 @@ class Batches:
         self._tensors = _tensors_of(dataset) if collate_fn is None else None
         self._num_workers = num_workers
 
-    def __call__(self, batches: Iterator[np.ndarray]) -> Iterator[Any]:
-        """One collated batch for every array of example numbers, in order."""
+    def __call__(self, draws: Iterator[Draw]) -> Iterator[Drawn]:
+        """The batch of every draw, in order."""
         if self._num_workers == 0:
-            yield from map(self._fetch, batches)
+            for draw in draws:
+                items = self.items(draw)
+                yield Drawn(self, draw, self.collate(items, draw), items)
             return
-        yield from DataLoader(
-            self.dataset,
-            batch_sampler=map(np.ndarray.tolist, batches),
+        waiting: deque[Draw] = deque()
+
+        def noted() -> Iterator[Draw]:
+            for draw in draws:
+                waiting.append(draw)
+                yield draw
+
+        loader = DataLoader(
+            _Fetching(self),
+            batch_size=None,
+            sampler=noted(),  # type: ignore[arg-type]
             num_workers=self._num_workers,
-            collate_fn=self._collate,
+            collate_fn=_as_it_is,
             generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state
         )
+        for batch in loader:
+            yield Drawn(self, waiting.popleft(), batch, None)
 
-    def _fetch(self, indices: np.ndarray) -> Any:
+    def plain(self, numbers: Iterable[np.ndarray]) -> Iterator[Any]:
+        """The collated batch of every array of example numbers, with the user's own random numbers."""
+        for some in numbers:
+            draw = Draw(some)
+            yield self.collate(self.items(draw), draw)
+
+    def items(self, draw: Draw) -> Any:
+        """The items of a draw, each as often as it has views; of tensors the rows."""
+        numbers = np.repeat(draw.numbers, draw.views)
+        if self._tensors is not None:
+            return numbers
+        with _random_numbers(draw, "items"):
+            some = numbers.tolist()
+            if hasattr(self.dataset, "__getitems__"):
+                return list(self.dataset.__getitems__(some))  # type: ignore[attr-defined]
+            return [self.dataset[i] for i in some]
+
+    def collate(self, items: Any, draw: Draw) -> Any:
+        """The batch of these items."""
         if self._tensors is not None:
             tensors, chosen = self._tensors
-            rows = torch.from_numpy(indices if chosen is None else chosen[indices])
+            rows = torch.from_numpy(items if chosen is None else chosen[items])
             return [tensor[rows] for tensor in tensors]
-        numbers = indices.tolist()
-        if hasattr(self.dataset, "__getitems__"):
-            return self._collate(self.dataset.__getitems__(numbers))  # type: ignore[attr-defined]
-        return self._collate([self.dataset[i] for i in numbers])
+        with _random_numbers(draw, "collate"):
+            return self._collate(items)
+
+
+class _Fetching(Dataset):
+    """Fetches whole batches, in a worker."""
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+
+    def __getitem__(self, draw: Draw) -> Any:
+        return self._batches.collate(self._batches.items(draw), draw)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def _random_numbers(draw: Draw, purpose: str) -> Iterator[None]:
+    if draw.seed is None:
+        yield
+        return
+    own = OwnRandomNumbers(draw.seed_for(purpose))
+    try:
+        yield
+    finally:
+        own.close()
+
+
+TRIES = 8  # draws of other examples, until the collated shapes agree
+
+
+class Drawn:
+    """A batch, and what it takes to do it again with other examples, or without some."""
+
+    def __init__(self, batches: Batches, draw: Draw, batch: Any, items: Any):
+        self._batches, self._draw, self.batch, self._items = batches, draw, batch, items
+        self.count = len(draw.numbers)
+        self._generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(draw.seed_for("others"), "big")))
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """Chooses which examples are kept, and the others."""
+        return self._generator
+
+    def with_others(self, keep: np.ndarray) -> Any:
+        """As of `Examples`: items are replaced before they are collated; else the parts of the collated tensors."""
+        wanted = _shapes(self.batch)
+        for _ in range(TRIES):
+            places = np.flatnonzero(~keep)
+            numbers = self._generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
+            seed = self._generator.bytes(32)
+            others = self._batches.items(Draw(numbers, self._draw.views, seed))
+            items = _mixed(self._own_items(), others, places, self._draw.views)
+            batch = self._batches.collate(items, self._draw)
+            if _shapes(batch) == wanted:
+                return batch
+        return CollatedExamples(self.batch, self.count, self._generator, self._draw.views).with_others(keep)
+
+    def without(self, keep: np.ndarray) -> Any:
+        """As of `Examples`."""
+        items, views = self._own_items(), self._draw.views
+        places = [views * i + k for i in np.flatnonzero(keep) for k in range(views)]
+        some = items[np.array(places, dtype=np.int64)] if isinstance(items, np.ndarray) else [items[k] for k in places]
+        return self._batches.collate(some, self._draw)
+
+    def _own_items(self) -> Any:
+        if self._items is None:  # they were fetched by a worker: the seed makes them the same ones
+            self._items = self._batches.items(self._draw)
+        return self._items
+
+
+def _mixed(items: Any, others: Any, places: np.ndarray, views: int) -> Any:
+    mixed = items.copy() if isinstance(items, np.ndarray) else list(items)
+    for k, place in enumerate(places):
+        for view in range(views):
+            mixed[views * place + view] = others[views * k + view]
+    return mixed
+
+
+class CollatedExamples:
+    """A batch of which no more is known than what was collated: tensors and lists with the examples first.
+
+    Args:
+        batch: a tensor, or tuples, lists and mappings of such.
+        count: number of examples.
+        generator: chooses the others, among the examples of the batch.
+        views: rows of each example, one behind the other.
+    """
+
+    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1):
+        self.batch, self.count, self._generator, self._views = batch, count, generator, views
+
+    def with_others(self, keep: np.ndarray) -> Any:
+        """As of `Examples`."""
+        numbers = np.arange(self.count)
+        shift = self._generator.integers(1, max(2, self.count), size=self.count)
+        chosen = self._rows_of(self.batch, np.where(keep, numbers, (numbers + shift) % self.count))
+        return chosen if chosen is not None and _shapes(chosen) == _shapes(self.batch) else None
+
+    def without(self, keep: np.ndarray) -> Any:
+        """As of `Examples`."""
+        return self._rows_of(self.batch, np.flatnonzero(keep))
+
+    def _rows_of(self, batch: Any, numbers: np.ndarray) -> Any:
+        views = self._views
+        rows = (views * numbers[:, None] + np.arange(views)).ravel()
+        found: list[bool] = []
+        chosen = _rows(batch, rows, views * self.count, found)
+        return chosen if found else None
+
+
+def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
+    """The examples with these numbers: of tensors with n first, and of lists of n things."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        if batch.ndim and len(batch) == n:
+            found.append(True)
+            return batch[torch.from_numpy(rows).to(batch.device) if isinstance(batch, torch.Tensor) else rows]
+        return batch
+    if isinstance(batch, Mapping):
+        part: Any = copy(batch)  # of its own kind, which may have attributes
+        for key, value in batch.items():
+            part[key] = _rows(value, rows, n, found)
+        return part
+    if isinstance(batch, (list, tuple)):
+        whole = [isinstance(v, torch.Tensor) and v.ndim > 0 and len(v) == n for v in batch]
+        if len(batch) == n and not all(whole):
+            found.append(True)
+            return type(batch)(batch[k] for k in rows)
+        parts = [_rows(value, rows, n, found) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        part = copy(batch)
+        for entry in fields(batch):
+            object.__setattr__(part, entry.name, _rows(getattr(batch, entry.name), rows, n, found))
+        return part
+    return batch
+
+
+def _shapes(batch: Any) -> Any:
+    """The structure of a batch, with the shapes of its tensors."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return tuple(batch.shape)
+    if isinstance(batch, Mapping):
+        return {key: _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_shapes(value) for value in batch]
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [_shapes(getattr(batch, entry.name)) for entry in fields(batch)]
+    return None
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FINE = 1e-6
 OnBlock = Callable[[Block], None]
 Clip = Callable[[Jacobian, str], dict[str, Tensor]]
+Observe = Callable[[Jacobian, str], None]
 
 
 class Collector:
@@ -124,6 +125,7 @@ class GroupSums:
         blocks: the names behind each block that will come.
         budget: is told what is not held any more.
         checks: to be shown every group's rows.
+        observe: to be shown them, too, with the label.
         native: gives the clipped sum of what was not kept.
         estimates: take the place of exact norms.
     """
@@ -140,8 +142,10 @@ class GroupSums:
         checks: Checks | None = None,
         native: Native | None = None,
         estimates: Estimates | None = None,
+        observe: Observe | None = None,
     ):
         self._budget, self._checks, self._native, self._estimates = budget, checks, native, estimates
+        self._observe = observe
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -171,6 +175,8 @@ class GroupSums:
             self._checks.look(jacobian)
         if self._estimates is not None:
             jacobian = jacobian.estimated(self._estimates.squared_norms(jacobian))
+        if self._observe is not None:
+            self._observe(jacobian, label)
         self.sums |= self._clip(jacobian, label)
         self._budget.release(sum([block.held for block in blocks]))
 
@@ -240,13 +246,18 @@ class RowsAsTheyCome:
         self._cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
 
     def clipped_sum(
-        self, groups: Mapping[str, Sequence[str]], clip: Clip, budget: Callable[[], Budget], checks: Checks | None
+        self,
+        groups: Mapping[str, Sequence[str]],
+        clip: Clip,
+        budget: Callable[[], Budget],
+        checks: Checks | None,
+        observe: Observe | None = None,
     ) -> dict[str, Tensor]:
         """Of all groups, by name; ``checks`` see the rows first and must agree."""
         if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
-            return self._run(groups, clip, budget(), checks)
-        if checks is not None:  # these want rows
-            self._run(groups, lambda *_: {}, budget(), checks, retain_graph=True)
+            return self._run(groups, clip, budget(), checks, observe)
+        if checks is not None or observe is not None:  # these want rows
+            self._run(groups, lambda *_: {}, budget(), checks, observe, retain_graph=True)
         try:
             dropping = budget()
             dropping.may_drop = True
@@ -265,6 +276,7 @@ class RowsAsTheyCome:
         clip: Clip,
         budget: Budget,
         checks: Checks | None = None,
+        observe: Observe | None = None,
         *,
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
@@ -275,7 +287,17 @@ class RowsAsTheyCome:
         num_rows = len(losses) if self._merging is None else self._merging.count
         awaited, estimates = collector.names, self._estimates
         sums = GroupSums(
-            groups, clip, num_rows, losses.dtype, self._parameters, awaited, budget, checks, self._native_sum, estimates
+            groups,
+            clip,
+            num_rows,
+            losses.dtype,
+            self._parameters,
+            awaited,
+            budget,
+            checks,
+            self._native_sum,
+            estimates,
+            observe,
         )
         collector.on_block = sums.add
         deepest = self._reached.deepest()

@@ -216,6 +216,7 @@ class _Embedding(Summing):
         residual: Part | None,
         merging: Merging | None = None,
     ):
+        super().__init__()
         self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
         self._left_out = 0
@@ -238,6 +239,7 @@ class _Embedding(Summing):
             jacobian = jacobian.select(kept)
             w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
         a = self._embedding.factors(inside)
+        self._note("embedding", a, finite)
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
             return sums
@@ -245,7 +247,13 @@ class _Embedding(Summing):
         c = self._residual.factors(
             {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         )
+        self._note("residual", c, finite)
         return sums | self._residual_sum(jacobian, w, c)
+
+    def _note(self, part: str, factors: Mapping[str, Tensor], finite: Tensor) -> None:
+        for group, values in factors.items():
+            zeros = torch.zeros(len(finite), dtype=values.dtype, device=values.device)
+            self.factors[f"{part} {group}"] = zeros.masked_scatter(finite, values)
 
     def _residual_sum(self, jacobian: Jacobian, w: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""

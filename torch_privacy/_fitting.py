@@ -97,7 +97,6 @@ class Fitting:
         dims: where its examples may lie.
         codes: what the cotangents tell.
         rounding: how far b may be off.
-        by_entry: of these, where the owners may also be found entry by entry, in whatever order; None for all.
     """
 
     def __init__(
@@ -106,8 +105,6 @@ class Fitting:
         dims: Sequence[int],
         codes: Codes,
         rounding: Rounding,
-        *,
-        by_entry: Sequence[int] | None = None,
     ):
         self._b, self._codes, self._rounding = b.detach(), codes, rounding
         n = len(codes.cotangent(0))
@@ -116,9 +113,7 @@ class Fitting:
         else:
             regular = list(_candidates(b.shape, n, dims))
         self._regular = {layout: _not_finite(layout, self._b) for layout in regular}
-        self._digits: dict[int, list[Tensor]] = (
-            {dim: [] for dim in (dims if by_entry is None else by_entry)} if n > 1 else {}
-        )
+        self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if n > 1 else {}
 
     @property
     def aside(self) -> int:
@@ -182,30 +177,6 @@ class Fitting:
         digits = self._digits[dim]
         without = torch.stack([digit == -2 for digit in digits]).all(0)
         return torch.where(without, -1, self._codes.owner(digits))
-
-
-class InputFitting(Fitting):
-    """The layouts of an input's gradient; or all of it is one example's, its ``owner``'s.
-
-    Where the first dimension has another size than n, its entries may belong to examples in any order: several rows for
-    each, or the nodes of several graphs.
-    """
-
-    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding, owner: int | None):
-        in_any_order = owner is None and b.ndim > 0 and b.shape[0] != len(codes.cotangent(0))
-        super().__init__(b, dims, codes, rounding, by_entry=[0] if in_any_order else [])
-        self._whole, self._whose = b.detach().reshape(1, -1), owner
-
-    def narrow(self, k: int, scaled: Tensor) -> None:
-        super().narrow(k, scaled)
-        if self._whose is not None and self._whole.isfinite().all():
-            factor = self._codes.cotangent(k)[self._whose : self._whose + 1]
-            if not self._agrees(self._whole, scaled.detach().reshape(1, -1), factor):
-                self._whose = None
-
-    def layouts(self) -> list[AnyLayout]:
-        found = super().layouts()
-        return found if found or self._whose is None else [Layout(0, 1, 1, len(self._b))]
 
 
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:

@@ -46,8 +46,6 @@ _REORDERING = {
 }
 # Products in which one operand may say where rows of the other go, as a graph's adjacency does.
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
-# By which torch reports that ``requires_grad`` was set.
-SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 # By which data leave torch, in whatever form they may come back.
 LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}

@@ -6,13 +6,14 @@ example j alone the second is cⱼ times the first; an entry that several exampl
 two with signs: multiplying by them commutes with rounding, so that the two agree bit for bit, or nearly, in any type.
 Where no regular layout fits, the ratio of the two says entry by entry whose it is.
 
-That an entry serves the loss of one example does not say that it holds that example's data: see ``_shadow.py``.
+That an entry serves the loss of one example does not say that it was made from that example's data alone: a rehearsal
+shows that, see ``_independence.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,17 +22,12 @@ import torch
 from torch import Tensor
 
 from ._check import Refused
-from ._fitting import Codes, Fitting, InputFitting, Rounding, fresh_generator
+from ._fitting import Codes, Fitting, Rounding, fresh_generator
 from ._functions import Filled
-from ._inputs import Input, SeveralRows
 from .ops import AnyLayout, Layout, Ragged
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
     from ._calls import Call
-    from ._graph import Graph
-    from ._shadow import Shadows
 
 # The layouts on a path are measured until this many batches have told them without doubt; then they are known.
 PROOFS = 2
@@ -67,7 +63,7 @@ class Layouts:
         self._verified: Counter[tuple[tuple, bool]] = Counter()
         self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._generator = fresh_generator()
-        self.filled, self.several_rows = Filled(), SeveralRows()
+        self.filled = Filled()
         self._paths: dict[int, list[Sizes]] = {}  # program -> the sizes that were first on each of its paths
         self._path_of = lru_cache(maxsize=1024)(self._find_path)
 
@@ -129,7 +125,7 @@ class Layouts:
     def measure(
         self, path: int, measurement: Measurement, portions: Sequence[Sequence[int]], look: Look
     ) -> list[AnyLayout]:
-        """The layout of every call on a path; refuses also inputs that are coupled. See ``learn``."""
+        """The layout of every call on a path. See ``learn``."""
         self._batches[measurement.n == 1] += 1
         for portion in portions:
             measurement.run(portion, look)
@@ -150,11 +146,10 @@ class Measurement:
     """Where the examples sit in the gradients of one batch, told by backwards with different cotangents.
 
     Args:
-        calls: those whose outputs are looked at: the first targets.
+        calls: those whose outputs are looked at.
         names_of: tensor -> the parameters behind it.
-        gradients: (n,) cotangent, numbers of some targets -> the gradients in these.
+        gradients: (n,) cotangent, numbers of some calls -> the gradients in their outputs.
         losses: (n,).
-        inputs: those of the model that have a part for each example, or are one's: the targets behind the calls.
         dtypes: gives the floating-point types on the way.
     """
 
@@ -164,17 +159,16 @@ class Measurement:
         names_of: NamesOf,
         gradients: Callable[[Tensor, Sequence[int]], Sequence[Tensor | None]],
         losses: Tensor,
-        inputs: Sequence[Input],
         dtypes: Callable[[], Collection[torch.dtype]],
     ):
         self.calls, self.n = calls, len(losses)
         self.options: dict[int, list[AnyLayout]] = {}  # of each call that was looked at, the best first
         self.in_doubt = False  # some examples' gradients are not finite
-        self._names_of, self._gradients, self._losses, self._inputs = names_of, gradients, losses, inputs
+        self._names_of, self._gradients, self._losses = names_of, gradients, losses
         self._dtypes = dtypes
 
     def run(self, portion: Sequence[int], look: Look | None = None) -> None:
-        """Find the layouts of some of the targets, and show each call's gradient with its layout to ``look``."""
+        """Find the layouts of some of the calls, and show each one's gradient with its layout to ``look``."""
         rounding = Rounding.of(self._dtypes())
         codes = Codes(self.n, rounding.exponents)
         plain = self._gradients_of(torch.ones_like(self._losses), portion)
@@ -187,78 +181,33 @@ class Measurement:
         found = [fitting.layouts() for fitting in fittings]
         for number, options in zip(portion, found, strict=True):
             if not options:
-                raise Refused(self._refusal(number))
+                raise Refused(_coupled(self.calls[number], self._names_of, self.n))
         if any(isinstance(options[0], Ragged) for options in found):
             c = codes.independent()
             for number, fitting, g in zip(portion, fittings, self._gradients_of(c, portion), strict=True):
                 if not fitting.confirmed(c, g):
-                    raise Refused(self._refusal(number))
+                    raise Refused(_coupled(self.calls[number], self._names_of, self.n))
         for number, options, fitting, g in zip(portion, found, fittings, plain, strict=True):
-            if number < len(self.calls):
-                self.options[number] = options
-                self.in_doubt |= bool(fitting.aside)
-                if look is not None:
-                    look(number, g, options[0])
+            self.options[number] = options
+            self.in_doubt |= bool(fitting.aside)
+            if look is not None:
+                look(number, g, options[0])
 
-    def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]], look: Look) -> bool:
+    def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]]) -> bool:
         """Whether one of the portions, drawn at random, has the layouts that are known."""
         portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator()))]
-        self.run(portion, look)
+        self.run(portion)
         return all(known[number] in options for number, options in self.options.items())
 
     def _gradients_of(self, c: Tensor, portion: Sequence[int]) -> list[Tensor]:
-        """Gradients in the calls' outputs and in the leaves; zeros where the losses do not depend on one."""
+        """Gradients in the calls' outputs; zeros where the losses do not depend on one."""
         return [
             self.calls[number].output.gradient(g, self._losses)
-            if number < len(self.calls)
-            else self._losses.new_zeros(self._inputs[number - len(self.calls)].shape)
-            if g is None
-            else g
             for number, g in zip(portion, self._gradients(c.to(self._losses), portion), strict=True)
         ]
 
     def _fitting(self, number: int, g: Tensor, codes: Codes, rounding: Rounding) -> Fitting:
-        if number < len(self.calls):
-            return Fitting(g, _example_dims(self.calls[number]), codes, rounding)
-        given = self._inputs[number - len(self.calls)]
-        return InputFitting(g, given.dims(self.n), codes, rounding, given.owner(self.n))
-
-    def _refusal(self, number: int) -> str:
-        if number < len(self.calls):
-            return _coupled(self.calls[number], self._names_of, self.n)
-        return _coupled_input(self._inputs[number - len(self.calls)].shape, self.n)
-
-
-class Verdicts:
-    """Whether every example's loss reads its own data only, as far as shadows tell; else refuses.
-
-    An irregular layout says nothing of whose data it orders: that must be told by shadows, or by the gradient in an
-    input of the model or in another call's output, on this very batch.
-    """
-
-    def __init__(self, shadows: Shadows, names_of: NamesOf, n: int, probed: Iterable[Node]):
-        self._shadows, self._names_of, self._n = shadows, names_of, n
-        self._grounds, self._irregular = set(probed), []
-
-    def look(self, call: Call, b: Tensor, layout: AnyLayout) -> None:
-        """Take in one call's gradient."""
-        if self._n < 2:
-            return
-        owners = layout.owners()
-        verdict = self._shadows.verdict(call.edge, b, owners, layout.dim, self._n)
-        if verdict is False:
-            raise Refused(foreign(call, self._names_of, self._n))
-        if verdict or isinstance(layout, Layout):
-            self._grounds.add(call.edge.node)
-        elif (owners >= 0).any() and not call.is_scan:  # hidden states, made from a projection that is looked at
-            self._irregular.append(call)
-
-    def conclude(self, graph: Graph) -> None:
-        """Refuse where an example's loss might read another's data, all calls looked at."""
-        known = graph.above(self._grounds) if self._irregular else set()
-        for call in self._irregular:
-            if not self._shadows.begun or call.edge.node not in known:
-                raise Refused(ungrounded(call, self._names_of, self._n))
+        return Fitting(g, _example_dims(self.calls[number]), codes, rounding)
 
 
 def told_by(n: int) -> tuple[bool, ...]:
@@ -348,33 +297,5 @@ def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
         f"tape: {_place(call, names_of)} the {n} "
         "examples of the batch cannot be told apart: either one example's loss depends on another example (batch "
         "normalization, in-batch negatives, a loss averaged over the batch), or they lie in no regular order. "
-        "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
-    )
-
-
-def foreign(call: Call, names_of: NamesOf, n: int) -> str:
-    """What to say where a call reads another example's data than that whose loss it serves."""
-    return (
-        f"tape: {_place(call, names_of)} the losses "
-        f"of the {n} examples depend on each other's part of the model's input: one example's loss reads what belongs "
-        "to another (negatives from the batch, a rolled or reordered input?). Make each loss depend on its own example "
-        "only, e.g. take negatives from within the example."
-    )
-
-
-def ungrounded(call: Call, names_of: NamesOf, n: int) -> str:
-    """What to say where the examples lie in an order of their own, and nothing shows whose data they are."""
-    return (
-        f"tape: {_place(call, names_of)} the {n} "
-        "examples of the batch cannot be told apart by their data: they lie in no regular order, and no path leads "
-        "from there to an input of the model. Pass the batch's tensors to model(...) as arguments, with the examples "
-        "in one dimension of size n, and reorder them inside; or leave them in their order."
-    )
-
-
-def _coupled_input(shape: torch.Size, n: int) -> str:
-    return (
-        f"tape: the losses of the {n} examples depend on each other's part of the model's input of shape "
-        f"{tuple(shape)} (batch normalization, in-batch negatives, a loss averaged over the batch?). "
         "Make each loss depend on its own example only, e.g. with GroupNorm in place of BatchNorm."
     )

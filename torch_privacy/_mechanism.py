@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,9 @@ class Summing(ABC):
     """The sums over one (micro)batch: called with the rows of each group of parameters, as soon as these are there."""
 
     merging: Merging | None = None  # examples whose mean is one row
+
+    def __init__(self) -> None:
+        self.factors: dict[str, Tensor] = {}  # (rows,) by group: what rows were multiplied by; 0 for those left out
 
     @property
     @abstractmethod
@@ -88,9 +92,9 @@ class Mechanism(ABC):
         """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
         return Tape(census.trained, census.constants, self._layouts, size)
 
-    def settled(self, size: int) -> bool:
-        """Whether enough batches were looked at to trust the model with so many views of examples."""
-        return self._layouts.settled(size)
+    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+        """(size,) number of the row that each example of a (micro)batch belongs to; None where each has its own."""
+        return None
 
     @abstractmethod
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
@@ -153,12 +157,19 @@ class ClippedSum(Mechanism):
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
         return _Clipping(self.rule, self._merging(sampler, step, size), self.views)
 
+    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+        if not isinstance(self.rule, MicroBatches):
+            return None
+        return sampler.groups(step, size, self.rule.num_groups(self.expected_batch_size))
+
     def _merging(self, sampler: Poisson, step: int, size: int) -> Merging | None:
         """Which row each view joins: its example's, or a micro-batch's, drawn by the sampler's key, data unseen."""
-        if not isinstance(self.rule, MicroBatches):
+        units = self.units(sampler, step, size)
+        if units is None:
             return views_of(size, self.views)
+        assert isinstance(self.rule, MicroBatches)
         count = self.rule.num_groups(self.expected_batch_size)
-        return Merging(torch.from_numpy(sampler.groups(step, size, count)), count).of_views(self.views)
+        return Merging(torch.from_numpy(units), count).of_views(self.views)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         complete = sums_or_zeros(sums, parameters)
@@ -225,9 +236,6 @@ class SketchedSum(ClippedSum):
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
         return self._sketching.watch(census, size, Directions(key, step, part))
 
-    def settled(self, size: int) -> bool:
-        return self._sketching.settled(size)
-
     def explain(self) -> str:
         return self._sketching.explain()
 
@@ -243,6 +251,7 @@ class _Clipping(Summing):
     """Clips one group of parameters after the other, and counts what the rule and the training must know."""
 
     def __init__(self, rule: ClippingRule, merging: Merging | None, views: int):
+        super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
 
@@ -258,11 +267,14 @@ class _Clipping(Summing):
         norms = jacobian.squared_norms().sqrt()
         count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
         finite = norms.isfinite()
-        if not finite.all():
-            self._non_finite.update((~finite).nonzero().flatten().tolist())
-            kept = finite.nonzero().flatten()
-            jacobian, norms = jacobian.select(kept), norms[kept]
-        return jacobian.weighted_sum(self._rule.factors(norms, group)) | count
+        if finite.all():
+            factors = self.factors[group] = self._rule.factors(norms, group)
+            return jacobian.weighted_sum(factors) | count
+        self._non_finite.update((~finite).nonzero().flatten().tolist())
+        kept = finite.nonzero().flatten()
+        factors = self._rule.factors(norms[kept], group)
+        self.factors[group] = norms.new_zeros(len(norms), dtype=factors.dtype).index_copy(0, kept, factors)
+        return jacobian.select(kept).weighted_sum(factors) | count
 
 
 def views_of(size: int, views: int) -> Merging | None:

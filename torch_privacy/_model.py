@@ -7,14 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ._check import Refused
-
-SMALL = 2**16  # entries of a buffer whose content is looked at on every batch
 
 
 @dataclass(frozen=True)
@@ -47,46 +44,26 @@ class Attributes:
 
 
 class Seal:
-    """Tells whether anything was written into a model since: by identity, by version and, where asked, by content.
+    """Shows whether a tensor of the model was replaced, or written into other than through ``.data``, since."""
 
-    Args:
-        census: the model's tensors as they are now.
-        content: whether to remember what they hold, too, for writes that leave no other trace (``.data``); of small
-            buffers it is remembered always, for these may be written as seldom as a code book's dead entry is.
-    """
+    def __init__(self, model: nn.Module):
+        slots = ((name, module) for name, module in model.named_modules())
+        self._kept = [
+            (f"{prefix}.{key}" if prefix else key, place, key, t, t._version)
+            for prefix, module in slots
+            for place in (module._parameters, module._buffers)
+            for key, t in place.items()
+            if t is not None and not t.is_inference()
+        ]
 
-    def __init__(self, census: Census, *, content: bool):
-        self._content = content
-        self._marks = self._marks_of(census)
-
-    def check(self, census: Census) -> None:
-        """Refuse if a forward wrote into the model: such a tensor carries data past the noise."""
-        marks = self._marks_of(census)
-        changed = [name for name, mark in marks.items() if self._marks.get(name) != mark]
-        if changed:
-            raise Refused(
-                f"PrivateTraining: the forward changed {', '.join(map(repr, changed))}, which would carry data past "
-                "the noise. Take a layer without running statistics, e.g. GroupNorm; put that module in eval mode, or "
-                "change the model between the steps, not between a batch and its training.step."
-            )
-
-    def _marks_of(self, census: Census) -> dict[str, tuple]:
-        tensors = {**census.trained, **census.others}
-        buffers = (t for t in census.others.values() if not isinstance(t, nn.Parameter))
-        small = {id(t) for t in buffers if t.is_floating_point() and t.numel() <= SMALL}
-        return {
-            name: (id(t), t._version, _digest(t) if self._content or id(t) in small else None)
-            for name, t in tensors.items()
-            if not t.is_inference()
-        }
-
-
-def _digest(tensor: Tensor) -> tuple[float, float]:
-    """Two sums over the entries that hardly any change leaves as they are."""
-    flat = tensor.detach().flatten().double().nan_to_num()
-    return float(flat.sum()), float(
-        (flat * torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)).sum()
-    )
+    def changed(self) -> tuple[list[str], list[str]]:
+        """Names of the parameters that changed, and of the buffers."""
+        names = [
+            (name, isinstance(t, nn.Parameter))
+            for name, place, key, t, version in self._kept
+            if place.get(key) is not t or t._version != version
+        ]
+        return [name for name, is_one in names if is_one], [name for name, is_one in names if not is_one]
 
 
 def take_census(model: nn.Module, optimizer: Optimizer, attributes: Attributes | None = None) -> Census:

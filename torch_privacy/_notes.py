@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ._calls import SCAN, Call, Output
 from ._check import Refused
+from ._code_path import CodePath
 from ._functions import (
     EXPANSIONS,
     LEAVING,
     LIKE,
     NEW,
-    SET_REQUIRES_GRAD,
     Filled,
     changes_in_place,
     looks_up_examples,
@@ -37,8 +38,6 @@ from ._functions import (
     tensors_in,
 )
 from ._graph import saves_elsewhere
-from ._inputs import Input, Item, SeveralRows, with_tensors
-from ._shadow import Shadows
 from .ops import COMPOSED, OPS, Use
 from .ops._base import is_half
 from .ops.einsum import ContractionUse
@@ -68,8 +67,7 @@ class Notes(TorchFunctionMode):
         parameters: name -> tensor, leaves of the autograd graph.
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         num_examples: size of the batch, where it is known beforehand: tells what may hold a part for each example.
-        filled, several_rows: what earlier batches taught of tensors that are filled with numbers, and of inputs.
-        thorough: as of `Shadows`.
+        filled: what earlier batches taught of tensors that are filled with numbers.
     """
 
     def __init__(
@@ -78,13 +76,10 @@ class Notes(TorchFunctionMode):
         constants: Iterable[Tensor] = (),
         num_examples: int | None = None,
         filled: Filled | None = None,
-        several_rows: SeveralRows | None = None,
-        *,
-        thorough: bool = True,
     ):
         super().__init__()
         self._num_examples, self._entered = num_examples, 0
-        self._filled, self._several_rows = filled or Filled(), several_rows or SeveralRows()
+        self._filled, self.code = filled or Filled(), CodePath()
         self.parameters = dict(parameters)
         # Tensors are known by identity; holding them keeps the identities from being given away again.
         self._sources = {
@@ -95,13 +90,8 @@ class Notes(TorchFunctionMode):
         self._constants = {id(t): (t, t._version) for t in constants}
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
         self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
-        self._inputs: list[Input] = []
-        self._num_inputs = 0  # all tensors among them
-        self._probed: set[Node] = set()  # where the graph reaches the probed inputs
-        self._shadows = Shadows(num_examples, thorough=thorough)
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._reorders = False  # the data of the batch may have decided where its examples lie
-        self._look_again = False  # something is known of the inputs that was not when layouts were learned
         self._program: list[tuple[Callable, tuple]] = []
         self._calls: list[Call] = []
         # Calls whose outputs are views, by their base; with strides and offset in it.
@@ -133,11 +123,10 @@ class Notes(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         values = (*args, *kwargs.values()) if kwargs else args
+        numbers = numbers_in(values)
+        self.code.note_call(func, numbers)
         if not torch.is_grad_enabled():
-            data = self._sorted(values)[2] if self._shadows.begun else []
-            return self._run_on_data(func, args, kwargs or {}, data)
-        if func == SET_REQUIRES_GRAD and args[0].requires_grad:
-            return None  # as wav2vec2 asks of its input, which has a gradient here already
+            return self._run_on_data(func, args, kwargs or {}, values)
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
         if func in LIKE:
@@ -146,18 +135,13 @@ class Notes(TorchFunctionMode):
             data = [t for t in data if t is not args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
-        self._program.append((func, numbers_in(values)))
+        self._program.append((func, numbers))
         if self._views and changes_in_place(func):
             self._hang_on_base(args[0])
         if met and (data or looks_up_examples(func, args)):
-            behind = self._shadows.behind(func, args, kwargs, data) if data else None
             out = self._meet(func, args, kwargs, data, met)
             self._remember_made(out)
-            if behind and isinstance(out, Tensor) and out.grad_fn is not None:
-                output = _output(out)
-                self._shadows.expect(output.edge, output.shape, behind)
-            elif behind:
-                self._shadows.note(out, behind)
+            self._note_shape(out)
             return out
         if data:
             self._reorders = self._reorders or may_reorder(func, args, data)
@@ -170,19 +154,20 @@ class Notes(TorchFunctionMode):
                     self._add_derived(func, args, met, tensor)
         return out
 
-    def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Tensor]) -> Any:
-        """Run what meets no parameter, or no gradient, and follow whose data go into it."""
-        shadows, changed = self._shadows, changes_in_place(func)
-        behind = shadows.behind(func, args, kwargs, data)
-        influences = {} if behind else shadows.influences(func, args, kwargs, data, in_place=changed)
+    def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: Iterable[Any]) -> Any:
+        """Run what meets no parameter, or no gradient."""
         out = func(*args, **kwargs)
         self._remember_made(out)
-        self._left_torch |= bool(data) and func in LEAVING
-        if behind:
-            shadows.note(args[0] if changed else out, behind)
-        if influences:
-            shadows.note_influences(args[0] if changed else out, influences)
+        self._note_shape(out)
+        self._left_torch |= func in LEAVING and any(isinstance(t, Tensor) for t in data)
         return out
+
+    def _note_shape(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            self.code.note_shape(out.shape)
+        elif isinstance(out, (tuple, list)):
+            for t in out:
+                self._note_shape(t)
 
     def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The tensors among arguments: all, those that are sources, and those that hold data of the batch."""
@@ -196,34 +181,9 @@ class Notes(TorchFunctionMode):
                 data.append(t)
         return tensors, met, data
 
-    def probe(self, arguments: Any) -> Any:
-        """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured.
-
-        Looked at are tensors, alone or in lists, tuples, mappings and data classes.
-
-        An input in which examples cannot be told apart gives away a coupling that no parameter sees, such as batch
-        normalization in front of the first layer. Any other tensor is followed by its shadow. The model sees inputs
-        that require a gradient: what torch does not do with these, such as ``x.numpy()``, takes ``x.detach()`` first.
-        """
-
-        def replaced(value: Tensor, item: Item | None) -> Tensor:
-            self._num_inputs += 1
-            rows, is_news = self._several_rows.look(self._num_inputs, value.shape, self._num_examples)
-            self._look_again |= is_news
-            probed = value
-            if value.is_floating_point() and value.layout is torch.strided:
-                leaf = value if value.requires_grad else value.detach().requires_grad_()
-                self._inputs.append(Input(leaf, leaf.shape, item, rows))
-                probed = leaf.clone()  # not the leaf itself, which could not be changed in place
-                self._probed.add(_edge(probed).node)
-            self._made[id(probed)] = weakref.ref(probed)
-            whole = not value.is_floating_point()
-            but = self._several_rows.by_chance(self._num_inputs, value.shape, self._num_examples) if whole else ()
-            self._shadows.begin(probed, item, rows, but)
-            return probed
-
-        with torch._C.DisableTorchFunction():  # nothing of this is the model's
-            return with_tensors(arguments, replaced)
+    def note_inputs(self, *inputs: Any) -> None:
+        """The model is called with these arguments: whole numbers among them hold data of the batch."""
+        self._remember_made([t for t in tree_leaves(inputs) if isinstance(t, Tensor)])
 
     def _remember_made(self, out: Any) -> None:
         """Whole numbers that were made of data are no constants."""
@@ -278,6 +238,7 @@ class Notes(TorchFunctionMode):
         if not outputs:
             return out
         op = getattr(func, "__name__", None) or str(func)
+        self.code.note([(op, self._names_behind(met))])
         noted: list[tuple[Tensor, tuple[Use, ...]]] = []
         if not any([t.is_complex() for t in (*outputs, *data, *met)]):
             wanted = [t for t in met if t.requires_grad]

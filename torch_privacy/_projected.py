@@ -12,21 +12,20 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
 from ._agreement import Check
 from ._calls import Reached
 from ._check import Refused
-from ._constants import Constants, numbers_looked_up
+from ._code_path import CodePath
 from ._directions import Directions
+from ._functions import numbers_in
 from ._graph import Graph
-from ._inputs import Input, Item, with_tensors
-from ._layout import PROOFS, Measurement, Merging, told_by
+from ._layout import PROOFS, Merging, told_by
 from ._projections import SketchedJacobian
-from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice, edge_of
+from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice
 from ._rewind import RandomState
 from ._tape import check_losses
 from .ops._base import is_half
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 SMALL = 2**14  # entries of the forward's values in the mean; with fewer a call of torch costs more than its work
 AHEAD_ENTRIES = 2**22  # of tangents of the model's outputs that are kept through its forward, at most
-_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag})
 
 
 class Sketching:
@@ -70,7 +68,7 @@ class Sketching:
 
     def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
-        return Sketch(self, census.trained, directions, census.constants)
+        return Sketch(self, census.trained, directions)
 
     @property
     def pushes_ahead(self) -> bool:
@@ -198,7 +196,6 @@ class Sketch(TorchFunctionMode):
         sketching: what earlier batches taught.
         parameters: the trained ones, by name.
         directions: of this batch alone.
-        others: tensors of the model that hold no data of the batch.
     """
 
     def __init__(
@@ -206,38 +203,22 @@ class Sketch(TorchFunctionMode):
         sketching: Sketching,
         parameters: Mapping[str, Tensor],
         directions: Directions,
-        others: Iterable[Tensor] = (),
     ):
         super().__init__()
-        self._constants = Constants(others)
+        self.code = CodePath()
         self.parameters = dict(parameters)
         self._sketching, self._directions = sketching, directions
         self._runs: list[Run] = []
         self._ahead: dict[str, Tensor] | None = None  # the last of the directions that runs were pushed ahead along
         self._active: list[tuple[Run, ExitStack]] = []
-        self._inputs: list[Input] = []  # tensors or edges in which examples must be told apart
-        self._outputs: list[Input] = []
+        self._outputs: list[GradientEdge] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._constants.look(func, args, kwargs, out)
-        if func in _LOOKUPS and isinstance(out, Tensor) and out.grad_fn is not None:
-            if not self._constants.has(numbers_looked_up(args, kwargs)):  # positions are no part of an example
-                self._inputs.append(Input(edge_of(out), out.shape))
+        self.code.note_call(func, numbers_in(args))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.code.note_shape(out.shape)
         return out
-
-    def probe(self, arguments: Any) -> Any:
-        """The model's arguments, their floating-point tensors replaced by equal ones whose gradient is measured."""
-
-        def replaced(value: Tensor, item: Item | None) -> Tensor:
-            if value.requires_grad or not value.is_floating_point() or value.layout is not torch.strided:
-                return value
-            leaf = value.detach().requires_grad_()
-            self._inputs.append(Input(leaf, leaf.shape, item))
-            return leaf.clone()  # not the leaf itself, which could not be changed in place
-
-        return with_tensors(arguments, replaced)
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The model's forward begins."""
@@ -265,12 +246,12 @@ class Sketch(TorchFunctionMode):
         """The model's forward came to its end; ``output`` is None where it raised."""
         run, context = self._active.pop()
         context.close()
-        self._outputs += [Input(edge, shape) for edge, shape in run.ended(output)]
+        self._outputs += [edge for edge, _ in run.ended(output)]
         self._runs.append(run)
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
         """The nodes between the losses and the model's outputs."""
-        return graph.before({given.target.node for given in self._outputs})
+        return graph.before({edge.node for edge in self._outputs})
 
     def clipped_sum(
         self,
@@ -281,24 +262,24 @@ class Sketch(TorchFunctionMode):
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
         memory_budget: float = 0.0,
-        graph: Graph | None = None,
+        observe: Callable[[SketchedJacobian, str], None] | None = None,
     ) -> dict[str, Tensor]:
         """Σᵢ cᵢ row_i by name, with cᵢ from the estimated norms; arguments as of ``Tape.clipped_sum``.
 
         Raises:
-            Refused: examples that depend on each other, half precision, a parameter that is never reached, no way to
-                project, sums that the projections do not bear out.
+            Refused: half precision, a parameter that is never reached, no way to project, sums that the projections
+                do not bear out.
         """
         check_losses(losses)
-        graph = graph or Graph(losses)
+        graph = Graph(losses)
+        self.code.note(node.name() for node in self.nodes_before_calls(graph))
         if self._sketching.is_new(graph, len(losses)):
             self._check_reached(graph, set(may_miss))
             self._check_precision(Reached(losses, graph, [], 0).dtypes())
-            self._check_seen(len(losses))
-            self._check_apart(losses, self._inputs, "what the model is given")
-            self._check_apart(losses, self._outputs, "what the model gives")
         jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions, self._ahead)
         (label,) = groups  # `check_rule` lets no other rule through
+        if observe is not None:
+            observe(jacobian, label)
         return clip(jacobian, label)
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
@@ -318,37 +299,6 @@ class Sketch(TorchFunctionMode):
                 f"Sketched: half precision in {where}: rounding changes the law of the estimated norms, which the "
                 "accountant prices. Compute in float32, or use exact norms, without jacobian=."
             )
-
-    def _check_seen(self, n: int) -> None:
-        if n > 1 and not any(given.has_examples(n) for given in (*self._inputs, *self._outputs)):
-            raise Refused(
-                f"Sketched: no tensor that model(...) takes or gives has a dimension of {n} examples, so that nothing "
-                "shows whether their losses depend on each other. Pass the batch's tensors to model(...) as arguments."
-            )
-
-    def _check_apart(self, losses: Tensor, tensors: Sequence[Input], where: str) -> None:
-        """Each example's loss must depend on its own part alone of these tensors."""
-        n = len(losses)
-        looked_at = [given for given in tensors if given.has_examples(n)]
-        if n < 2 or not looked_at:
-            return
-
-        def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor]:
-            targets = [looked_at[k].target for k in some]
-            found = torch.autograd.grad(losses, targets, c, retain_graph=True, allow_unused=True)
-            shapes = [looked_at[k].shape for k in some]
-            return [losses.new_zeros(s) if g is None else g for g, s in zip(found, shapes, strict=True)]
-
-        dtypes = {losses.dtype, *(p.dtype for p in self.parameters.values())}
-        try:
-            Measurement([], lambda _: (), gradients, losses, looked_at, lambda: dtypes).run(range(len(looked_at)))
-        except Refused:
-            shapes = ", ".join(str(tuple(given.shape)) for given in looked_at)
-            raise Refused(
-                f"Sketched: the losses of the {n} examples depend on each other's part of {where}, of shape {shapes} "
-                "(batch normalization, in-batch negatives, a loss averaged over the batch?). Make each loss depend on "
-                "its own example only, e.g. with GroupNorm in place of BatchNorm."
-            ) from None
 
 
 def _changed(error: RuntimeError) -> Refused:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,37 +42,99 @@ class Snapshot:
                 tensor.copy_(content)
 
 
-def seed_everything(seed: int) -> None:
-    """Begin the random numbers of torch, numpy and Python anew."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+def begin_random_numbers(seed: bytes) -> int:
+    """Begins the random numbers of torch (every device in use), numpy and Python as a function of a secret seed.
+
+    Torch's generator for the CPU is given a whole state: ``manual_seed`` would take 32 bits, which can be tried out.
+
+    Returns:
+        What ``torch.initial_seed()`` says from now on, until a seed is set.
+    """
+    stream = hashlib.shake_256(seed).digest(8 * (_WORDS // 2) + 72)
+    mark = int.from_bytes(stream[:7], "little")
+    words = np.frombuffer(stream, np.uint32, _WORDS, offset=72).astype(np.int64)
+    state = _BEGINNING.clone()
+    state[:8].view(torch.int64).fill_(mark)
+    state[24 : 24 + 8 * _WORDS].view(torch.int64).copy_(torch.from_numpy(words))
+    torch.default_generator.set_state(state)
+    for generator in _device_generators():
+        generator.manual_seed(int.from_bytes(stream[8:16], "little") >> 1)
+    np.random.seed(np.frombuffer(stream, np.uint32, 8, offset=8))
+    random.seed(stream[40:72])
+    return mark
+
+
+_WORDS = 624  # of the Mersenne twister
+_BEGINNING = torch.Generator().manual_seed(0).get_state()  # no word was drawn yet
+
+
+def _device_generators() -> list[torch.Generator]:
+    """Torch's global generators of accelerators that are in use."""
+    found: list[torch.Generator] = []
+    for device in (torch.cuda, torch.xpu):
+        if device.is_available() and device.is_initialized():
+            found += device.default_generators
+    if torch.backends.mps.is_available():
+        found.append(torch.mps._get_default_mps_generator())
+    return found
 
 
 class RandomState:
     """Where the random generators of torch, numpy and Python stand now."""
 
     def __init__(self) -> None:
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        self._torch = (torch.get_rng_state(), *devices)
+        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 
     def restore(self) -> None:
         """Put them back."""
-        first, *devices = self._torch
-        torch.set_rng_state(first)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        for generator, state in self._torch:
+            generator.set_state(state)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
 
     def moved(self) -> bool:
         """Whether random numbers were drawn since."""
-        now = RandomState()
-        same = all(torch.equal(a, b) for a, b in zip(self._torch, now._torch, strict=True))
-        same = same and all(np.array_equal(a, b) for a, b in zip(self._numpy, now._numpy, strict=True))
-        return not same or self._python != now._python
+        return self != RandomState()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomState):
+            return NotImplemented
+        same = all(torch.equal(a, b) for (_, a), (_, b) in zip(self._torch, other._torch, strict=False))
+        same = same and all(np.array_equal(a, b) for a, b in zip(self._numpy, other._numpy, strict=True))
+        return same and self._python == other._python
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OwnRandomNumbers:
+    """Random numbers that are a function of a secret seed, from now until ``close``, which puts back what was before.
+
+    Dropout and augmentation then draw numbers that nobody can compute, and the same ones whenever the seed is the same.
+    """
+
+    def __init__(self, seed: bytes):
+        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+        self._numpy = np.random.get_bit_generator()
+        self._python = random.getstate()
+        np.random.set_bit_generator(np.random.MT19937(0))
+        self._mark: int | None = begin_random_numbers(seed)
+
+    @property
+    def was_seeded(self) -> bool:
+        """Whether ``torch.manual_seed`` was called since."""
+        return self._mark is not None and torch.initial_seed() != self._mark
+
+    def close(self) -> None:
+        """Puts the generators back; a second time it does nothing."""
+        if self._mark is None:
+            return
+        self._mark = None
+        for generator, state in self._torch:
+            generator.set_state(state)
+        np.random.set_bit_generator(self._numpy)
+        random.setstate(self._python)
 
 
 _UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)

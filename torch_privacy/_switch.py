@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between a batch that is handed out and its losses: hooks that let the model's own forward be watched."""
+"""Between a batch that is handed out and its losses: hooks that let the model's own forward be recorded."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ._independence import Turn
 from ._model import Seal
-from ._rewind import is_unwatched
+from ._rewind import OwnRandomNumbers, RandomState, is_unwatched
 from ._tape import Tape
 from .sketched import Sketch
 
@@ -26,10 +28,17 @@ Watch = Tape | Sketch  # what looks on while the model's forward runs
 class Pending:
     """The (micro)batch that was handed out and whose losses are awaited."""
 
-    size: int
-    last: bool
-    tape: Watch
+    turn: Turn
+    tape: Watch | None  # None where only the losses are asked for
     seal: Seal
+    numbers: OwnRandomNumbers
+    start: RandomState | None  # of random numbers, where it is asked whether any are drawn
+    contexts: ExitStack
+
+    def close(self) -> None:
+        """Put back what was set for the user's code; a second time it does nothing."""
+        self.contexts.close()
+        self.numbers.close()
 
 
 class _UnderWay(threading.local):
@@ -40,7 +49,7 @@ class _UnderWay(threading.local):
 
 
 class Switch:
-    """Turns the watch on while the model's forward runs on a batch that was handed out, and off again.
+    """Turns the recorder on while the model's forward runs on a batch that was handed out, and off again.
 
     It holds the training weakly and is empty in copies of the model, so that a copied or pickled model is an ordinary
     one, and evaluation between steps runs untouched.
@@ -65,19 +74,16 @@ class Switch:
         model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after, always_call=True)
 
-    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         training = self._training()
-        if training is None or training._pending is None or not torch.is_grad_enabled() or is_unwatched():
-            self._active.append(None)
-            return None
-        tape = training._pending.tape
-        probed = tape.probe(args), tape.probe(kwargs)  # on every batch: a resumed run must see the same graph
+        pending = None if training is None else training._pending
+        tape = None if pending is None or not torch.is_grad_enabled() or is_unwatched() else pending.tape
         self._active.append(tape)
         if isinstance(tape, Sketch):
-            tape.begin(model, *probed)
-        else:
+            tape.begin(model, args, kwargs)
+        elif tape is not None:
+            tape.note_inputs(args, kwargs)
             tape.__enter__()
-        return probed
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
         tape = self._active.pop() if self._active else None

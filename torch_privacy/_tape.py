@@ -19,11 +19,10 @@ from torch.autograd.graph import Node
 from ._autocast import without_autocast
 from ._calls import Call, Reached
 from ._check import Refused
-from ._collect import Clip, Collector, RowsAsTheyCome, make_op
+from ._collect import Clip, Collector, Observe, RowsAsTheyCome, make_op
 from ._functions import without_numbers
 from ._graph import Graph, saved_bytes
-from ._inputs import Input
-from ._layout import Footprint, Layouts, Measurement, Merging, Verdicts
+from ._layout import Footprint, Layouts, Measurement, Merging
 from ._model import check_not_compiled
 from ._notes import Notes
 from ._plan import Budget, distinct_bytes, least_bytes
@@ -61,9 +60,7 @@ class Tape(Notes):
         estimates: Estimates | None = None,
     ):
         self.layouts = layouts if layouts is not None else Layouts()
-        thorough = num_examples is None or not self.layouts.settled(num_examples)
-        known = self.layouts.filled, self.layouts.several_rows
-        super().__init__(parameters, constants, num_examples, *known, thorough=thorough)
+        super().__init__(parameters, constants, num_examples, self.layouts.filled)
         self._estimates = estimates
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -91,7 +88,7 @@ class Tape(Notes):
         with without_autocast(losses.device.type):
             if not n:
                 return Jacobian(0, losses.dtype, self.parameters, [])
-            layouts, measured = self._layouts_of(reached, strict=False)
+            layouts, measured = self._layouts_of(reached)
             verify = verify and measured and not self.layouts.verified(calls, n)
             bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=retain_graph or verify)
             collector = Collector(calls, layouts, self._sources)
@@ -115,7 +112,7 @@ class Tape(Notes):
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
         memory_budget: float = MEMORY_BUDGET,
-        graph: Graph | None = None,
+        observe: Observe | None = None,
     ) -> dict[str, Tensor]:
         """Σᵢ cᵢ row_i with factors group by group, by one backward in which no more is kept than the budget allows.
 
@@ -127,25 +124,25 @@ class Tape(Notes):
             merging: examples whose mean is to be one row.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
-            graph: of the losses, where it was read already.
+            observe: is shown the rows of every group before they are summed.
 
         Returns:
             The clipped sum by name, which on the first batches is verified. Under a budget below what must be held,
             the graph stays instead, and a second backward with the factors as cotangent gives the sum.
         """
-        reached = self._reach(losses, may_miss, graph)
+        reached = self._reach(losses, may_miss)
         calls, n = reached.calls, len(losses)
         with without_autocast(losses.device.type):
             if not n:
                 empty = Jacobian(0, losses.dtype, self.parameters, [])
                 sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
                 return {name: total for part in sums for name, total in part.items()}
-            layouts, measured = self._layouts_of(reached, strict=True)
+            layouts, measured = self._layouts_of(reached)
             checks = None
             if measured and not self.layouts.verified(calls, n):
                 checks = Checks(losses, self.parameters, reached.precision(), merging)
             rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging, self._estimates)
-            total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks)
+            total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks, observe)
             if checks is not None:
                 self.layouts.note_verified(calls, n)
         return total
@@ -163,62 +160,46 @@ class Tape(Notes):
         lasting = [*self.parameters.values(), *(tensor for tensor, _ in self._constants.values())]
         return saved_bytes(reached.graph, len(reached.losses), lasting)
 
-    def _reach(self, losses: Tensor, may_miss: Iterable[str], graph: Graph | None = None) -> Reached:
+    def _reach(self, losses: Tensor, may_miss: Iterable[str]) -> Reached:
         """The calls between losses and parameters."""
         check_losses(losses)
-        graph = graph or Graph(losses)
+        graph = Graph(losses)
         calls = self._reached_calls(graph)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
         return Reached(losses, graph, calls, self._path(graph, calls, len(losses)))
 
-    def _layouts_of(self, reached: Reached, *, strict: bool) -> tuple[list[AnyLayout], bool]:
+    def _layouts_of(self, reached: Reached) -> tuple[list[AnyLayout], bool]:
         """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
         losses, calls, n = reached.losses, reached.calls, len(reached.losses)
-        anew = self._look_again or (self._reorders and n > 1)
-        known = None if anew else self.layouts.recall(reached.path, calls, n)
-        inputs = self._inputs_of(n)
-        targets = [*reached.edges, *(given.target for given in inputs)]
+        known = None if self._reorders and n > 1 else self.layouts.recall(reached.path, calls, n)
+        edges = reached.edges
 
         def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor | None]:
-            return _gradients(losses, [targets[k] for k in some], c, retain_graph=True)
+            return _gradients(losses, [edges[k] for k in some], c, retain_graph=True)
 
-        measurement = Measurement(calls, self._names_of, gradients, losses, inputs, reached.dtypes)
-        verdicts = Verdicts(self._shadows, self._names_of, n, self._probed)
-
-        def judge(number: int, b: Tensor, layout: AnyLayout) -> None:
-            verdicts.look(calls[number], b, layout)
-
+        measurement = Measurement(calls, self._names_of, gradients, losses, reached.dtypes)
         if known is not None:
             due = self.layouts.spot_check_is_due()
-            if not due or measurement.agrees_in_part(known, self._portions(reached), judge):
+            if not due or measurement.agrees_in_part(known, self._portions(reached)):
                 return known, False
-        portions = [[*range(len(targets))]] if self._reorders else self._portions(reached)
         activations, least = self._activations(reached), 0.0
 
         def look(number: int, b: Tensor, layout: AnyLayout) -> None:
             nonlocal least
-            judge(number, b, layout)
             with torch.no_grad():
                 for use in calls[number].uses:
                     least += least_bytes(make_op(use, b, layout, self._names_of(use.weight)))
 
-        layouts = self.layouts.measure(reached.path, measurement, portions, look)
-        if strict:
-            verdicts.conclude(reached.graph)
+        layouts = self.layouts.measure(reached.path, measurement, self._portions(reached), look)
         self.layouts.learn(reached.path, measurement)
         self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
         return layouts, True
 
-    def _inputs_of(self, n: int) -> list[Input]:
-        """Those in which n examples must be told apart."""
-        return [given for given in self._inputs if given.has_examples(n)]
-
     def _portions(self, reached: Reached) -> list[list[int]]:
-        """The calls by number, and then the inputs, so many at a time that their gradients take little memory."""
-        inputs = self._inputs_of(len(reached.losses))
-        sizes = [*(call.output.size for call in reached.calls), *(given.target.nbytes for given in inputs)]
+        """The calls by number, so many at a time that their gradients take little memory."""
+        sizes = [call.output.size for call in reached.calls]
         most, portions, size = max(PORTION, self._activations(reached) / 8), [], float("inf")
         for number, own in enumerate(sizes):
             if size + own > most:
@@ -237,7 +218,9 @@ class Tape(Notes):
         numbers: list[int] = []
         functions = [(func, without_numbers(values, numbers)) for func, values in self._program]
         met = [(call.op, *(self._names_of(use.weight) for use in call.uses)) for call in calls]
-        program = hash((*functions, *(node.name() for node in self.nodes_before_calls(graph)), *met))
+        names = [node.name() for node in self.nodes_before_calls(graph)]
+        self.code.note(names)
+        program = hash((*functions, *names, *met))
         return self.layouts.path(program, n, tuple(numbers))
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:

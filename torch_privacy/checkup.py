@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Optimizer
 
+from ._batches import CollatedExamples
 from ._calls import Call
 from ._check import Refused
-from ._divisor import Divisors
-from ._graph import Graph
+from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
-from ._model import Attributes, Census, Seal, check_model, take_census
-from ._rewind import RandomState, Snapshot, frozen, in_eval
+from ._model import Attributes, Census, check_model, take_census
+from ._model_state import ModelState
+from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
 from .ops import AnyLayout, Layout
@@ -131,17 +131,18 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
 
     Guarantees:
         - ``ok`` says: the losses have shape (n,) and are finite; no batch normalization is in training mode; every
-          trainable parameter reaches the losses, and only through functions with exact rows; no gradient leads from
-          one example's loss to another example; the rows add up to the native gradient, and two rows drawn at random
-          equal backwards of their own; both halves of the batch, and its first example, have alone the losses that
-          they have in the whole; the forward changes no tensor of the model.
+          trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to the
+          native gradient, and two rows drawn at random equal backwards of their own; loss and row of an example stay
+          when other examples take the places of the rest (either half of the batch kept); both halves, and the first
+          example, have alone the losses that they have in the whole; what the forward changes in the model's buffers
+          and attributes does not depend on the examples, and it changes no parameter.
         - Afterwards the tensors and modes of the model are what they were, and so is the random state of torch, numpy
           and Python. Meanwhile the model's tensors are held twice.
 
     Edge cases:
         With batch normalization in training mode, which is a problem, the other checks go on in its eval mode. Where
-        the forward draws random numbers, parts of the batch are compared with dropout modules in eval mode or, if that
-        is not enough, with all modules in eval mode. ``notes`` says so.
+        the forward draws random numbers, parts of the batch are compared with all modules in eval mode and, if that is
+        not enough, with random numbers replaced by their means.
 
     Raises:
         Refused: no parameter requires a gradient, or one is not initialized yet (lazy modules).
@@ -170,6 +171,7 @@ class _Examination:
         self._plan: list[PlanRow] = []
         self._exact: Sequence[str] = ()
         self._num_examples = 0
+        self._layouts = Layouts()
 
     def checkup(self) -> Checkup:
         """Run all checks, and leave model and random state as they were."""
@@ -184,12 +186,11 @@ class _Examination:
 
     def _run(self) -> None:
         set_aside = self._set_aside_batch_norms()
-        losses = self._check_forward()
+        losses = self._losses(self._batch)
         if self._usable(losses):
             self._num_examples = len(losses)
             self._check_parameters([name for name in self._parameters if name not in set_aside])
-            self._check_inputs()
-            self._check_parts()
+            self._check_independence()
 
     def _losses(self, batch: Any) -> Any:
         """The losses of a batch, by the model and with the random numbers of the first run."""
@@ -208,13 +209,6 @@ class _Examination:
         for module in found:
             module.training = False
         return names
-
-    def _check_forward(self) -> Any:
-        """The losses of the whole batch; the forward must leave the model alone."""
-        seal = Seal(self._census(), content=True)
-        losses = self._losses(self._batch)
-        self._passes("tensors of the model", None, lambda: seal.check(self._census()))
-        return losses
 
     def _usable(self, losses: Any) -> bool:
         """Whether the other checks can go on with these losses."""
@@ -235,7 +229,6 @@ class _Examination:
         """Rows in the parameters that there is nothing to say against; the others are set aside problem by problem."""
         refused: dict[str, list[_Refusal]] = {}  # by kind
         attempt = self._attempt(names)
-        self._check_divisors(attempt)
         while attempt.refusal is not None:
             blamed = _named_in(attempt.refusal, names) or tuple(names)
             refused.setdefault(_kind(attempt.refusal), []).append((blamed, attempt.refusal))
@@ -256,11 +249,6 @@ class _Examination:
             self._meetings |= attempt.meetings()
         return attempt
 
-    def _check_divisors(self, attempt: _Attempt) -> None:
-        if attempt.losses is not None and attempt.losses.requires_grad:
-            nodes = attempt.tape.nodes_before_calls(Graph(attempt.losses))
-            self._passes("losses", (), Divisors().check, {self._num_examples}, nodes)
-
     def _blame_all(self, refusals: list[_Refusal]) -> None:
         """Refusals of one kind, told once."""
         (first, text), *others = refusals
@@ -276,74 +264,76 @@ class _Examination:
                 "that under `with training.record():`."
             )
 
-    def _check_inputs(self) -> None:
-        """With all parameters frozen, does a gradient lead from an example's loss to another example's input?"""
-        attempt = self._attempt(())
-        with frozen(self._parameters, but=()):
-            try:
-                attempt.run(self._model, lambda: self._losses(attempt.tape.probe(self._batch)))
-            except Exception as error:  # the loss function may do with its batch what it likes
-                self._notes.append(f"Gradients in the batch were not measured: {_first_line(error)}")
-                return
-        if attempt.losses is not None and attempt.losses.requires_grad and attempt.refusal is not None:
-            self._blame("inputs", attempt.refusal)
-
-    def _check_parts(self) -> None:
-        """Do parts of the batch alone have the losses that they have in the whole?"""
-        dropouts = [m for m in self._model.modules() if isinstance(m, _DropoutNd)]
-        for modules, which in ([], ""), (dropouts, "dropout modules"), ([*self._model.modules()], "all modules"):
-            with in_eval(modules):
-                whole = self._losses(self._batch)
-                if self._random.moved():
-                    continue
-                if which:
-                    self._notes.append(
-                        f"The forward is random: parts of the batch were compared with {which} in eval mode."
-                    )
-                self._compare_parts(whole)
-                return
-        self._notes.append("Parts of the batch were not compared, for the forward is random even in eval mode.")
-
-    def _compare_parts(self, whole: Tensor) -> None:
-        n = len(whole)
-        if not _agree(self._losses(self._batch), whole):
+    def _check_independence(self) -> None:
+        """Do losses and rows stay when other examples take the places of some, or when some are left out?"""
+        n = self._num_examples
+        generator = np.random.default_rng(0)
+        examples = CollatedExamples(self._batch, n, generator)
+        if examples.without(np.ones(n, bool)) is None:
             self._notes.append(
-                "Parts of the batch were not compared, for not even the whole has the same losses twice: the forward "
-                "keeps a state outside of the model's buffers, or draws random numbers of its own. If that state holds "
-                "data of earlier batches, training has no guarantee."
+                "Nothing was rehearsed, for no tensor in the batch has the examples first: whether examples depend on "
+                "each other is not known. Training replaces items before they are collated, and will find out."
             )
             return
-        if n not in (len(t) for t in _tensors(self._batch) if t.ndim):
-            self._notes.append("Parts of the batch were not compared, for no tensor in it has the examples first.")
-            return
-        parts = {"first half": slice(n // 2), "second half": slice(n // 2, n), "first example": slice(1)}
-        for part, index in parts.items():
-            trouble = self._trouble_with(_part(self._batch, index, n), whole[index])
-            if trouble:
-                self._blame("parts of the batch", f"the losses of the {part} alone {trouble}")
-                return
-
-    def _trouble_with(self, part: Any, expected: Tensor) -> str:
-        """What is wrong with the losses of a part of the batch; empty if nothing is."""
+        kept = halves(n, generator)
+        first = np.arange(n) == 0
+        rehearsal = Rehearsal(self._model, examples, kept, alone=[*kept, first])
+        turns = rehearsal.turns()
         try:
-            losses = self._losses(part)
+            turn = next(turns)
+            while True:
+                turn = turns.send(self._answers(turn))
+        except StopIteration:
+            self._notes += rehearsal.notes
+        except Refused as error:
+            self._blame("examples", _words(error), _named_in(str(error), self._all_names()))
+        finally:
+            turns.close()
+
+    def _answers(self, turn: Turn) -> Answers:
+        """What the user's losses give on the batch of a turn."""
+        before, numbers = ModelState(self._model), OwnRandomNumbers(b"check")
+        try:
+            start = RandomState()
+            with without_random_numbers(self._model, turn.random), torch.enable_grad():
+                trace = nullcontext() if turn.trace is None else turn.trace.watching(turn.count)
+                with trace:
+                    losses, rows, shapes = self._losses_and_rows(turn)
+            end = RandomState()
+        finally:
+            numbers.close()
+        return Answers(losses.detach()[:, None], rows, before.changes(), end, end != start, shapes)
+
+    def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
+        if not turn.rows or not self._exact:
+            return self._losses_of(turn), None, 0
+        census = self._census()
+        frozen_names = (p for name, p in census.trained.items() if name not in self._exact)
+        exact = {name: census.trained[name] for name in self._exact}
+        rows = RowAnswers()
+        with frozen(self._parameters, but=self._exact):
+            with Tape(exact, [*frozen_names, *census.constants], self._layouts, turn.count) as tape:
+                tape.note_inputs(turn.batch)
+                losses = self._losses_of(turn)
+            rows.take(tape.jacobian(losses, may_miss=exact), "all")
+        return losses, rows, tape.code.shapes
+
+    def _losses_of(self, turn: Turn) -> Tensor:
+        try:
+            losses = self._loss_fn(self._model, turn.batch)
         except Exception as error:  # whatever the loss function stumbles over
-            return (
-                f"cannot be computed: {_first_line(error)} Batches of private training have any size; write model and "
-                "losses for any n."
+            raise Refused(
+                f"the losses of {turn.count} of the {self._num_examples} examples alone cannot be computed: "
+                f"{_first_line(error)} Batches of private training have any size; write model and losses for any n."
+            ) from error
+        if not isinstance(losses, Tensor) or losses.shape != (turn.count,):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise Refused(
+                f"the losses of {turn.count} of the {self._num_examples} examples alone have shape {shape}: must be "
+                f"({turn.count},). Write model and losses for any n; squeeze(), for one, drops an n of 1, and "
+                "squeeze(1) does not."
             )
-        if losses.shape != expected.shape:
-            return (
-                f"have shape {tuple(losses.shape)}: must be {tuple(expected.shape)}. Write model and losses for any n; "
-                "squeeze(), for one, drops an n of 1, and squeeze(1) does not."
-            )
-        if not _agree(losses, expected):
-            return (
-                "are others than in the whole batch, whether a gradient shows it or not: through a detached mean over "
-                "the batch, a division by its size or its number of tokens, ... Make each loss a function of its own "
-                "example, e.g. divide by the example's own number of tokens."
-            )
-        return ""
+        return losses
 
     def _blame(self, check: str, text: str, names: tuple[str, ...] = ()) -> None:
         self._problems.append(Problem(check, names, text))
@@ -481,30 +471,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (Mapping, list, tuple)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
-
-
-def _part(batch: Any, index: slice, n: int) -> Any:
-    """Some examples of a batch: of its tensors with n first, and of lists of n other things, such as strings."""
-    if isinstance(batch, Tensor):
-        return batch[index] if batch.ndim and len(batch) == n else batch
-    if isinstance(batch, Mapping):
-        part: Any = copy(batch)  # of its own kind, which may have attributes
-        for key, value in batch.items():
-            part[key] = _part(value, index, n)
-        return part
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == n and not any(True for _ in _tensors(batch)):
-            return batch[index]
-        parts = [_part(value, index, n) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _agree(losses: Tensor, expected: Tensor) -> bool:
-    """Whether losses are the same up to rounding, as the engine allows for in gradients."""
-    a, b = losses.detach().double(), expected.detach().double()
-    allowed = 2 * torch.finfo(expected.dtype).eps ** 0.5
-    return torch.allclose(a, b, rtol=allowed, atol=0.1 * allowed * float(b.abs().max()), equal_nan=True)
 
 
 def _words(error: Refused) -> str:

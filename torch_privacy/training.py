@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,25 @@ from torch.utils.data import Dataset
 
 from . import privacy
 from ._arguments import check_numbers, choose_noise, new_mechanism, open_ledger
-from ._batches import Batches, Collate, split
+from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
-from ._divisor import Divisors
-from ._graph import Graph
-from ._mechanism import ClippedSum
+from ._code_path import RehearsedCode
+from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers, written_into
+from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
+from ._model_state import ModelState
+from ._rewind import OwnRandomNumbers, RandomState
 from ._statement import Spent, spent, statement
-from ._switch import Pending, Switch, Watch
+from ._switch import Pending, Switch
 from ._tape import MEMORY_BUDGET, check_losses
 from .clipping import ClippingRule
 from .embedding import BGEP, GEP
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
 from .sketched import Sketched
+
+THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves replaced, one left out
+RARELY = 64  # from then on steps 4, 8, 16, ... are rehearsed, and one in so many, by the secret key
 
 _RELEASED: dict[bytes, dict[int, str]] = {}  # by this process: noise key -> step -> fingerprint of the release
 
@@ -143,6 +149,7 @@ class PrivateTraining:
         num_workers: int = 0,
         scheduler: LRScheduler | None = None,
         run_folder: Path | str | None = None,
+        assume_independent: str | None = None,
         test_seed: int | None = None,
     ):
         self._batches = Batches(dataset, collate_fn, num_workers)
@@ -152,7 +159,7 @@ class PrivateTraining:
         self.delta, self.target_epsilon, self.budget = delta, target_epsilon, budget
         self.memory_budget, self.prior_releases = memory_budget, tuple(prior_releases)
         self.jacobian, self.perturbation, self.not_for_release = jacobian, perturbation, not_for_release
-        self.test_seed = test_seed
+        self.test_seed, self.assume_independent = test_seed, assume_independent
         check_numbers(self, num_workers)
         check_model(model, optimizer)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -174,9 +181,12 @@ class PrivateTraining:
         self._set_keys(keys.get("noise"), keys.get("sampling"))
         self.step_count = 0
         self.num_non_finite = 0  # secret: examples left out so far
-        self._divisors = Divisors()
+        self._rehearsed = RehearsedCode()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
-        self._pending: Pending | None = None
+        self._part: Any = None  # the (micro)batch under way
+        self._turn: Turn | None = None  # to be handed out next
+        self._pending: Pending | None = None  # handed out, and not answered yet
+        self._before: ModelState | None = None
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
         self._switch = Switch(self)
@@ -194,34 +204,44 @@ class PrivateTraining:
     def __iter__(self) -> Iterator[Any]:
         """(Micro)batches from the next step to the last; each must be answered by ``step(losses)``.
 
+        Some are handed out again with other examples in some places, or without some: `rehearsing` is then true, and
+        ``step`` compares, releases nothing and returns False. The batch itself comes last.
+
         After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
         """
         self._loops += 1
         loop = self._loops
         self._forget_batch()
         num_steps = self._num_steps_allowed()
-        batches = self._batches(self._parts_between(self.step_count, num_steps))
-        while self.step_count < num_steps:
-            self._sums = {}
-            parts = self._parts(self.step_count)
-            self._mechanism.begin(self.model, self._take_census(), self._noise.key, self.step_count)
-            for i, part in enumerate(parts):
-                batch = next(batches)
-                self._census = self._take_census()
-                size = len(part) * self.views
-                tape = self._mechanism.watch(self._census, self._noise.key, self.step_count, i, size)
-                seal = Seal(self._census, content=not self._mechanism.settled(size))
-                self._pending = Pending(len(part), i == len(parts) - 1, tape, seal)
-                yield batch
-                if self._loops != loop:
-                    raise Refused(
-                        "this loop over the training was left behind by a newer loop. Go on with the newer one."
-                    )
-                if self._pending is not None:
-                    raise Refused("the loop went on without training.step(losses) for its batch. Call it once a batch.")
-            if not parts:
-                self._census = self._take_census()
-                self._release()
+        drawn = self._batches(self._draws(self.step_count, num_steps))
+        try:
+            while self.step_count < num_steps:
+                self._sums = {}
+                parts = self._parts(self.step_count)
+                self._mechanism.begin(self.model, self._take_census(), self._noise.key, self.step_count)
+                for number in range(len(parts)):
+                    self._begin_part(next(drawn), number, len(parts))
+                    while self._turn is not None:
+                        yield self._hand_out(self._turn)
+                        if self._loops != loop:
+                            raise Refused(
+                                "this loop over the training was left behind by a newer loop. Go on with the newer one."
+                            )
+                        if self._pending is not None:
+                            raise Refused(
+                                "the loop went on without training.step(losses) for its batch. Call it once a batch."
+                            )
+                if not parts:
+                    self._census = self._take_census()
+                    self._release()
+        finally:
+            if self._loops == loop:
+                self._forget_batch()
+
+    @property
+    def rehearsing(self) -> bool:
+        """Whether the batch just handed out is a rehearsal, of which nothing is released."""
+        return self._pending is not None and not self._pending.turn.is_batch
 
     def step(self, losses: Tensor) -> bool:
         """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
@@ -230,7 +250,7 @@ class PrivateTraining:
             losses: (n,) one loss per example of the batch just handed out (``reduction="none"``), or (n, views).
 
         Returns:
-            Whether the model was updated (False after all but the last microbatch of a step).
+            Whether the model was updated (False for rehearsals, and after all but the last microbatch of a step).
 
         Raises:
             Refused: a scalar, the losses of another batch, an op without an exact rule, examples that depend on each
@@ -240,35 +260,131 @@ class PrivateTraining:
         if pending is None:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
         self._switch.unwind()
-        losses = self._of_views(losses, pending.size)
-        pending.seal.check(self._take_census())
-        summing = self._mechanism.summing(self._sampler, self.step_count, pending.size)
-        with _unused_graph():
-            graph = Graph(losses)
-            self._divisors.check({pending.size, len(losses)}, pending.tape.nodes_before_calls(graph))
-            part = pending.tape.clipped_sum(
-                losses,
-                self._mechanism.groups(list(pending.tape.parameters)),
-                summing,
-                merging=summing.merging,
-                may_miss=self._seen,
-                memory_budget=self.memory_budget,
-                graph=graph,
-            )
+        try:
+            part, summing, answers = self._answers(pending, losses)
+            pending.close()
+            if not self._part.rehearsed and self._is_new(pending):
+                self._part.script.close()
+                self._part = replace(self._part, script=self._rehearsal(thorough=True), rehearsed=True)
+                self._turn, self._pending = next(self._part.script), None
+                return False
+            try:
+                self._turn = self._part.script.send(answers)
+            except StopIteration:
+                self._turn = None
+        except BaseException:
+            pending.close()
+            self._part.script.close()
+            raise
+        self._pending = None
+        if self._turn is not None:
+            return False
+        assert pending.tape is not None
+        if self._part.rehearsed:
+            self._rehearsed.add(pending.tape.code, self._part.drawn.count)
         self._seen |= set(pending.tape.parameters)
         self.num_non_finite += summing.num_left_out
         for name, tensor in part.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
-        self._pending = None
-        if pending.last:
+        if self._part.is_last:
             self._release()
-        return pending.last
+        return self._part.is_last
 
-    def record(self) -> Watch:
+    def _begin_part(self, drawn: Drawn, number: int, count: int) -> None:
+        """A (micro)batch of this step begins: its first turn."""
+        self._part = _Part(drawn, number, number == count - 1)
+        rehearsed, thorough = self._rehearsal_is_due(number, count)
+        script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
+        self._part = replace(self._part, script=script, rehearsed=rehearsed)
+        self._turn = next(script)
+
+    def _rehearsal_is_due(self, number: int, count: int) -> tuple[bool, bool]:
+        """Whether this microbatch of the step is to be rehearsed, and whether thoroughly."""
+        step = self.step_count
+        early = step <= THOROUGH
+        chance = int.from_bytes(self._secret(b"rehearsal", step)[:8], "little")
+        if self.assume_independent is not None or number != chance // 64 % count:
+            return False, False
+        return early or step & (step - 1) == 0 or chance % RARELY == 0, early
+
+    def _rehearsal(self, thorough: bool) -> Generator[Turn, Answers, None]:
+        drawn, step = self._part.drawn, self.step_count
+        units = self._mechanism.units(self._sampler, step, drawn.count)
+        kept = halves(drawn.count, drawn.generator, units)
+        alone = kept[:1] if thorough or step & (step - 1) == 0 else []
+        return Rehearsal(self.model, drawn, kept if thorough else kept[:1], alone=alone, units=units).turns()
+
+    def _hand_out(self, turn: Turn) -> Any:
+        """What must be set while the user's code runs; then the batch."""
+        self._census, step, number = self._take_census(), self.step_count, self._part.number
+        size, tape = turn.count * self.views, None
+        if turn.rows or turn.is_batch:
+            tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
+        contexts = ExitStack()
+        numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
+        start = RandomState() if self._part.rehearsed else None
+        contexts.enter_context(without_random_numbers(self.model, turn.random))
+        if turn.trace is not None:
+            contexts.enter_context(turn.trace.watching(size))
+        self._before = ModelState(self.model) if self._part.rehearsed else None
+        self._pending = Pending(turn, tape, Seal(self.model), numbers, start, contexts)
+        return turn.batch
+
+    def _answers(self, pending: Pending, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
+        """The sums of a turn, which are secret, and what is compared."""
+        turn, tape = pending.turn, pending.tape
+        losses = self._of_views(losses, turn.count)
+        if pending.numbers.was_seeded:
+            raise Refused(
+                "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
+                "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
+                "numbers come from the training's secret key, and a resumed run repeats them."
+            )
+        written, changed = pending.seal.changed()
+        if written:
+            raise Refused(f"PrivateTraining: {written_into(written)}")
+        summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
+        rows = RowAnswers() if tape is not None and self._part.rehearsed else None
+        part: dict[str, Tensor] = {}
+        if tape is not None:
+            tape.code.note(("changed", name) for name in changed)
+            with _unused_graph():
+                part = tape.clipped_sum(
+                    losses,
+                    self._mechanism.groups(list(tape.parameters)),
+                    summing,
+                    merging=summing.merging,
+                    may_miss=self._seen,
+                    memory_budget=self.memory_budget,
+                    observe=None if rows is None else rows.take,
+                )
+        if rows is not None:
+            rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
+        answers = Answers(
+            losses=losses.detach().view(turn.count, self.views),
+            rows=rows,
+            changes={} if self._before is None else self._before.changes(),
+            random=RandomState() if self._part.rehearsed else None,
+            shapes=0 if tape is None else tape.code.shapes,
+        )
+        answers.drew = pending.start is not None and pending.start != answers.random
+        return part, summing, answers
+
+    def _is_new(self, pending: Pending) -> bool:
+        """Whether the batch took a path through the code that no rehearsal has seen."""
+        if self.assume_independent is not None or pending.tape is None:
+            return False
+        return not self._rehearsed.has(pending.tape.code, self._part.drawn.count)
+
+    def _secret(self, purpose: bytes, *numbers: int) -> bytes:
+        """32 bytes that are a function of the secret key and of these numbers."""
+        return hashlib.blake2b(purpose + repr(numbers).encode(), key=self._sampler.key, digest_size=32).digest()
+
+    def record(self) -> AbstractContextManager[Any]:
         """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
-        return self._pending.tape
+        return nullcontext() if self._pending.tape is None else self._pending.tape
 
     def spent(self, delta: float | None = None) -> Spent:
         """Privacy spent by the releases so far, at ``delta`` (by default the one given at the start)."""
@@ -349,7 +465,12 @@ class PrivateTraining:
         return take_census(self.model, self.optimizer, self._attributes)
 
     def _forget_batch(self) -> None:
-        self._pending = None
+        """Leave the batch that was handed out, if any: nothing of it stays in the model or the random state."""
+        if self._pending is not None:
+            self._pending.close()
+        if self._part is not None:
+            self._part.script.close()
+        self._pending = self._part = self._turn = None
         self._switch.unwind()
 
     def _release(self) -> None:
@@ -429,9 +550,10 @@ class PrivateTraining:
     def _parts(self, step: int) -> list[np.ndarray]:
         return list(split(self._indices(step), self.microbatch_size))
 
-    def _parts_between(self, step: int, end: int) -> Iterator[np.ndarray]:
+    def _draws(self, step: int, end: int) -> Iterator[Draw]:
         for later in range(step, end):
-            yield from (np.repeat(part, self.views) for part in self._parts(later))
+            for number, part in enumerate(self._parts(later)):
+                yield Draw(part, self.views, self._secret(b"data", later, number))
 
     def _num_steps_allowed(self) -> int:
         """Steps in all: as many as planned, or as the budget allows."""
@@ -453,6 +575,26 @@ class PrivateTraining:
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
         }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A (micro)batch under way."""
+
+    drawn: Drawn
+    number: int  # of the microbatch in its step
+    is_last: bool
+    script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
+    rehearsed: bool = False
+
+
+def _nothing() -> Generator[Turn, Answers, None]:
+    yield from ()
+
+
+def _alone(drawn: Drawn) -> Generator[Turn, Answers, None]:
+    """A batch that is not rehearsed."""
+    yield Turn(drawn.batch, drawn.count, is_batch=True)
 
 
 @contextmanager

@@ -238,7 +238,7 @@ class Run:
         order, batches = np.random.default_rng(self.settings.seed), Batches(self.task.train, None, 0)
         n = _length(self.task.train)
         while True:
-            yield from batches(iter(split(order.permutation(n), self.settings.expected_batch_size)))
+            yield from batches.plain(split(order.permutation(n), self.settings.expected_batch_size))
 
     def _statement(self) -> dict[str, Any]:
         """What determines the guarantee, the seeds that may be public, and what the guarantee is not about."""
@@ -345,7 +345,7 @@ def test_score(task: Task, model: nn.Module) -> float:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        batches = Batches(task.test, None, 0)(iter(split(np.arange(_length(task.test)), TEST_BATCH_SIZE)))
+        batches = Batches(task.test, None, 0).plain(split(np.arange(_length(task.test)), TEST_BATCH_SIZE))
         scores = [task.score.of_each(model(x), y) for x, y in (_moved(batch, task.device) for batch in batches)]
     model.train(was_training)
     return task.score.of_mean(float(torch.cat(scores).mean()))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code a forward ran: a rehearsal speaks for this code alone, so a batch that runs other code needs its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+DEPTH = 6  # frames of the stack that name a place in the code: enough to tell two layers of one class apart
+SMALL = 4  # whole numbers below this are dimensions, flags and counts; larger ones are sizes, which may vary
+
+
+class CodePath:
+    """The torch functions that were called, each with the place in the code that called it.
+
+    The order of the calls and the sizes of tensors have no part in it: a layer that is left out at random, or a longer
+    text, is no new code.
+    """
+
+    def __init__(self) -> None:
+        self.features: set[Any] = set()
+        self.shapes = 0  # a number that tells whether all results had the same shapes
+
+    def note_call(self, func: Callable, numbers: tuple) -> None:
+        """A torch function was called with these whole numbers, names and flags."""
+        frame, place = sys._getframe(2), 0
+        for _ in range(DEPTH):
+            place = hash((place, id(frame.f_code), frame.f_lasti))
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        self.features.add((func, place, _without_sizes(numbers)))
+
+    def note_shape(self, shape: tuple[int, ...]) -> None:
+        """A result has this shape."""
+        self.shapes = hash((self.shapes, shape))
+
+    def note(self, features: Iterable[Any]) -> None:
+        """Whatever else tells one path from another."""
+        self.features.update(features)
+
+
+class RehearsedCode:
+    """What code was rehearsed so far. What a batch of one showed holds for batches of one alone."""
+
+    def __init__(self) -> None:
+        self._features: dict[bool, set[Any]] = {True: set(), False: set()}
+
+    def has(self, path: CodePath, num_examples: int) -> bool:
+        """Whether all of this code was rehearsed."""
+        new = path.features - self._features[False]
+        return not (new - self._features[True] if num_examples == 1 else new)
+
+    def add(self, path: CodePath, num_examples: int) -> None:
+        """This code was rehearsed."""
+        self._features[num_examples == 1] |= path.features
+
+
+@lru_cache(maxsize=2**14)
+def _without_sizes(numbers: tuple) -> tuple:
+    """The same with every large whole number taken out."""
+    return tuple(
+        _without_sizes(value)
+        if isinstance(value, tuple)
+        else int
+        if type(value) is int and not -SMALL < value < SMALL
+        else value
+        for value in numbers
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model holds beside its parameters: buffers and plain attributes, which a forward may change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ENTRIES = 10_000  # of a container that are looked at; one that is longer is known by its length alone
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_Slot = tuple[str, dict[str, Any], str, Any]  # dotted name, where it is kept, under which key, what is there
+
+
+class ModelState:
+    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._slots = [(slot, _copied(slot[3])) for slot in _slots(model)]
+
+    def restore(self) -> None:
+        """Put everything back: the same objects, with the same content."""
+        known = {(id(place), key) for (_, place, key, _), _ in self._slots}
+        for _, place, key, _ in list(_slots(self._model)):
+            if (id(place), key) not in known:
+                del place[key]
+        for (_, place, key, value), content in self._slots:
+            if place.get(key) is not value:
+                place[key] = value
+            _fill(value, content)
+
+    def changes(self) -> dict[str, Any]:
+        """Dotted name -> content, of all that holds something else now."""
+        before = {name: content for (name, *_), content in self._slots}
+        now = {name: value for name, _, _, value in _slots(self._model)}
+        changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
+        return changed | {name: _MISSING for name in before if name not in now}
+
+
+class ParameterMarks:
+    """What a model's parameters held, remembered by a few numbers each, whether they are trained or not."""
+
+    def __init__(self, model: nn.Module):
+        self._marks = _marks(model)
+
+    def changed(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that hold something else now."""
+        now = _marks(model)
+        return [name for name, mark in now.items() if not same(mark, self._marks.get(name, _MISSING))]
+
+
+_MISSING = object()
+
+
+def _slots(model: nn.Module) -> Iterator[_Slot]:
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for key, value in list(module._buffers.items()):
+            yield start + key, module._buffers, key, value
+        for key, value in list(vars(module).items()):
+            if key not in _OF_TORCH and not isinstance(value, nn.Module):
+                yield start + key, vars(module), key, value
+
+
+def _copied(value: Any) -> Any:
+    """The content, safe from changes in place; things of unknown kinds stand for themselves."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if _has_entries(value) else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: _copied(v) for key, v in value.items()} if len(value) <= ENTRIES else len(value)
+    if isinstance(value, (list, tuple, deque)):
+        return [_copied(v) for v in value] if len(value) <= ENTRIES else len(value)
+    if isinstance(value, (set, frozenset)):
+        return set(value) if len(value) <= ENTRIES else len(value)
+    return value
+
+
+def _has_entries(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_meta and not value.is_inference() and not value.is_nested
+
+
+def same(value: Any, content: Any) -> bool:
+    """Whether a value has this content; undefined entries count as the same."""
+    if value is content:
+        return True
+    if isinstance(value, Tensor):
+        if not isinstance(content, Tensor) or value.shape != content.shape or value.dtype != content.dtype:
+            return False
+        return _has_entries(value) and _has_entries(content) and _equal(value.detach(), content)
+    if isinstance(value, np.ndarray):
+        alike = isinstance(content, np.ndarray) and value.dtype == content.dtype
+        return alike and np.array_equal(value, content, equal_nan=value.dtype.kind in "fc")
+    if isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and isinstance(content, int):
+        return len(value) == content
+    if isinstance(value, Mapping):
+        alike = isinstance(content, Mapping) and value.keys() == content.keys()
+        return alike and all(same(v, content[key]) for key, v in value.items())
+    if isinstance(value, (list, tuple, deque)):
+        alike = isinstance(content, (list, tuple, deque)) and len(value) == len(content)
+        return alike and all(same(v, w) for v, w in zip(value, content, strict=True))
+    if isinstance(value, float) and isinstance(content, float):
+        return value == content or (value != value and content != content)
+    if isinstance(value, (bool, int, complex, str, bytes, set, frozenset)):
+        return type(value) is type(content) and value == content
+    return False
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@torch.no_grad()
+def _fill(value: Any, content: Any) -> None:
+    """Bring what may have been changed in place back to its content."""
+    if isinstance(value, Tensor):
+        if _has_entries(value) and not _equal(value.detach(), content):
+            value.copy_(content)
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = content
+    elif isinstance(content, int) and not isinstance(value, (int, float)):
+        return
+    elif isinstance(value, dict):
+        for key in [key for key in value if key not in content]:
+            del value[key]
+        _fill_each(value, content)
+    elif isinstance(value, list):
+        value[len(content) :] = []
+        value += content[len(value) :]
+        _fill_each(value, dict(enumerate(content)))
+    elif isinstance(value, deque):
+        if not same(value, content):
+            value.clear()
+            value.extend(content)
+    elif isinstance(value, set) and value != content:
+        value.clear()
+        value |= content
+
+
+def _fill_each(value: Any, content: Mapping[Any, Any]) -> None:
+    for key, c in content.items():
+        inside = value.get(key, _MISSING) if isinstance(value, dict) else value[key]
+        if not same(inside, c):
+            if type(inside) in (list, dict, set, deque) or (isinstance(inside, Tensor) and _fits(inside, c)):
+                _fill(inside, c)
+            else:
+                value[key] = _copied(c)
+
+
+def _fits(value: Tensor, content: Any) -> bool:
+    return isinstance(content, Tensor) and value.shape == content.shape and value.dtype == content.dtype
+
+
+_PIECE = 2**18  # entries at a time
+
+
+@torch.no_grad()
+def _marks(model: nn.Module) -> dict[str, Tensor | None]:
+    """Random products with a parameter's entries, which hardly any change leaves as they are."""
+    found: dict[str, Tensor | None] = {}
+    weights: dict[torch.device, Tensor] = {}
+    for name, p in model.named_parameters():
+        if not _has_entries(p) or nn.parameter.is_lazy(p):
+            found[name] = None
+            continue
+        if p.device not in weights:
+            dtype = torch.float32 if p.device.type == "mps" else torch.float64
+            generator = torch.Generator().manual_seed(1)
+            weights[p.device] = torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(p.device)
+        entries = p.detach().reshape(-1)
+        entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
+        products = [(part * weights[p.device][: len(part)]).sum() for part in entries.split(_PIECE)]
+        found[name] = torch.stack(products)
+    return found
