@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cases are made of: a module whose forward is a function, inputs of tokens, and the losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,15 @@ def in_type(dtype: torch.dtype, model: nn.Module, x: Tensor) -> tuple[nn.Module,
     """Model and input in this type, which is also that of tensors made in the forward."""
     torch.set_default_dtype(dtype)
     return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+def own_batches(training: Any, losses: Callable) -> Iterator[Any]:
+    """The batches of a training but its rehearsals, which are answered here by ``losses(model, *batch)``."""
+    for batch in training:
+        if training.rehearsing:
+            assert not training.step(losses(training.model, *batch))
+        else:
+            yield batch
 
 
 def tokens(*shape: int) -> Tensor:

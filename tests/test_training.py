@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, Calls, losses_of
 from oracle import one_backward_per_example, recorded_jacobian, rows_of_one_graph
+from parts import own_batches
 from scipy import stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -55,7 +56,8 @@ def train(training, steps=None, losses=cross_entropy):
     """Answers every batch; the batches' examples (first column of x) step by step."""
     seen = []
     for x, y in training:
-        seen.append(x[:, 0].tolist())
+        if not training.rehearsing:
+            seen.append(x[:, 0].tolist())
         training.step(losses(training.model, x, y))
         if steps is not None and training.step_count >= steps:
             break
@@ -85,7 +87,7 @@ def parameters_of(training):
 
 def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch_size():
     training = training_of()
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         before = parameters_of(training).clone()
         model = copy.deepcopy(training.model)
         rows = one_backward_per_example(model, x, cross_entropy_of_pair, list(zip(x.split(1), y.split(1), strict=True)))
@@ -199,7 +201,7 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
     clipping, explicit, _ = RULES[rule]
     training = training_of(clipping=clipping, microbatch_size=microbatch_size)
     rows, clip_norm, stddev = [], 0.5, noise_stddev(rule)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         step, before = training.step_count, parameters_of(training).clone()
         rows.append(rows_of(training, x, y))
         if not training.step(cross_entropy(training.model, x, y)):
@@ -298,7 +300,7 @@ class Poisoned(TensorDataset):
 def test_an_example_that_is_not_finite_is_left_out_and_counted_under_any_rule(rule):
     clipping, explicit, _ = RULES[rule]
     training = training_of(dataset=Poisoned(*data().tensors), expected_batch_size=N, num_steps=1, clipping=clipping)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         rows = rows_of(training, x, y)
         assert rows[7].isnan().any()
         groups = torch.from_numpy(training._sampler.groups(0, N, 10))
@@ -322,7 +324,7 @@ def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
         model, TensorDataset(x, torch.zeros(N)), expected_batch_size=N, num_steps=1, clipping=tp.EachLayer(0.3)
     )
     start = parameters_of(training).clone()
-    for x, _ in training:
+    for x, _ in own_batches(training, lambda model, x, _: model(x).sum(1)):
         rows = one_backward_per_example(copy.deepcopy(model), x, lambda model, x: model(x).sum(1))
         training.step(model(x).sum(1))
     assert training.num_non_finite == 1
@@ -428,15 +430,9 @@ def test_adaptive_clip_norm_finds_the_median_of_the_norms():
     assert low < training.clipping.clip_norm < high
 
 
-def test_forward_reaches_numpy_by_detached_inputs_only():
-    """As docs/pitfalls.md says."""
-
-    def model_with(numbers_of):
-        return Calls(lambda m, x: m.f(torch.from_numpy(numbers_of(x)) + x), f=nn.Linear(3, 2))
-
-    with pytest.raises(RuntimeError, match=r"Can't call numpy\(\) on Tensor that requires grad"):
-        train(training_of(model_with(lambda x: x.numpy())))
-    training = training_of(model_with(lambda x: x.detach().numpy()))
+def test_forward_may_leave_torch():
+    """Inputs require no gradient, so that ``x.numpy()`` works as it does elsewhere."""
+    training = training_of(Calls(lambda m, x: m.f(torch.from_numpy(x.numpy().cumsum(1)) + x), f=nn.Linear(3, 2)))
     train(training)
     assert training.step_count == 6
 
@@ -454,7 +450,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
     training = training_of(model, TensorDataset(torch.randn(N, *x.shape[1:])), num_steps=5, clipping=rule)
     names = [name for name, _ in model.named_parameters()]
     layers = training.clipping.groups(names)
-    for (x,) in training:
+    for (x,) in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         step, before = training.step_count, parameters_of(training).clone()
         rows = one_backward_per_example(copy.deepcopy(model), x, losses_of)
         training.step(losses_of(model, x))
@@ -477,7 +473,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
 
 def trained_under(memory_budget, model, x):
     training = training_of(model, TensorDataset(x), memory_budget=memory_budget)
-    for (x,) in training:
+    for (x,) in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         training.step(losses_of(model, x))
     return parameters_of(training)
 
@@ -534,7 +530,7 @@ def test_training_with_activation_checkpointing_is_training_without():
 def test_checkpointed_part_is_computed_again_once_a_backward():
     training = training_with_checkpoints(checkpointed)
     counts = []
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         before = training.model.computed
         training.step(cross_entropy(training.model, x, y))
         counts.append(training.model.computed - before)
@@ -607,7 +603,7 @@ def test_ledger_on_disk_has_the_release_before_it_is_used(tmp_path):
 def test_gradients_of_the_user_are_not_released():
     """Whatever .grad held, from the user's own backward, has no part in the step."""
     clean, dirty = training_of(), training_of()
-    for x, y in dirty:
+    for x, y in own_batches(dirty, cross_entropy):
         losses = F.cross_entropy(dirty.model(x), y, reduction="none")
         for p in dirty.model.parameters():
             p.grad = torch.full_like(p, 1e6)
@@ -664,7 +660,7 @@ def test_resumed_run_with_dropout_is_the_uninterrupted_one_with_the_random_state
 
 def test_breaking_off_within_a_step_begins_it_anew():
     training = training_of(microbatch_size=3)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         training.step(cross_entropy(training.model, x, y))
         break
     assert training.step_count == 0
@@ -831,7 +827,7 @@ def test_two_runs_without_a_seed_differ_even_if_the_user_seeds_torch():
 
 def test_evaluation_between_and_within_steps_runs_untouched():
     training, plain = training_of(), training_of()
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         with torch.no_grad():
             training.model.eval()(x)
         training.model.train()
@@ -845,7 +841,7 @@ def test_evaluation_between_and_within_steps_runs_untouched():
 
 def test_copied_and_pickled_models_are_ordinary_ones():
     training = training_of()
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         clone = copy.deepcopy(training.model)
         reloaded = pickle.loads(pickle.dumps(training.model))
         for other in (clone, reloaded):
@@ -857,7 +853,7 @@ def test_copied_and_pickled_models_are_ordinary_ones():
 
 def test_several_forward_calls_in_a_step_count_together():
     training = training_of()
-    for x, _ in training:
+    for x, _ in own_batches(training, lambda model, x, _: (model(x) * model(-2 * x)).sum(1)):
         y, z = training.model(x), training.model(-2 * x)
         losses = (y * z).sum(1)
         expected = torch.stack(
@@ -882,23 +878,36 @@ def test_parameters_used_outside_of_the_forward_need_record():
     with pytest.raises(tp.Refused, match=r"'2.weight' reaches the losses by a path .*training.record\(\)"):
         training.step(F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none"))
     assert training.step_count == len(training.ledger) == 0
-    x, y = next(iter(training))
-    with training.record():
-        losses = F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none")
-    assert training.step(losses)
+    for x, y in training:
+        with training.record():
+            losses = F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none")
+        training.step(losses)
+    assert training.step_count == 6
+
+
+def training_with_scheduler(**settings):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    settings = {key: scheduler for key in settings}
+    return training_of(model, optimizer=optimizer, **settings), scheduler
 
 
 def test_user_s_scheduler_and_ours():
-    for own in (True, False):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        training = training_of(model, optimizer=optimizer, scheduler=scheduler if own else None)
+    for own in ({"scheduler": True}, {}):
+        training, scheduler = training_with_scheduler(**own)
         for x, y in training:
-            training.step(F.cross_entropy(model(x), y, reduction="none"))
-            if not own:
+            if training.step(cross_entropy(training.model, x, y)) and not own:
                 scheduler.step()
         assert scheduler.get_last_lr() == [0.5**6]
+
+
+def test_a_scheduler_that_advances_at_rehearsals_is_refused():
+    training, scheduler = training_with_scheduler()
+    steps = ((training.step(cross_entropy(training.model, x, y)), scheduler.step()) for x, y in training)
+    with pytest.raises(tp.Refused, match=r"learning rate changed .* where training\.step\(losses\) returns True"):
+        list(steps)
+    assert training.step_count == len(training.ledger) == 0
 
 
 def test_only_what_the_optimizer_holds_is_trained():
@@ -1018,7 +1027,7 @@ def test_bad_settings_are_refused(settings, message):
 def test_bad_losses_are_refused_and_nothing_is_released_or_lost(losses, message):
     training = training_of()
     before = parameters_of(training).clone()
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         with pytest.raises(tp.Refused, match=message):
             training.step(losses(training.model, x, y))
         break
@@ -1049,13 +1058,13 @@ def test_losses_divided_by_the_size_of_the_batch_are_refused(scaled):
 
 def test_losses_divided_by_a_count_over_the_batch_are_refused():
     training = training_of()
-    with pytest.raises(tp.Refused, match=r"a number that changes with the batch"):
+    with pytest.raises(tp.Refused, match=r"examples of a batch depend on each other: the loss of example"):
         train(training, losses=lambda model, x, y: cross_entropy(model, x, y) / (100 + (x > 0).sum()))
 
 
 def test_losses_scaled_by_a_constant_or_a_schedule_are_fine():
     training = training_of()
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         losses = cross_entropy(training.model, x, y)
         training.step(losses / 4 * (1.0 + 0.1 * training.step_count))
     assert training.step_count == 6
@@ -1073,7 +1082,7 @@ def test_layout_that_the_data_decide_is_measured_on_every_batch():
     generator = torch.Generator().manual_seed(3)
     dataset = TensorDataset(torch.randn(N, 4, 3, generator=generator), torch.zeros(N))
     training = training_of(model, dataset)
-    for x, _ in training:
+    for x, _ in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         losses = losses_of(model, x)
         jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
         torch.testing.assert_close(jacobian.squared_norms(), rows_of_one_graph(losses, model).square().sum(1))
@@ -1326,7 +1335,7 @@ def test_parameter_that_a_later_batch_misses_has_zero_rows():
     taken = [True]
     model = Calls(lambda m, x: m.f(x) + (m.g(x) if taken[0] else 0), f=nn.Linear(3, 2), g=nn.Linear(3, 2))
     training = training_of(model)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         losses = F.cross_entropy(model(x), y, reduction="none")
         training.step(losses)
         taken[0] = False
@@ -1409,7 +1418,7 @@ def test_layers_may_be_frozen_and_unfrozen_on_the_way():
     model.b.requires_grad_(False)
     training = training_of(model, TensorDataset(x, y), expected_batch_size=6, num_steps=9)
     training._noise.add_to = lambda *_: None
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parts = [
@@ -1429,7 +1438,7 @@ def test_layers_may_be_frozen_and_unfrozen_on_the_way():
 def test_recording_around_the_model_s_own_recording_notes_every_op_once():
     plain, around = training_of(), training_of()
     train(plain)
-    for x, y in around:
+    for x, y in own_batches(around, cross_entropy):
         with around.record():
             losses = cross_entropy(around.model, x, y)
         around.step(losses)
@@ -1439,7 +1448,7 @@ def test_recording_around_the_model_s_own_recording_notes_every_op_once():
 def test_another_thread_may_run_the_model_between_batch_and_step():
     expected, training = training_of(), training_of()
     train(expected)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         losses = cross_entropy(training.model, x, y)
         with ThreadPoolExecutor(1) as pool, torch.no_grad():
             pool.submit(torch.no_grad()(training.model), x).result()

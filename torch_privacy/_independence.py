@@ -72,8 +72,9 @@ class Answers:
 
     losses: Tensor  # (count, views)
     rows: RowAnswers | None
-    changes: dict[str, Any]  # buffers and attributes that the run changed
+    changes: dict[str, Any]  # buffers and attributes that the user's code changed
     random: RandomState | None  # at the end
+    later: dict[str, Any] | None = None  # those that changed in the backward passes; None where these were others
     drew: bool = False  # whether random numbers were drawn
     shapes: int = 0  # tells whether all results in the forward had the same shapes
 
@@ -144,6 +145,7 @@ class Finding:
     what: str  # a clause: "the loss of example 3 of 8 changed from 1.5 to 1.7"
     turn: Callable[[Trace], Turn] | None  # the run that shows it
     kept: np.ndarray  # numbers of the examples that were kept
+    cure: str = ""  # where it is known without another run
 
 
 class Rehearsal:
@@ -264,13 +266,13 @@ class Rehearsal:
         return found
 
     def _state_findings(self, keep: np.ndarray, answers: Answers, own: Answers) -> list[Finding]:
-        names = {*answers.changes, *own.changes}
-        absent = object()
-        differing = [n for n in names if not same(answers.changes.get(n, absent), own.changes.get(n, absent))]
+        differing = _differing(answers.changes, own.changes)
+        if answers.later is not None and own.later is not None:
+            differing |= _differing(answers.later, own.later)
         if not differing:
             return []
-        what = f"the forward changed {_quoted(sorted(differing))} in a way that depends on the examples"
-        return [Finding(what, None, np.flatnonzero(keep))]
+        what = f"the forward changed {_quoted(sorted(differing))} in a way that depends on the examples of the batch"
+        return [Finding(what, None, np.flatnonzero(keep), STATE_CURE)]
 
     def _moved(
         self,
@@ -287,6 +289,7 @@ class Rehearsal:
         if not len(kept):
             return []
         found: list[Finding] = []
+        scaled = _scaled_alike(answers.losses[places], own.losses[kept], self._examples.count)
 
         def compare(name: str, a: Tensor, b: Tensor, scale: Tensor, eps: float, numbers: np.ndarray) -> None:
             worst = _worst(a, b, scale, _tolerance(eps, loose))
@@ -296,7 +299,7 @@ class Rehearsal:
                 what = (
                     f"{name} of example {example} of {self._examples.count} changed from {was:.7g} to {now:.7g} {how}"
                 )
-                found.append(Finding(what, turn, kept))
+                found.append(Finding(what, turn, kept, scaled))
 
         a, b = answers.losses.double().cpu()[places], own.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
@@ -333,7 +336,7 @@ class Rehearsal:
     def _explain(self, run: Any, finding: Finding, own: Answers) -> Generator[Turn, Answers, None]:
         """Refuse; where two more runs can show it, say in which module the examples meet."""
         where = ""
-        if finding.turn is not None:
+        if finding.turn is not None and not finding.cure:
             once, again = Trace(self._model), Trace(self._model)
             turn = finding.turn(once)
             yield from run(turn)
@@ -350,7 +353,7 @@ class Rehearsal:
                 raise Refused(_not_repeating(finding.what))
             places = finding.kept if turn.count == self._examples.count else np.arange(turn.count)
             where = again.differs(once, finding.kept, places, loose=turn.count != self._examples.count)
-        raise Refused(_depend(finding.what, where))
+        raise Refused(_depend(finding.what, where, finding.cure))
 
 
 def halves(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> list[np.ndarray]:
@@ -537,8 +540,40 @@ CURE = (
 )
 
 
-def _depend(what: str, where: str) -> str:
-    return f"examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{CURE}"
+STATE_CURE = (
+    "What is kept there carries data past the noise. Take a layer without running statistics, e.g. GroupNorm, put that "
+    "module in eval mode, or return the value from the forward in place of keeping it."
+)
+
+
+def _depend(what: str, where: str, cure: str) -> str:
+    return f"examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
+
+
+def _differing(some: dict[str, Any], others: dict[str, Any]) -> set[str]:
+    absent = object()
+    return {name for name in {*some, *others} if not same(some.get(name, absent), others.get(name, absent))}
+
+
+def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
+    """What to do where every loss of a part is the same multiple of what it is in the whole batch; else nothing."""
+    ratios = (some.double() / whole.double()).flatten()
+    ratios = ratios[ratios.isfinite()]
+    if len(ratios) < 2 or float(ratios.max() - ratios.min()) > 1e-3 * float(ratios.abs().max()):
+        return ""
+    ratio = float(ratios.mean())
+    if abs(ratio - 1) < 1e-3:
+        return ""
+    if len(some) and abs(ratio * len(some) / count - 1) < 1e-3:
+        return (
+            "The losses are divided by the number of examples in the batch. Leave the division out: PrivateTraining "
+            "divides by the expected batch size."
+        )
+    return (
+        f"Every loss is {ratio:.4g} times as large then: it is divided or multiplied by a number of the whole batch "
+        "(its tokens, a sum of weights, a mean). Divide each example's loss by a number of its own, such as the count "
+        "of its own tokens."
+    )
 
 
 def written_into(names: Sequence[str]) -> str:
@@ -553,9 +588,9 @@ def _not_repeating(what: str) -> str:
     return (
         f"the same batch does not give the same losses twice ({what}), so nothing can be shown about it. Model or "
         "loop keep a state of their own (a counter of batches, a running value outside of the model), or draw random "
-        "numbers from a generator of their own. Use training.step_count in place of a counter, and the global generators "
-        "of torch, numpy or Python, which are set for every batch; or say why examples do not depend on each other: "
-        "assume_independent='...', which the privacy statement prints."
+        "numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
+        "generators of torch, numpy or Python, which are set for every batch; or say why examples do not depend on "
+        "each other: assume_independent='...', which the privacy statement prints."
     )
 
 

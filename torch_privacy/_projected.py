@@ -205,7 +205,7 @@ class Sketch(TorchFunctionMode):
         directions: Directions,
     ):
         super().__init__()
-        self.code = CodePath()
+        self.code, self.measured = CodePath(), False
         self.parameters = dict(parameters)
         self._sketching, self._directions = sketching, directions
         self._runs: list[Run] = []

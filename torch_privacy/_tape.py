@@ -62,6 +62,7 @@ class Tape(Notes):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
         self._estimates = estimates
+        self.measured = False  # whether layouts had to be measured, by backwards of their own
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
     def jacobian(
@@ -138,7 +139,7 @@ class Tape(Notes):
                 sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
                 return {name: total for part in sums for name, total in part.items()}
             layouts, measured = self._layouts_of(reached)
-            checks = None
+            self.measured, checks = measured, None
             if measured and not self.layouts.verified(calls, n):
                 checks = Checks(losses, self.parameters, reached.precision(), merging)
             rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging, self._estimates)

@@ -302,7 +302,7 @@ class _Examination:
             end = RandomState()
         finally:
             numbers.close()
-        return Answers(losses.detach()[:, None], rows, before.changes(), end, end != start, shapes)
+        return Answers(losses.detach()[:, None], rows, before.changes(), end, drew=end != start, shapes=shapes)
 
     def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
         if not turn.rows or not self._exact:

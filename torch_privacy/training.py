@@ -316,6 +316,7 @@ class PrivateTraining:
 
     def _hand_out(self, turn: Turn) -> Any:
         """What must be set while the user's code runs; then the batch."""
+        self._check_learning_rates()
         self._census, step, number = self._take_census(), self.step_count, self._part.number
         size, tape = turn.count * self.views, None
         if turn.rows or turn.is_batch:
@@ -330,6 +331,17 @@ class PrivateTraining:
         self._pending = Pending(turn, tape, Seal(self.model), numbers, start, contexts)
         return turn.batch
 
+    def _check_learning_rates(self) -> None:
+        """Refuse a loop that advances its scheduler on rehearsals, too."""
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        if self._part.rates is None:
+            self._part = replace(self._part, rates=rates)
+        elif [float(rate) for rate in rates] != [float(rate) for rate in self._part.rates]:
+            raise Refused(
+                "PrivateTraining: the learning rate changed before the step was made, at a rehearsal of its batch. "
+                "Advance the scheduler where training.step(losses) returns True, or pass it as scheduler=."
+            )
+
     def _answers(self, pending: Pending, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
         """The sums of a turn, which are secret, and what is compared."""
         turn, tape = pending.turn, pending.tape
@@ -343,6 +355,7 @@ class PrivateTraining:
         written, changed = pending.seal.changed()
         if written:
             raise Refused(f"PrivateTraining: {written_into(written)}")
+        changes = {} if self._before is None else self._before.changes()
         summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
         rows = RowAnswers() if tape is not None and self._part.rehearsed else None
         part: dict[str, Tensor] = {}
@@ -360,14 +373,17 @@ class PrivateTraining:
                 )
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
+        end = RandomState() if self._part.rehearsed else None
+        settled = tape is not None and not tape.measured and self._before is not None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.views),
             rows=rows,
-            changes={} if self._before is None else self._before.changes(),
-            random=RandomState() if self._part.rehearsed else None,
+            changes=changes,
+            later=self._before.changes() if settled else None,
+            random=end,
+            drew=pending.start is not None and pending.start != end,
             shapes=0 if tape is None else tape.code.shapes,
         )
-        answers.drew = pending.start is not None and pending.start != answers.random
         return part, summing, answers
 
     def _is_new(self, pending: Pending) -> bool:
@@ -586,6 +602,7 @@ class _Part:
     is_last: bool
     script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
     rehearsed: bool = False
+    rates: list[Any] | None = None  # learning rates when it began
 
 
 def _nothing() -> Generator[Turn, Answers, None]:
