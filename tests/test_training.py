@@ -1180,6 +1180,7 @@ def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
 
     torch.set_default_dtype(torch.float32)
     model = Calls(forward, f=nn.Linear(3, 2))
+
     def losses_under_autocast(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return losses_of(model, x).float()
