@@ -607,6 +607,32 @@ def test_examples_that_meet_in_a_large_tensor_are_refused():
     assert_refused(Program(model.float(), examples))
 
 
+DRAWS = {
+    "dropout": lambda x: F.dropout(x),
+    "a number": lambda x: x + torch.rand(()),
+    "noise": lambda x: x + torch.randn_like(x),
+    "noise of a shape": lambda x: x + torch.randn(x.shape),
+    "noise written": lambda x: x + torch.empty_like(x).normal_(),
+    "uniform": lambda x: x + torch.rand(x.shape),
+    "normal": lambda x: torch.normal(x, torch.ones_like(x)),
+    "normal by distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "categories": lambda x: x * torch.distributions.Categorical(logits=x).sample()[:, None],
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "whole numbers": lambda x: x * torch.randint(1, 4, (len(x), 1)),
+    "a permutation": lambda x: x[:, torch.randperm(D)],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_division_by_the_batch_is_refused_also_where_random_numbers_are_drawn(name):
+    model = linear(lambda m, x: m.f(DRAWS[name](x)))
+    honest = Program(model, points())
+    honest.run(honest.training())
+    coupled = Program(model, points(), lambda m, b: losses_of(m, b[0]) / len(b[0]), match="divided by the number of")
+    assert_refused(coupled)
+
+
 def test_a_clipping_rule_made_of_the_batch_s_median_is_refused():
     class Median(tp.ClippingRule):
         def factors(self, norms, group="all"):
@@ -628,7 +654,7 @@ def test_a_running_center_outside_of_the_model_is_refused():
         center.lerp_(x.mean(0), 0.1)
         return m.f(x - center)
 
-    assert_refused(Program(linear(forward), points()))
+    assert_refused(Program(linear(forward), points(), match="the same batch does not give the same losses twice"))
 
 
 def test_a_seed_set_in_the_loop_is_refused():
