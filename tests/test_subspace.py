@@ -383,13 +383,30 @@ def test_a_loss_that_is_not_one_for_each_example_is_refused(loss, message):
         tp.AnchorSubspace(torch.randn(5, 4), 2, 1, loss=loss).basis(nn.Linear(4, 3))
 
 
-def test_a_forward_that_writes_into_the_model_is_refused():
-    class Counts(nn.Linear):
-        def forward(self, input):
-            self.seen += len(input)
-            return super().forward(input)
+class Counts(nn.Linear):
+    """Counts its examples in a buffer."""
 
+    def forward(self, input):
+        self.seen += len(input)
+        return super().forward(input)
+
+
+def test_what_the_forward_keeps_of_the_auxiliary_data_is_put_back():
     model = Counts(4, 3)
     model.register_buffer("seen", torch.zeros(()))
-    with pytest.raises(tp.Refused, match="forward changed 'seen'"):
-        tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
+    tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
+    assert model.seen == 0
+
+
+class Shrinks(nn.Linear):
+    """Writes into its weight."""
+
+    def forward(self, input):
+        with torch.no_grad():
+            self.weight *= 0.9
+        return super().forward(input)
+
+
+def test_a_forward_that_writes_into_a_parameter_is_refused():
+    with pytest.raises(tp.Refused, match="the forward changed 'weight'"):
+        tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(Shrinks(4, 3))
