@@ -258,6 +258,11 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
             f"{name} is a DataLoader: its shuffled batches are no Poisson sample, and the privacy guarantee is for "
             "Poisson sampling only. Pass loader.dataset; batches are drawn here."
         )
+    if type(dataset).__module__.startswith("pandas."):
+        raise Refused(
+            f"{name} is a {type(dataset).__name__} of pandas, whose items are columns. Pass its rows, e.g. "
+            "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
+        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(
             f"{name} of type {type(dataset).__name__} cannot be sampled: must be map-style, with __getitem__ and "

@@ -124,6 +124,7 @@ def _pattern(device: str) -> Tensor:
     return _PATTERNS[device]
 
 
+FACTOR = "the clip factor"
 REPLACED = "when other examples took the places of the rest"
 REMOVED = "when the rest was left out"
 
@@ -299,7 +300,7 @@ class Rehearsal:
                 what = (
                     f"{name} of example {example} of {self._examples.count} changed from {was:.7g} to {now:.7g} {how}"
                 )
-                found.append(Finding(what, turn, kept, scaled))
+                found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
         a, b = answers.losses.double().cpu()[places], own.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
@@ -331,7 +332,7 @@ class Rehearsal:
         for name, factors in own.rows.factors.items():
             a, b = answers.rows.factors[name][theirs], factors[rows]
             largest = float(b.abs().max()) if len(b) and loose else 0.0
-            compare("the clip factor", a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
+            compare(FACTOR, a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
 
     def _explain(self, run: Any, finding: Finding, own: Answers) -> Generator[Turn, Answers, None]:
         """Refuse; where two more runs can show it, say in which module the examples meet."""
@@ -478,7 +479,10 @@ class Trace:
                     if mine.name
                     else "They meet in the model's own forward."
                 )
-        return "The model's outputs are the same: they meet in the loss, or in the backward pass."
+        return (
+            "The model's outputs are the same: they meet in the loss (a mean over the batch, negatives from the batch, "
+            "a broadcast of (n, 1) against (n,)), or in the backward pass."
+        )
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
@@ -546,8 +550,14 @@ STATE_CURE = (
 )
 
 
+RULE_CURE = (
+    "The factor of a row must be a function of that row's norm alone. Let the clipping rule use no other norm, nor a "
+    "statistic of them."
+)
+
+
 def _depend(what: str, where: str, cure: str) -> str:
-    return f"examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
+    return f"rehearsal: examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
 
 
 def _differing(some: dict[str, Any], others: dict[str, Any]) -> set[str]:
@@ -579,14 +589,14 @@ def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
 def written_into(names: Sequence[str]) -> str:
     """What to say where a forward changed parameters."""
     return (
-        f"the forward changed {_quoted(names)}, which would carry data past the noise. Write into no parameter in the "
+        f"rehearsal: the forward changed {_quoted(names)}, which would carry data past the noise. Write into no parameter in the "
         "forward; change the model between the steps, not between a batch and its training.step."
     )
 
 
 def _not_repeating(what: str) -> str:
     return (
-        f"the same batch does not give the same losses twice ({what}), so nothing can be shown about it. Model or "
+        f"rehearsal: the same batch does not give the same losses twice ({what}), so nothing can be shown about it. Model or "
         "loop keep a state of their own (a counter of batches, a running value outside of the model), or draw random "
         "numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
         "generators of torch, numpy or Python, which are set for every batch; or say why examples do not depend on "

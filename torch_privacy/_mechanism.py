@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
+from ._check import Refused
 from ._layout import Layouts, Merging
 from ._model import Census
 from ._switch import Watch
 from ._tape import Tape
-from .clipping import Adaptive, ClippingRule, MicroBatches
+from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .privacy import NeighboringRelation
 from .sampling import Poisson
 from .sketched import Directions, Sketched, check_price, check_rule, sketching
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
+ROUNDING = 2e-5  # relative, of a clipped row's norm
 COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
 
 
@@ -42,6 +44,9 @@ class Summing(ABC):
     @abstractmethod
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         """The sums, by name, to which the rows in one group of parameters give rise. Secret."""
+
+    def check_bound(self) -> None:  # noqa: B027
+        """Refuse sums in which a row is longer than the clipping rule says; asked when all groups are done."""
 
 
 class Mechanism(ABC):
@@ -136,7 +141,7 @@ class ClippedSum(Mechanism):
     def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float, views: int = 1):
         super().__init__(expected_batch_size, views)
         self.rule = rule.bind(names)  # of the next step
-        self._planned = self.rule
+        self._planned, self._names = self.rule, frozenset(names)
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
         return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
@@ -153,6 +158,16 @@ class ClippedSum(Mechanism):
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return self.rule.groups(names)
+
+    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
+        new = [name for name in census.trained if name not in self._names]
+        if new and isinstance(self.rule, Groups):
+            kind = type(self.rule.made_by or self.rule).__name__
+            raise Refused(
+                f"PrivateTraining: parameter {', '.join(map(repr, new))} was unfrozen, and the bounds of {kind} were "
+                "made for the parameters that were trained at the start. Begin another PrivateTraining, with the "
+                "releases so far as prior_releases."
+            )
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
         return _Clipping(self.rule, self._merging(sampler, step, size), self.views)
@@ -254,6 +269,7 @@ class _Clipping(Summing):
         super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
+        self._squares: Tensor | None = None  # (rows,) squared norms of the clipped rows
 
     @property
     def num_left_out(self) -> int:
@@ -268,13 +284,42 @@ class _Clipping(Summing):
         count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
         finite = norms.isfinite()
         if finite.all():
-            factors = self.factors[group] = self._rule.factors(norms, group)
+            factors = self._factors(norms, group)
+            self._note(group, factors, norms)
             return jacobian.weighted_sum(factors) | count
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
-        factors = self._rule.factors(norms[kept], group)
-        self.factors[group] = norms.new_zeros(len(norms), dtype=factors.dtype).index_copy(0, kept, factors)
+        factors = self._factors(norms[kept], group)
+        zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
+        self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
         return jacobian.select(kept).weighted_sum(factors) | count
+
+    def _factors(self, norms: Tensor, group: str) -> Tensor:
+        factors = self._rule.factors(norms, group)
+        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+            shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors gave {shape} for {len(norms)} norms: must be a "
+                "tensor with one factor for each."
+            )
+        return factors
+
+    def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
+        self.factors[group] = factors
+        squares = (factors.double() * norms.double()).square()
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def check_bound(self) -> None:
+        if self._squares is None or not len(self._squares):
+            return
+        bound = self._rule.largest_norm()
+        longest = float(self._squares.max().sqrt())
+        if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "
+                f"largest_norm() says at most {bound:.7g}, from which the noise follows. Return factors with "
+                "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
+            )
 
 
 def views_of(size: int, views: int) -> Merging | None:

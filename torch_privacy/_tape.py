@@ -318,9 +318,16 @@ def _advice(node: Node) -> str:
 def check_losses(losses: Tensor) -> None:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if isinstance(losses, Tensor) and losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
+            raise Refused(
+                f"losses of shape {shape} given: must be (n,), one loss per example. A broadcast of (n, 1) against (n,) "
+                "makes (n, n), in which every example meets every other. Give outputs and targets one shape, e.g. "
+                "outputs.squeeze(1) or targets.view_as(outputs)."
+            )
         raise Refused(
             f"losses of shape {shape} given: must be (n,), one loss per example. Pass reduction='none' to the loss "
-            "function, and average the losses of one example's positions yourself, e.g. losses.view(n, -1).mean(1)."
+            "function. Where an example has several positions, sum their losses over the example's own count: "
+            "(losses * mask).sum(1) / mask.sum(1)."
         )
     if not losses.is_floating_point() or losses.grad_fn is None:
         raise Refused(

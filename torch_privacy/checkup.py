@@ -475,7 +475,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 def _words(error: Refused) -> str:
     """What the engine says, without the part of it that says it."""
-    return re.sub(r"^(PrivateTraining|tape): ", "", str(error))
+    return re.sub(r"^(PrivateTraining|tape|rehearsal): ", "", str(error))
 
 
 def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import threading
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from . import privacy
-from ._arguments import check_numbers, choose_noise, new_mechanism, open_ledger
+from ._arguments import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
 from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
 from ._code_path import RehearsedCode
@@ -29,9 +33,10 @@ from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
 from ._model_state import ModelState
 from ._rewind import OwnRandomNumbers, RandomState
-from ._statement import Spent, spent, statement
+from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
 from ._tape import MEMORY_BUDGET, check_losses
+from ._weights import OptimizerGuard, WeightMarks
 from .clipping import ClippingRule
 from .embedding import BGEP, GEP
 from .noise import Noise, key_from_test_seed
@@ -41,6 +46,14 @@ from .sketched import Sketched
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves replaced, one left out
 RARELY = 64  # from then on steps 4, 8, 16, ... are rehearsed, and one in so many, by the secret key
 
+
+class _HandedOut(threading.local):
+    """The training that handed out a batch last, in this thread."""
+
+    training: Any = staticmethod(lambda: None)
+
+
+_HANDED_OUT = _HandedOut()
 _RELEASED: dict[bytes, dict[int, str]] = {}  # by this process: noise key -> step -> fingerprint of the release
 
 
@@ -152,6 +165,7 @@ class PrivateTraining:
         assume_independent: str | None = None,
         test_seed: int | None = None,
     ):
+        check_alone()
         self._batches = Batches(dataset, collate_fn, num_workers)
         self.num_examples = len(dataset)  # type: ignore[arg-type]
         self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
@@ -162,6 +176,7 @@ class PrivateTraining:
         self.test_seed, self.assume_independent = test_seed, assume_independent
         check_numbers(self, num_workers)
         check_model(model, optimizer)
+        check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._attributes = Attributes(model)
         self._census = self._take_census()
@@ -173,24 +188,56 @@ class PrivateTraining:
         prior = [(release.event, 1) for release in self.prior_releases]
         privacy.compose([*prior, (self.event, num_steps)])  # refuses what cannot be priced together
         self.ledger = open_ledger(run_folder, self.prior_releases)
-        if not self._num_steps_allowed():
+        self._num_planned = self._num_steps_allowed()
+        if not self._num_planned:
             raise Refused(
                 f"PrivateTraining: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget."
             )
         keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
         self._set_keys(keys.get("noise"), keys.get("sampling"))
-        self.step_count = 0
-        self.num_non_finite = 0  # secret: examples left out so far
+        self._step_count = 0
+        self._num_non_finite = 0
+        self._stop_reason: str | None = None
+        self._planned: tuple[Any, privacy.Profile] | None = None
+        self._weights: WeightMarks | None = None  # behind the last step, or at the start of the loop
+        self._moved_otherwise = ""  # when the weights were first seen to have moved in another way
+        self._guard: OptimizerGuard | None = None  # while a loop is under way
         self._rehearsed = RehearsedCode()
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._part: Any = None  # the (micro)batch under way
         self._turn: Turn | None = None  # to be handed out next
+        self._is_rehearsal = False
         self._pending: Pending | None = None  # handed out, and not answered yet
         self._before: ModelState | None = None
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
         self._switch = Switch(self)
         self._switch.watch(model)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_is_made" in self.__dict__:
+            raise AttributeError(
+                f"PrivateTraining.{name} cannot be set: what was released, and its price, follow from the settings as "
+                "they were at the start. Make a new PrivateTraining, with the releases so far as prior_releases."
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        raise Refused(
+            "PrivateTraining cannot be copied or pickled: two copies would release different sums with the same noise. "
+            "Save training.state_dict() and load it into a new PrivateTraining."
+        )
+
+    @property
+    def step_count(self) -> int:
+        """Steps made so far; it stands still during rehearsals."""
+        return self._step_count
+
+    @property
+    def num_non_finite(self) -> int:
+        """Examples left out so far, since their gradients were not finite. Secret: an exact count of private data."""
+        return self._num_non_finite
 
     @property
     def clipping(self) -> ClippingRule | None:
@@ -209,10 +256,12 @@ class PrivateTraining:
 
         After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
         """
+        check_alone()
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        num_steps = self._num_steps_allowed()
+        self._begin_guard()
+        num_steps = self._num_planned
         drawn = self._batches(self._draws(self.step_count, num_steps))
         try:
             while self.step_count < num_steps:
@@ -237,11 +286,15 @@ class PrivateTraining:
         finally:
             if self._loops == loop:
                 self._forget_batch()
+                self._end_guard()
 
     @property
     def rehearsing(self) -> bool:
-        """Whether the batch just handed out is a rehearsal, of which nothing is released."""
-        return self._pending is not None and not self._pending.turn.is_batch
+        """Whether the batch that was handed out last is a rehearsal, of which nothing is released.
+
+        Ask behind ``step`` to leave rehearsals out of a log: a batch that turns out to run new code is done again.
+        """
+        return self._is_rehearsal
 
     def step(self, losses: Tensor) -> bool:
         """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
@@ -266,7 +319,7 @@ class PrivateTraining:
             if not self._part.rehearsed and self._is_new(pending):
                 self._part.script.close()
                 self._part = replace(self._part, script=self._rehearsal(thorough=True), rehearsed=True)
-                self._turn, self._pending = next(self._part.script), None
+                self._turn, self._pending, self._is_rehearsal = next(self._part.script), None, True
                 return False
             try:
                 self._turn = self._part.script.send(answers)
@@ -278,12 +331,13 @@ class PrivateTraining:
             raise
         self._pending = None
         if self._turn is not None:
+            self._is_rehearsal = True
             return False
         assert pending.tape is not None
         if self._part.rehearsed:
             self._rehearsed.add(pending.tape.code, self._part.drawn.count)
         self._seen |= set(pending.tape.parameters)
-        self.num_non_finite += summing.num_left_out
+        self._num_non_finite += summing.num_left_out
         for name, tensor in part.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
         if self._part.is_last:
@@ -316,6 +370,12 @@ class PrivateTraining:
 
     def _hand_out(self, turn: Turn) -> Any:
         """What must be set while the user's code runs; then the batch."""
+        other = _HANDED_OUT.training()
+        if other is not None and other is not self and other._pending is not None:
+            raise Refused(
+                "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
+                "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
+            )
         self._check_learning_rates()
         self._census, step, number = self._take_census(), self.step_count, self._part.number
         size, tape = turn.count * self.views, None
@@ -328,6 +388,7 @@ class PrivateTraining:
         if turn.trace is not None:
             contexts.enter_context(turn.trace.watching(size))
         self._before = ModelState(self.model) if self._part.rehearsed else None
+        self._is_rehearsal, _HANDED_OUT.training = not turn.is_batch, weakref.ref(self)
         self._pending = Pending(turn, tape, Seal(self.model), numbers, start, contexts)
         return turn.batch
 
@@ -352,9 +413,10 @@ class PrivateTraining:
                 "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
                 "numbers come from the training's secret key, and a resumed run repeats them."
             )
+        _check_unscaled(losses)
         written, changed = pending.seal.changed()
         if written:
-            raise Refused(f"PrivateTraining: {written_into(written)}")
+            raise Refused(written_into(written))
         changes = {} if self._before is None else self._before.changes()
         summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
         rows = RowAnswers() if tape is not None and self._part.rehearsed else None
@@ -371,6 +433,7 @@ class PrivateTraining:
                     memory_budget=self.memory_budget,
                     observe=None if rows is None else rows.take,
                 )
+            summing.check_bound()
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
         end = RandomState() if self._part.rehearsed else None
@@ -404,10 +467,19 @@ class PrivateTraining:
 
     def spent(self, delta: float | None = None) -> Spent:
         """Privacy spent by the releases so far, at ``delta`` (by default the one given at the start)."""
-        delta = self.delta if delta is None else delta
-        if delta is None:
+        if delta is None and self.delta is None:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
-        return spent(self, delta)
+        return spent(self, self.delta if delta is None else check_delta(self, delta))
+
+    def declare_stop(self, reason: str) -> None:
+        """Say that training ends here for a reason that has nothing to do with the data, such as the time that is up.
+
+        Then the statement carries the epsilon of the steps made. Without it, it carries that of all planned steps: a
+        stop that depends on what was released, as early stopping does, is not covered by less.
+        """
+        if not str(reason).strip():
+            raise ValueError(f"PrivateTraining.declare_stop: reason={reason!r} must say why, in words.")
+        self._stop_reason = str(reason)
 
     def explain(self) -> str:
         """How the step is computed: exact norms, or by which kind of projections; in which subspace."""
@@ -416,6 +488,15 @@ class PrivateTraining:
     def profile(self) -> privacy.Profile:
         """Privacy profile of the releases so far."""
         return self.ledger.profile()
+
+    def _planned_profile(self) -> privacy.Profile:
+        """Of the releases so far, and of the steps that are still planned."""
+        left = self._num_planned - self.step_count
+        made = self.ledger.events
+        key = repr(made), left
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, privacy.compose([*made, (self.event, left)]) if left > 0 else self.profile()
+        return self._planned[1]
 
     def statement(self) -> dict[str, Any]:
         """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
@@ -426,14 +507,15 @@ class PrivateTraining:
 
         THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
-        scheduler have state dicts of their own, and random numbers that the model or the data draw (dropout,
-        augmentation) come from generators of their own: keep ``torch.get_rng_state()`` beside it.
+        scheduler have state dicts of their own. Random numbers need none: inside the loop those of torch, numpy and
+        Python follow from the key and the step, so that a run that goes on repeats dropout and augmentation.
         """
         return {
             "format": 1,
             "settings": self._settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
+            "moved_otherwise": self._weights_moved_otherwise(),
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
             "ledger": self.ledger.state_dict(),
@@ -444,8 +526,8 @@ class PrivateTraining:
         """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
-        the same batch and the same noise: the same release, recorded once. That takes the same weights, optimizer,
-        random state and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
+        the same batch, dropout, augmentation and noise: the same release, recorded once. That takes the same weights,
+        optimizer and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
         when it is made.
 
         Raises:
@@ -460,10 +542,11 @@ class PrivateTraining:
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
         self.ledger.load_state_dict(state["ledger"])
         self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
-        self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
+        self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
         self._forget_batch()
+        self._weights, self._moved_otherwise = None, state.get("moved_otherwise", "")
 
     def _of_views(self, losses: Tensor, size: int) -> Tensor:
         """The losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
@@ -502,17 +585,56 @@ class PrivateTraining:
         self._check_noise(step, fingerprint)
         self.ledger.record(self.event, len(self.prior_releases) + step, fingerprint)
         _RELEASED.setdefault(self._noise.key, {})[step] = fingerprint
-        self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
+        self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
             p.grad = gradient[name].to(p.dtype)
         del release, gradient
-        self.optimizer.step()
+        self._update(parameters)
         for p in parameters.values():
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _update(self, parameters: Mapping[str, Tensor]) -> None:
+        """The optimizer's step, which must move the weights."""
+        self._weights_moved_otherwise()
+        before = WeightMarks(parameters)
+        assert self._guard is not None
+        self._guard.step(self.optimizer)
+        rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
+        if before.untouched(parameters) and any(rates):
+            raise Refused(
+                f"PrivateTraining: {type(self.optimizer).__name__}.step() made no update, as a wrapper does that "
+                "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
+                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
+            )
+        self._weights = WeightMarks(parameters)
+
+    def _weights_moved_otherwise(self) -> str:
+        """When the trained weights were moved other than by the training's own updates; empty if they were not."""
+        if self._weights is not None and not self._moved_otherwise:
+            trained = dict(self.model.named_parameters())
+            moved = self._weights.moved({name: trained[name] for name in self._census.trained if name in trained})
+            if moved:
+                self._moved_otherwise = f"first seen after step {self.step_count}, in {moved[0]!r}"
+        return self._moved_otherwise
+
+    def _begin_guard(self) -> None:
+        """From now on no step of another's may move the weights."""
+        self._end_guard()
+        self._guard = OptimizerGuard(weakly(self))
+        self._compiling = torch._functorch.config.patch(donated_buffer=False)  # losses go backward more than once
+        self._compiling.__enter__()
+        if self._weights is None:
+            self._weights = WeightMarks(self._take_census().trained)
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._compiling.__exit__(None, None, None)
+        self._guard = None
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
         """Refuse a release with noise that another has: of a copy of the training, or of a process forked from it."""
@@ -605,6 +727,26 @@ class _Part:
     rates: list[Any] | None = None  # learning rates when it began
 
 
+def _check_unscaled(losses: Tensor) -> None:
+    """Refuse losses that a GradScaler scaled: by a tensor that holds a large power of two."""
+    node = losses.grad_fn
+    if node is None or not node.name().startswith("MulBackward"):
+        return
+    for factor in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+        if isinstance(factor, Tensor) and factor.ndim == 0 and factor.dtype == torch.float32:
+            if factor >= 2**10 and float(factor).hex().startswith("0x1.0000000000000p"):
+                raise Refused(
+                    f"PrivateTraining: the losses were multiplied by {float(factor):g}, as GradScaler does. Leave the "
+                    "scaler out: norms and sums are computed in float32 also under autocast with float16."
+                )
+
+
+def weakly(training: PrivateTraining) -> Any:
+    """Gives the trained parameters for as long as the training is there."""
+    alive = weakref.ref(training)
+    return lambda: {} if alive() is None else alive()._census.trained  # type: ignore[union-attr]
+
+
 def _nothing() -> Generator[Turn, Answers, None]:
     yield from ()
 
@@ -620,6 +762,12 @@ def _unused_graph() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "donated buffers" in str(error):
+            raise Refused(
+                "PrivateTraining: the losses come from code that torch.compile compiled before the loop began, for one "
+                "backward pass. Compile it anew (torch.compiler.reset()), or set "
+                "torch._functorch.config.donated_buffer = False before it runs first."
+            ) from None
         if "backward through the graph a second time" not in str(error):
             raise
         raise Refused(
