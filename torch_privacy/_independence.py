@@ -33,6 +33,7 @@ from .jacobian import Block, Jacobian
 
 TIGHT = 64  # units of rounding by which answers at equal shapes may differ
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
+COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
 PATTERN = (
     65_521  # entries of a fingerprint's direction before it repeats; a prime, so that no two rows of one are alike
 )
@@ -64,6 +65,7 @@ class Turn:
     rows: bool = True  # whether rows are compared, not the losses alone
     random: int = AS_IT_IS
     trace: Trace | None = None  # notes what the modules give
+    prepare: Callable[[], None] = lambda: None  # to be called right before the run
 
 
 @dataclass
@@ -157,7 +159,10 @@ class Rehearsal:
         examples: the batch.
         halves: for each replacement, which examples are kept (count,).
         alone: for each removal, which examples are kept (count,).
+        rows_alone: whether their rows are compared, too, and not their losses alone.
         units: (count,) number of the row that each example belongs to, where several share one.
+        moving: names of frozen parameters that the user's loop changes between runs, as those of a teacher that follows
+            the weights; they are put back, too. More are added when they are seen.
     """
 
     def __init__(
@@ -167,50 +172,70 @@ class Rehearsal:
         halves: Sequence[np.ndarray],
         *,
         alone: Sequence[np.ndarray] = (),
+        rows_alone: bool = False,
         units: np.ndarray | None = None,
+        moving: set[str] | None = None,
     ):
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._units = np.arange(examples.count) if units is None else units
-        self._own_rows = units is None
+        self._own_rows, self._rows_alone = units is None, rows_alone
+        self._moving = set() if moving is None else moving
         self.notes: list[str] = []
 
     def turns(self) -> Generator[Turn, Answers, None]:
         """Asks for one run after the other, and is sent the answers; refuses, or ends behind the batch itself."""
-        before, marks = ModelState(self._model), ParameterMarks(self._model)
-        passed = False
+        frozen = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        while True:
+            before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
+            passed = False
+            try:
+                moved = yield from self._attempt(before, marks)
+                passed = not moved
+            finally:
+                if not passed:
+                    before.restore()
+            if not moved:
+                return
+            if not moved <= frozen - self._moving:
+                raise Refused(written_into(sorted(moved)))
+            self._moving |= moved
+
+    def _attempt(self, before: ModelState, marks: ParameterMarks) -> Generator[Turn, Answers, set[str]]:
+        """One rehearsal, and the batch; gives the names of parameters that moved between the runs."""
+        moved: set[str] = set()
+
+        def prepare(turn: Turn) -> None:
+            before.restore()
+            if turn.is_batch:
+                moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            answers = yield turn
-            if not turn.is_batch:
-                before.restore()
-            return answers
+            turn.prepare = lambda: prepare(turn)
+            return (yield turn)
 
-        try:
-            replaced: list[tuple[np.ndarray, Any, Answers]] = []
-            for keep in self._halves:
-                batch = self._examples.with_others(keep)
-                if batch is not None:
-                    replaced.append((keep, batch, (yield from run(Turn(batch, self._examples.count)))))
-            removed = yield from self._removals(run, replaced)
-            own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
-            changed = marks.changed(self._model)
-            if changed:
-                raise Refused(written_into(changed))
-            findings = self._findings(replaced, removed, own)
-            if findings and any(answers.random != own.random for _, _, answers in replaced):
-                findings = yield from self._without_random_numbers(run, replaced, removed, own)
-            if findings:
-                before.restore()
-                yield from self._explain(run, findings[0], own)
-            passed = True
-        finally:
-            if not passed:
-                before.restore()
+        replaced: list[tuple[np.ndarray, Any, Answers]] = []
+        for keep in self._halves:
+            batch = self._examples.with_others(keep)
+            if batch is not None:
+                replaced.append((keep, batch, (yield from run(Turn(batch, self._examples.count)))))
+        removed = yield from self._removals(run, replaced)
+        own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
+        if moved:
+            return moved
+        changed = marks.changed(self._model)
+        if changed:
+            raise Refused(written_into(changed))
+        findings = self._findings(replaced, removed, own)
+        if findings and any(answers.random != own.random for _, _, answers in replaced):
+            findings = yield from self._without_random_numbers(run, replaced, removed, own)
+        if findings:
+            yield from self._explain(run, findings[0], own)
+        return set()
 
     def _removals(self, run: Any, replaced: list) -> Generator[Turn, Answers, list[_Removed]]:
         """Every part alone; none where random numbers are drawn that cannot be turned off."""
-        rows = not replaced and self._own_rows
+        rows = (not replaced or self._rows_alone) and self._own_rows
         randoms = (AS_IT_IS,) if replaced and not replaced[0][2].drew else (IN_EVAL, BY_MEANS)
         for random in randoms if self._alone else ():
             whole = None  # the batch's own run will do
@@ -324,6 +349,8 @@ class Rehearsal:
             a, b = answers.rows.norms[group][theirs], norms[rows]
             longest = norms[norms.isfinite()]
             least = NEGLIGIBLE * float(longest.max()) if len(longest) and loose else 0.0
+            if len(a) and len(answers.losses) != len(own.losses):  # other shapes everywhere, so other rounding
+                least, eps = COARSE * float(longest.max()) if len(longest) else 0.0, max(eps, COARSE**2 / 4)
             scale = b.nan_to_num(0).clamp(min=least)
             compare("the norm of the gradient", a, b, scale, eps, rows)
             if group in own.rows.fingerprints and group in answers.rows.fingerprints:
@@ -369,6 +396,13 @@ def halves(count: int, generator: np.random.Generator, units: np.ndarray | None 
     chosen = generator.permutation(numbers)[: len(numbers) // 2]
     keep = np.isin(units, chosen)
     return [keep, ~keep]
+
+
+def inner(keep: np.ndarray) -> np.ndarray:
+    """The kept examples but the first and the last of the batch, which alone would be first and last, too."""
+    some = keep.copy()
+    some[[0, -1]] = False
+    return some if some.any() else keep
 
 
 def _again(batch: Any, count: int, random: int = AS_IT_IS) -> Callable[[Trace], Turn]:
@@ -589,16 +623,16 @@ def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
 def written_into(names: Sequence[str]) -> str:
     """What to say where a forward changed parameters."""
     return (
-        f"rehearsal: the forward changed {_quoted(names)}, which would carry data past the noise. Write into no parameter in the "
-        "forward; change the model between the steps, not between a batch and its training.step."
+        f"rehearsal: the forward changed {_quoted(names)}, which would carry data past the noise. Write into no "
+        "parameter in the forward; change the model between the steps, not between a batch and its training.step."
     )
 
 
 def _not_repeating(what: str) -> str:
     return (
-        f"rehearsal: the same batch does not give the same losses twice ({what}), so nothing can be shown about it. Model or "
-        "loop keep a state of their own (a counter of batches, a running value outside of the model), or draw random "
-        "numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
+        f"rehearsal: the same batch does not give the same losses twice ({what}), so nothing can be shown about it. "
+        "Model or loop keep a state of their own (a counter of batches, a running value outside of the model), or draw "
+        "random numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
         "generators of torch, numpy or Python, which are set for every batch; or say why examples do not depend on "
         "each other: assume_independent='...', which the privacy statement prints."
     )

@@ -142,6 +142,7 @@ class ClippedSum(Mechanism):
         super().__init__(expected_batch_size, views)
         self.rule = rule.bind(names)  # of the next step
         self._planned, self._names = self.rule, frozenset(names)
+        self._divisor = self.rule.divisor(expected_batch_size)
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
         return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
@@ -202,8 +203,7 @@ class ClippedSum(Mechanism):
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.rule, Adaptive):
             self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
-        divisor = self.rule.divisor(self.expected_batch_size)
-        return {name: total.div_(divisor) for name, total in release.items()}
+        return {name: total.div_(self._divisor) for name, total in release.items()}
 
     def state(self) -> dict[str, Any]:
         return {"clipping": self.rule.statement()}

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,24 @@ _Slot = tuple[str, dict[str, Any], str, Any]  # dotted name, where it is kept, u
 
 
 class ModelState:
-    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed."""
+    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed.
 
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._slots = [(slot, _copied(slot[3])) for slot in _slots(model)]
+    Args:
+        model: looked into with the plain objects that its modules hold.
+        parameters: names of frozen parameters that are put back, too.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
+        self._model, self._parameters = model, frozenset(parameters)
+        self._slots = [(slot, _copied(slot[3])) for slot in self._now()]
+
+    def _now(self) -> Iterator[_Slot]:
+        return chain(_slots(self._model), _parameter_slots(self._model, self._parameters))
 
     def restore(self) -> None:
         """Put everything back: the same objects, with the same content."""
         known = {(id(place), key) for (_, place, key, _), _ in self._slots}
-        for _, place, key, _ in list(_slots(self._model)):
+        for _, place, key, _ in list(self._now()):
             if (id(place), key) not in known:
                 del place[key]
         for (_, place, key, value), content in self._slots:
@@ -38,6 +48,7 @@ class ModelState:
         """Dotted name -> content, of all that holds something else now."""
         before = {name: content for (name, *_), content in self._slots}
         now = {name: value for name, _, _, value in _slots(self._model)}
+        before = {name: content for name, content in before.items() if name not in self._parameters}
         changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
         return changed | {name: _MISSING for name in before if name not in now}
 
@@ -58,6 +69,7 @@ _MISSING = object()
 
 
 def _slots(model: nn.Module) -> Iterator[_Slot]:
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for key, value in list(module._buffers.items()):
@@ -65,6 +77,33 @@ def _slots(model: nn.Module) -> Iterator[_Slot]:
         for key, value in list(vars(module).items()):
             if key not in _OF_TORCH and not isinstance(value, nn.Module):
                 yield start + key, vars(module), key, value
+                yield from _inside(start + key, value, seen)
+
+
+def _inside(name: str, value: Any, seen: set[int]) -> Iterator[_Slot]:
+    """The attributes of a plain object that a module holds, and of those that it holds."""
+    kind = type(value)
+    is_plain = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NOT_PLAIN)
+    if not is_plain or kind.__module__.split(".")[0] in _LIBRARIES or id(value) in seen or len(seen) > ENTRIES:
+        return
+    seen.add(id(value))
+    for key, part in list(vars(value).items()):
+        yield f"{name}.{key}", vars(value), key, part
+        yield from _inside(f"{name}.{key}", part, seen)
+
+
+_NOT_PLAIN = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
+_LIBRARIES = frozenset(
+    {"torch", "numpy", "builtins", "functools", "threading", "logging", "torch_privacy", "transformers"}
+)
+
+
+def _parameter_slots(model: nn.Module, names: Collection[str]) -> Iterator[_Slot]:
+    for prefix, module in model.named_modules() if names else ():
+        for key, value in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in names:
+                yield name, module._parameters, key, value
 
 
 def _copied(value: Any) -> Any:

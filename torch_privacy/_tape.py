@@ -320,8 +320,8 @@ def check_losses(losses: Tensor) -> None:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if isinstance(losses, Tensor) and losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
             raise Refused(
-                f"losses of shape {shape} given: must be (n,), one loss per example. A broadcast of (n, 1) against (n,) "
-                "makes (n, n), in which every example meets every other. Give outputs and targets one shape, e.g. "
+                f"losses of shape {shape} given: must be (n,), one loss per example. A broadcast of (n, 1) against "
+                "(n,) makes (n, n), in which every example meets every other. Give outputs and targets one shape, e.g. "
                 "outputs.squeeze(1) or targets.view_as(outputs)."
             )
         raise Refused(

@@ -292,6 +292,7 @@ class _Examination:
 
     def _answers(self, turn: Turn) -> Answers:
         """What the user's losses give on the batch of a turn."""
+        turn.prepare()
         before, numbers = ModelState(self._model), OwnRandomNumbers(b"check")
         try:
             start = RandomState()

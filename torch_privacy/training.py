@@ -28,7 +28,7 @@ from ._arguments import check_alone, check_numbers, check_scheduler, choose_nois
 from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
 from ._code_path import RehearsedCode
-from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers, written_into
+from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, inner, without_random_numbers, written_into
 from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
 from ._model_state import ModelState
@@ -203,6 +203,7 @@ class PrivateTraining:
         self._moved_otherwise = ""  # when the weights were first seen to have moved in another way
         self._guard: OptimizerGuard | None = None  # while a loop is under way
         self._rehearsed = RehearsedCode()
+        self._moving: set[str] = set()  # frozen parameters that the loop changes, as those of a teacher
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._part: Any = None  # the (micro)batch under way
         self._turn: Turn | None = None  # to be handed out next
@@ -365,8 +366,16 @@ class PrivateTraining:
         drawn, step = self._part.drawn, self.step_count
         units = self._mechanism.units(self._sampler, step, drawn.count)
         kept = halves(drawn.count, drawn.generator, units)
-        alone = kept[:1] if thorough or step & (step - 1) == 0 else []
-        return Rehearsal(self.model, drawn, kept if thorough else kept[:1], alone=alone, units=units).turns()
+        alone = [inner(keep) for keep in kept] if thorough else [inner(kept[0])] if step & (step - 1) == 0 else []
+        return Rehearsal(
+            self.model,
+            drawn,
+            kept if thorough else kept[:1],
+            alone=alone,
+            rows_alone=thorough,
+            units=units,
+            moving=self._moving,
+        ).turns()
 
     def _hand_out(self, turn: Turn) -> Any:
         """What must be set while the user's code runs; then the batch."""
@@ -376,6 +385,7 @@ class PrivateTraining:
                 "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
                 "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
             )
+        turn.prepare()
         self._check_learning_rates()
         self._census, step, number = self._take_census(), self.step_count, self._part.number
         size, tape = turn.count * self.views, None
@@ -429,7 +439,7 @@ class PrivateTraining:
                     self._mechanism.groups(list(tape.parameters)),
                     summing,
                     merging=summing.merging,
-                    may_miss=self._seen,
+                    may_miss=self._seen if turn.is_batch else tape.parameters,
                     memory_budget=self.memory_budget,
                     observe=None if rows is None else rows.take,
                 )
