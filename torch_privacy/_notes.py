@@ -126,7 +126,7 @@ class Notes(TorchFunctionMode):
         numbers = numbers_in(values)
         self.code.note_call(func, numbers)
         if not torch.is_grad_enabled():
-            return self._run_on_data(func, args, kwargs or {}, values)
+            return self._run_without_gradient(func, args, kwargs or {}, values)
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
         if func in LIKE:
@@ -152,6 +152,17 @@ class Notes(TorchFunctionMode):
             if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
+        return out
+
+    def _run_without_gradient(self, func: Callable, args: tuple, kwargs: dict[str, Any], values: tuple) -> Any:
+        """Run what no gradient follows; what is made of constants alone is one, such as the vectors of spectral norm."""
+        tensors, met, data = self._sorted(values)
+        target = kwargs.get("out", args[0] if args and changes_in_place(func) else None)
+        is_own = target is None or id(target) in self._constants
+        out = self._run_on_data(func, args, kwargs, values)
+        if tensors and is_own and all(t is target for t in data):
+            for t in tensors_in((out if target is None else target,)):
+                self._add_derived(func, args, met, t)  # a view of a parameter requires a gradient even here
         return out
 
     def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: Iterable[Any]) -> Any:
