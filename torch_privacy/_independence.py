@@ -163,6 +163,8 @@ class Rehearsal:
         units: (count,) number of the row that each example belongs to, where several share one.
         moving: names of frozen parameters that the user's loop changes between runs, as those of a teacher that follows
             the weights; they are put back, too. More are added when they are seen.
+        overwritten: names of attributes that take in data, but are written anew before they are read, such as the last
+            attention weights. Before the batch itself they are not put back: were they read, answers would move.
     """
 
     def __init__(
@@ -175,12 +177,14 @@ class Rehearsal:
         rows_alone: bool = False,
         units: np.ndarray | None = None,
         moving: set[str] | None = None,
+        overwritten: set[str] | None = None,
     ):
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._units = np.arange(examples.count) if units is None else units
         self._own_rows, self._rows_alone = units is None, rows_alone
         self._moving = set() if moving is None else moving
+        self._overwritten = set() if overwritten is None else overwritten
         self.notes: list[str] = []
 
     def turns(self) -> Generator[Turn, Answers, None]:
@@ -190,23 +194,29 @@ class Rehearsal:
             before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
             passed = False
             try:
-                moved = yield from self._attempt(before, marks)
-                passed = not moved
+                moved, overwritten = yield from self._attempt(before, marks)
+                passed = not (moved or overwritten)
             finally:
                 if not passed:
                     before.restore()
-            if not moved:
+            if passed:
                 return
             if not moved <= frozen - self._moving:
                 raise Refused(written_into(sorted(moved)))
             self._moving |= moved
+            self._overwritten |= overwritten
 
-    def _attempt(self, before: ModelState, marks: ParameterMarks) -> Generator[Turn, Answers, set[str]]:
-        """One rehearsal, and the batch; gives the names of parameters that moved between the runs."""
+    def _attempt(
+        self, before: ModelState, marks: ParameterMarks
+    ) -> Generator[Turn, Answers, tuple[set[str], set[str]]]:
+        """One rehearsal, and the batch. It is done again where it gives names of parameters or attributes:
+
+        of frozen parameters that moved between the runs; and of attributes that took in data, which may be harmless.
+        """
         moved: set[str] = set()
 
         def prepare(turn: Turn) -> None:
-            before.restore()
+            before.restore(but=self._overwritten if turn.is_batch else ())
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 
@@ -222,16 +232,29 @@ class Rehearsal:
         removed = yield from self._removals(run, replaced)
         own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
         if moved:
-            return moved
+            return moved, set()
         changed = marks.changed(self._model)
         if changed:
             raise Refused(written_into(changed))
+        learnt = {name for _, _, answers in replaced for name in self._learnt(answers, own)}
         findings = self._findings(replaced, removed, own)
         if findings and any(answers.random != own.random for _, _, answers in replaced):
             findings = yield from self._without_random_numbers(run, replaced, removed, own)
+        if learnt and not findings and not learnt & {name for name, _ in self._model.named_buffers()}:
+            return set(), learnt
+        if learnt:
+            what = f"the forward changed {_quoted(sorted(learnt))} in a way that depends on the examples of the batch"
+            raise Refused(_depend(what, "", STATE_CURE))
         if findings:
             yield from self._explain(run, findings[0], own)
-        return set()
+        return set(), set()
+
+    def _learnt(self, answers: Answers, own: Answers) -> set[str]:
+        """Names of buffers and attributes that took in data of the examples."""
+        differing = _differing(answers.changes, own.changes)
+        if answers.later is not None and own.later is not None:
+            differing |= _differing(answers.later, own.later)
+        return differing - self._overwritten
 
     def _removals(self, run: Any, replaced: list) -> Generator[Turn, Answers, list[_Removed]]:
         """Every part alone; none where random numbers are drawn that cannot be turned off."""
@@ -262,7 +285,6 @@ class Rehearsal:
         found: list[Finding] = []
         for keep, batch, answers in replaced:
             turn = _again(batch, self._examples.count)
-            found += self._state_findings(keep, answers, own)
             loose = answers.shapes != own.shapes
             found += self._moved(keep, answers, own, np.flatnonzero(keep), turn, loose, REPLACED)
         return found + self._removal_findings(removed, own)
@@ -280,8 +302,7 @@ class Rehearsal:
     ) -> Generator[Turn, Answers, list[Finding]]:
         """Where the data decide how many random numbers are drawn, these say nothing: compare without, and loosely."""
         found = self._removal_findings(removed, own)
-        for keep, batch, first in replaced:
-            found += self._state_findings(keep, first, own)
+        for keep, batch, _ in replaced:
             for random in (IN_EVAL, BY_MEANS):
                 whole = yield from run(Turn(self._examples.batch, self._examples.count, random=random))
                 answers = yield from run(Turn(batch, self._examples.count, random=random))
@@ -290,15 +311,6 @@ class Rehearsal:
             turn = _again(batch, self._examples.count, random)
             found += self._moved(keep, answers, whole, np.flatnonzero(keep), turn, True, REPLACED)
         return found
-
-    def _state_findings(self, keep: np.ndarray, answers: Answers, own: Answers) -> list[Finding]:
-        differing = _differing(answers.changes, own.changes)
-        if answers.later is not None and own.later is not None:
-            differing |= _differing(answers.later, own.later)
-        if not differing:
-            return []
-        what = f"the forward changed {_quoted(sorted(differing))} in a way that depends on the examples of the batch"
-        return [Finding(what, None, np.flatnonzero(keep), STATE_CURE)]
 
     def _moved(
         self,
@@ -353,6 +365,10 @@ class Rehearsal:
                 least, eps = COARSE * float(longest.max()) if len(longest) else 0.0, max(eps, COARSE**2 / 4)
             scale = b.nan_to_num(0).clamp(min=least)
             compare("the norm of the gradient", a, b, scale, eps, rows)
+            if len(answers.losses) != len(
+                own.losses
+            ):  # what ops met may have a part for each example, at another place
+                continue
             if group in own.rows.fingerprints and group in answers.rows.fingerprints:
                 a, b = answers.rows.fingerprints[group][theirs], own.rows.fingerprints[group][rows]
                 compare("the direction of the gradient", a, b, torch.maximum(scale, b.abs().nan_to_num(0)), eps, rows)
@@ -364,6 +380,9 @@ class Rehearsal:
     def _explain(self, run: Any, finding: Finding, own: Answers) -> Generator[Turn, Answers, None]:
         """Refuse; where two more runs can show it, say in which module the examples meet."""
         where = ""
+        if self._overwritten:
+            kept = f"The forward reads what earlier batches left in {_quoted(sorted(self._overwritten))}."
+            raise Refused(_depend(finding.what, kept, STATE_CURE))
         if finding.turn is not None and not finding.cure:
             once, again = Trace(self._model), Trace(self._model)
             turn = finding.turn(once)

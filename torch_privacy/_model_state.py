@@ -33,13 +33,15 @@ class ModelState:
     def _now(self) -> Iterator[_Slot]:
         return chain(_slots(self._model), _parameter_slots(self._model, self._parameters))
 
-    def restore(self) -> None:
-        """Put everything back: the same objects, with the same content."""
+    def restore(self, but: Collection[str] = ()) -> None:
+        """Put everything back, but what has these names: the same objects, with the same content."""
         known = {(id(place), key) for (_, place, key, _), _ in self._slots}
-        for _, place, key, _ in list(self._now()):
-            if (id(place), key) not in known:
+        for name, place, key, _ in list(self._now()):
+            if (id(place), key) not in known and name not in but:
                 del place[key]
-        for (_, place, key, value), content in self._slots:
+        for (name, place, key, value), content in self._slots:
+            if name in but:
+                continue
             if place.get(key) is not value:
                 place[key] = value
             _fill(value, content)

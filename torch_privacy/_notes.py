@@ -155,7 +155,7 @@ class Notes(TorchFunctionMode):
         return out
 
     def _run_without_gradient(self, func: Callable, args: tuple, kwargs: dict[str, Any], values: tuple) -> Any:
-        """Run what no gradient follows; what is made of constants alone is one, such as the vectors of spectral norm."""
+        """Run what no gradient follows; what is made of constants alone is one, such as spectral norm's vectors."""
         tensors, met, data = self._sorted(values)
         target = kwargs.get("out", args[0] if args and changes_in_place(func) else None)
         is_own = target is None or id(target) in self._constants
