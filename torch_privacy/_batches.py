@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,26 +138,25 @@ class Drawn:
     def __init__(self, batches: Batches, draw: Draw, batch: Any, items: Any):
         self._batches, self._draw, self.batch, self._items = batches, draw, batch, items
         self.count = len(draw.numbers)
-        self._generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(draw.seed_for("others"), "big")))
 
-    @property
+    @cached_property
     def generator(self) -> np.random.Generator:
         """Chooses which examples are kept, and the others."""
-        return self._generator
+        return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._draw.seed_for("others"), "big")))
 
     def with_others(self, keep: np.ndarray) -> Any:
         """As of `Examples`: items are replaced before they are collated; else the parts of the collated tensors."""
         wanted = _shapes(self.batch)
         for _ in range(TRIES):
             places = np.flatnonzero(~keep)
-            numbers = self._generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
-            seed = self._generator.bytes(32)
+            numbers = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
+            seed = self.generator.bytes(32)
             others = self._batches.items(Draw(numbers, self._draw.views, seed))
             items = _mixed(self._own_items(), others, places, self._draw.views)
             batch = self._batches.collate(items, self._draw)
             if _shapes(batch) == wanted:
                 return batch
-        return CollatedExamples(self.batch, self.count, self._generator, self._draw.views).with_others(keep)
+        return CollatedExamples(self.batch, self.count, self.generator, self._draw.views).with_others(keep)
 
     def without(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""

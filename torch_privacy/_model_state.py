@@ -210,17 +210,25 @@ _PIECE = 2**18  # entries at a time
 def _marks(model: nn.Module) -> dict[str, Tensor | None]:
     """Random products with a parameter's entries, which hardly any change leaves as they are."""
     found: dict[str, Tensor | None] = {}
-    weights: dict[torch.device, Tensor] = {}
     for name, p in model.named_parameters():
         if not _has_entries(p) or nn.parameter.is_lazy(p):
             found[name] = None
             continue
-        if p.device not in weights:
-            dtype = torch.float32 if p.device.type == "mps" else torch.float64
-            generator = torch.Generator().manual_seed(1)
-            weights[p.device] = torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(p.device)
         entries = p.detach().reshape(-1)
         entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
-        products = [(part * weights[p.device][: len(part)]).sum() for part in entries.split(_PIECE)]
-        found[name] = torch.stack(products)
+        weights = _weights(p.device, min(len(entries), _PIECE))
+        found[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
     return found
+
+
+def _weights(device: torch.device, size: int) -> Tensor:
+    """Fixed random numbers, of which the largest that were asked for are kept."""
+    known = _WEIGHTS.get(device)
+    if known is None or len(known) < size:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        generator = torch.Generator().manual_seed(1)
+        known = _WEIGHTS[device] = torch.randn(size, generator=generator, dtype=dtype, device="cpu").to(device)
+    return known
+
+
+_WEIGHTS: dict[torch.device, Tensor] = {}

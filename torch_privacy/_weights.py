@@ -17,28 +17,43 @@ SOME = 16  # entries of each parameter that are remembered
 
 
 class WeightMarks:
-    """What some entries of each parameter are now, and how often the parameter was written into."""
+    """What some entries of each parameter are, and how often it was written into, when it was looked at last."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._entries = {name: _some(p) for name, p in parameters.items()}
-        self._versions = {name: p._version for name, p in parameters.items()}
+        self._views = {name: (p, p.data_ptr(), _some(p)) for name, p in parameters.items()}
+        self.renew()
 
-    def moved(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Names of the parameters whose entries are others now."""
-        both = [name for name in parameters if name in self._entries]
-        before, now = [self._entries[name] for name in both], [_some(parameters[name]) for name in both]
-        return [n for n, a, b in zip(both, before, now, strict=True) if not torch.equal(a.nan_to_num(), b.nan_to_num())]
+    def renew(self) -> None:
+        """Look at them now."""
+        self._entries = [view.clone() for _, _, view in self._views.values()]
+        self._versions = [p._version for p, _, _ in self._views.values()]
 
-    def untouched(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether nothing was written into any of them."""
-        same = all(p._version == self._versions.get(name) for name, p in parameters.items())
-        return same and not self.moved(parameters)
+    def holds(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether these are the parameters that are looked at, in the memory where they were."""
+        known = self._views
+        return parameters.keys() == known.keys() and all(
+            known[name][0] is p and known[name][1] == p.data_ptr() for name, p in parameters.items()
+        )
+
+    def moved(self) -> list[str]:
+        """Names of the parameters that are others since they were looked at."""
+        return [
+            name
+            for (name, (p, place, view)), before in zip(self._views.items(), self._entries, strict=True)
+            if p.data_ptr() != place or not torch.equal(view, before)
+        ]
+
+    def untouched(self) -> bool:
+        """Whether nothing was written into any of them since."""
+        return self._versions == [p._version for p, _, _ in self._views.values()] and not self.moved()
 
 
-@torch.no_grad()
 def _some(p: Tensor) -> Tensor:
-    flat = p.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SOME)].clone()
+    """A view of some entries, as whole numbers, which are equal where they are undefined, too."""
+    flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
+    some = flat[:: max(1, flat.numel() // SOME)]
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return some.view(kinds[p.itemsize]) if p.itemsize in kinds else torch.view_as_real(some)
 
 
 class OptimizerGuard:

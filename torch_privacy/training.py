@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,17 @@ from ._arguments import check_alone, check_numbers, check_scheduler, choose_nois
 from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
 from ._code_path import RehearsedCode
-from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, inner, without_random_numbers, written_into
+from ._independence import (
+    AS_IT_IS,
+    Answers,
+    Rehearsal,
+    RowAnswers,
+    Turn,
+    halves,
+    inner,
+    without_random_numbers,
+    written_into,
+)
 from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
 from ._model_state import ModelState
@@ -320,7 +330,7 @@ class PrivateTraining:
             pending.close()
             if not self._part.rehearsed and self._is_new(pending):
                 self._part.script.close()
-                self._part = replace(self._part, script=self._rehearsal(thorough=True), rehearsed=True)
+                self._part.script, self._part.rehearsed = self._rehearsal(thorough=True), True
                 self._turn, self._pending, self._is_rehearsal = next(self._part.script), None, True
                 return False
             try:
@@ -351,7 +361,7 @@ class PrivateTraining:
         self._part = _Part(drawn, number, number == count - 1)
         rehearsed, thorough = self._rehearsal_is_due(number, count)
         script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
-        self._part = replace(self._part, script=script, rehearsed=rehearsed)
+        self._part.script, self._part.rehearsed = script, rehearsed
         self._turn = next(script)
 
     def _rehearsal_is_due(self, number: int, count: int) -> tuple[bool, bool]:
@@ -396,7 +406,8 @@ class PrivateTraining:
         contexts = ExitStack()
         numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
         start = RandomState() if self._part.rehearsed else None
-        contexts.enter_context(without_random_numbers(self.model, turn.random))
+        if turn.random != AS_IT_IS:
+            contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.watching(size))
         self._before = ModelState(self.model) if self._part.rehearsed else None
@@ -408,7 +419,7 @@ class PrivateTraining:
         """Refuse a loop that advances its scheduler on rehearsals, too."""
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         if self._part.rates is None:
-            self._part = replace(self._part, rates=rates)
+            self._part.rates = rates
         elif [float(rate) for rate in rates] != [float(rate) for rate in self._part.rates]:
             raise Refused(
                 "PrivateTraining: the learning rate changed before the step was made, at a rehearsal of its batch. "
@@ -612,23 +623,25 @@ class PrivateTraining:
     def _update(self, parameters: Mapping[str, Tensor]) -> None:
         """The optimizer's step, which must move the weights."""
         self._weights_moved_otherwise()
-        before = WeightMarks(parameters)
+        if self._weights is None or not self._weights.holds(parameters):
+            self._weights = WeightMarks(parameters)
+        else:
+            self._weights.renew()
         assert self._guard is not None
         self._guard.step(self.optimizer)
         rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
-        if before.untouched(parameters) and any(rates):
+        if self._weights.untouched() and any(rates):
             raise Refused(
                 f"PrivateTraining: {type(self.optimizer).__name__}.step() made no update, as a wrapper does that "
                 "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
                 "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
             )
-        self._weights = WeightMarks(parameters)
+        self._weights.renew()
 
     def _weights_moved_otherwise(self) -> str:
         """When the trained weights were moved other than by the training's own updates; empty if they were not."""
         if self._weights is not None and not self._moved_otherwise:
-            trained = dict(self.model.named_parameters())
-            moved = self._weights.moved({name: trained[name] for name in self._census.trained if name in trained})
+            moved = self._weights.moved()
             if moved:
                 self._moved_otherwise = f"first seen after step {self.step_count}, in {moved[0]!r}"
         return self._moved_otherwise
@@ -727,7 +740,7 @@ class PrivateTraining:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
     """A (micro)batch under way."""
 
