@@ -248,12 +248,14 @@ class RowsAsTheyCome:
     def clipped_sum(
         self,
         groups: Mapping[str, Sequence[str]],
-        clip: Clip,
+        clip: Clip | None,
         budget: Callable[[], Budget],
         checks: Checks | None,
         observe: Observe | None = None,
     ) -> dict[str, Tensor]:
-        """Of all groups, by name; ``checks`` see the rows first and must agree."""
+        """Of all groups, by name; ``checks`` see the rows first and must agree. Nothing is summed without ``clip``."""
+        if clip is None:
+            return self._run(groups, lambda *_: {}, budget(), checks, observe)
         if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
             return self._run(groups, clip, budget(), checks, observe)
         if checks is not None or observe is not None:  # these want rows

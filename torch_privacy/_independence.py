@@ -66,6 +66,7 @@ class Turn:
     random: int = AS_IT_IS
     trace: Trace | None = None  # notes what the modules give
     prepare: Callable[[], None] = lambda: None  # to be called right before the run
+    state: ModelState | None = None  # of the model before the run, as far as it is put back
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Answers:
 class RowAnswers:
     """Norms, fingerprints and clip factors of the rows, each (rows,) for every group of parameters."""
 
+    weigh: Callable[[Any, str], None] | None = None  # computes factors, where no sum is wanted
     norms: dict[str, Tensor] = field(default_factory=dict)
     fingerprints: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
@@ -92,6 +94,8 @@ class RowAnswers:
     @torch.no_grad()
     def take(self, jacobian: Any, group: str) -> None:
         """Take in the rows of one group of parameters, before they are summed."""
+        if self.weigh is not None:
+            self.weigh(jacobian, group)
         self.norms[group] = jacobian.squared_norms().sqrt().double().cpu()
         if isinstance(jacobian, Jacobian):
             self.fingerprints[group] = fingerprint(jacobian).double().cpu()
@@ -103,27 +107,30 @@ def fingerprint(jacobian: Jacobian) -> Tensor:
     The direction lies in the space of what ops met (weights, or what was computed from them), so that nothing is
     pushed through the way from parameters to these.
     """
-    parts = [part for block in jacobian._blocks for part in _products(block)]
+    joined, values = jacobian._joined()
+    apart = [block for block in jacobian._blocks if not any(block is one for one in joined)]
+    parts = [part for block in apart for part in _products(block)]
+    if joined:
+        parts.append((values @ _direction(values.shape[1:], values.device).to(values.dtype)).float())
     return torch.stack(parts).sum(0) if parts else torch.zeros(jacobian.num_examples)
 
 
 def _products(block: Block) -> Iterator[Tensor]:
-    shape = block.weight.shape
-    pattern = _pattern(str(block.weight.device))
-    repeats = -(-shape.numel() // PATTERN)
-    v = pattern.repeat(repeats)[: shape.numel()].view(1, *shape)
+    v = _direction(block.weight.shape, block.weight.device)[None]
     for op in block.ops:
         yield projections(op, v.to(op.dtype))[:, 0].float()
 
 
-_PATTERNS: dict[str, Tensor] = {}
-
-
-def _pattern(device: str) -> Tensor:
+def _direction(shape: torch.Size, device: torch.device) -> Tensor:
+    size = shape.numel()
     if device not in _PATTERNS:
         generator = torch.Generator().manual_seed(7)
         _PATTERNS[device] = torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu").to(device)
-    return _PATTERNS[device]
+    pattern = _PATTERNS[device]
+    return (pattern if size <= PATTERN else pattern.repeat(-(-size // PATTERN)))[:size].view(shape)
+
+
+_PATTERNS: dict[torch.device, Tensor] = {}
 
 
 FACTOR = "the clip factor"
@@ -221,7 +228,7 @@ class Rehearsal:
                 moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            turn.prepare = lambda: prepare(turn)
+            turn.prepare, turn.state = lambda: prepare(turn), before
             return (yield turn)
 
         replaced: list[tuple[np.ndarray, Any, Answers]] = []

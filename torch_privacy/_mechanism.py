@@ -45,6 +45,10 @@ class Summing(ABC):
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         """The sums, by name, to which the rows in one group of parameters give rise. Secret."""
 
+    def weigh(self, jacobian: Any, group: str) -> None:
+        """Note the factors of the rows in one group of parameters; the sums are not wanted."""
+        self(jacobian, group)
+
     def check_bound(self) -> None:  # noqa: B027
         """Refuse sums in which a row is longer than the clipping rule says; asked when all groups are done."""
 
@@ -282,17 +286,26 @@ class _Clipping(Summing):
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         norms = jacobian.squared_norms().sqrt()
         count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
+        factors, kept = self._weigh(norms, group)
+        return (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors) | count
+
+    @torch.no_grad()
+    def weigh(self, jacobian: Any, group: str) -> None:
+        self._weigh(jacobian.squared_norms().sqrt(), group)
+
+    def _weigh(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
+        """The factors of the rows that are finite, and the numbers of these rows; None for all."""
         finite = norms.isfinite()
         if finite.all():
             factors = self._factors(norms, group)
             self._note(group, factors, norms)
-            return jacobian.weighted_sum(factors) | count
+            return factors, None
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
         factors = self._factors(norms[kept], group)
         zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
         self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
-        return jacobian.select(kept).weighted_sum(factors) | count
+        return factors, kept
 
     def _factors(self, norms: Tensor, group: str) -> Tensor:
         factors = self._rule.factors(norms, group)

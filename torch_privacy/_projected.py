@@ -257,7 +257,7 @@ class Sketch(TorchFunctionMode):
         self,
         losses: Tensor,
         groups: Mapping[str, Sequence[str]],
-        clip: Callable[[SketchedJacobian, str], dict[str, Tensor]],
+        clip: Callable[[SketchedJacobian, str], dict[str, Tensor]] | None,
         *,
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
@@ -280,7 +280,7 @@ class Sketch(TorchFunctionMode):
         (label,) = groups  # `check_rule` lets no other rule through
         if observe is not None:
             observe(jacobian, label)
-        return clip(jacobian, label)
+        return {} if clip is None else clip(jacobian, label)
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
         leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}

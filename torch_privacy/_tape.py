@@ -108,7 +108,7 @@ class Tape(Notes):
         self,
         losses: Tensor,
         groups: Mapping[str, Sequence[str]],
-        clip: Clip,
+        clip: Clip | None,
         *,
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
@@ -121,7 +121,7 @@ class Tape(Notes):
             losses: as of ``jacobian``; the graph is used up.
             groups: label -> names of parameters; a partition of the recorded ones.
             clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as
-                soon as the group's last b is there.
+                soon as the group's last b is there. None sums nothing: the rows are observed alone.
             merging: examples whose mean is to be one row.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
@@ -136,7 +136,7 @@ class Tape(Notes):
         with without_autocast(losses.device.type):
             if not n:
                 empty = Jacobian(0, losses.dtype, self.parameters, [])
-                sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
+                sums = [clip(empty.restricted(names), label) for label, names in groups.items() if clip is not None]
                 return {name: total for part in sums for name, total in part.items()}
             layouts, measured = self._layouts_of(reached)
             self.measured, checks = measured, None

@@ -21,7 +21,6 @@ from ._check import Refused
 from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
 from ._model import Attributes, Census, check_model, take_census
-from ._model_state import ModelState
 from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
@@ -293,7 +292,7 @@ class _Examination:
     def _answers(self, turn: Turn) -> Answers:
         """What the user's losses give on the batch of a turn."""
         turn.prepare()
-        before, numbers = ModelState(self._model), OwnRandomNumbers(b"check")
+        numbers = OwnRandomNumbers(b"check")
         try:
             start = RandomState()
             with without_random_numbers(self._model, turn.random), torch.enable_grad():
@@ -303,7 +302,8 @@ class _Examination:
             end = RandomState()
         finally:
             numbers.close()
-        return Answers(losses.detach()[:, None], rows, before.changes(), end, drew=end != start, shapes=shapes)
+        changes = {} if turn.state is None else turn.state.changes()
+        return Answers(losses.detach()[:, None], rows, changes, end, drew=end != start, shapes=shapes)
 
     def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
         if not turn.rows or not self._exact:

@@ -41,7 +41,6 @@ from ._independence import (
 )
 from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
-from ._model_state import ModelState
 from ._rewind import OwnRandomNumbers, RandomState
 from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
@@ -220,7 +219,6 @@ class PrivateTraining:
         self._turn: Turn | None = None  # to be handed out next
         self._is_rehearsal = False
         self._pending: Pending | None = None  # handed out, and not answered yet
-        self._before: ModelState | None = None
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
         self._switch = Switch(self)
@@ -405,14 +403,14 @@ class PrivateTraining:
             tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
         contexts = ExitStack()
         numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
-        start = RandomState() if self._part.rehearsed else None
+        if self._part.rehearsed and self._part.start is None:
+            self._part.start = RandomState()  # the same before every turn
         if turn.random != AS_IT_IS:
             contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.watching(size))
-        self._before = ModelState(self.model) if self._part.rehearsed else None
         self._is_rehearsal, _HANDED_OUT.training = not turn.is_batch, weakref.ref(self)
-        self._pending = Pending(turn, tape, Seal(self.model), numbers, start, contexts)
+        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
         return turn.batch
 
     def _check_learning_rates(self) -> None:
@@ -440,9 +438,10 @@ class PrivateTraining:
         written, changed = pending.seal.changed()
         if written:
             raise Refused(written_into(written))
-        changes = {} if self._before is None else self._before.changes()
+        changes = {} if turn.state is None else turn.state.changes()
         summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
-        rows = RowAnswers() if tape is not None and self._part.rehearsed else None
+        weigh = None if turn.is_batch else summing.weigh
+        rows = RowAnswers(weigh) if tape is not None and self._part.rehearsed else None
         part: dict[str, Tensor] = {}
         if tape is not None:
             tape.code.note(("changed", name) for name in changed)
@@ -450,7 +449,7 @@ class PrivateTraining:
                 part = tape.clipped_sum(
                     losses,
                     self._mechanism.groups(list(tape.parameters)),
-                    summing,
+                    summing if turn.is_batch else None,
                     merging=summing.merging,
                     may_miss=self._seen if turn.is_batch else tape.parameters,
                     memory_budget=self.memory_budget,
@@ -460,14 +459,14 @@ class PrivateTraining:
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
         end = RandomState() if self._part.rehearsed else None
-        settled = tape is not None and not tape.measured and self._before is not None
+        settled = tape is not None and not tape.measured and turn.state is not None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.views),
             rows=rows,
             changes=changes,
-            later=self._before.changes() if settled else None,
+            later=turn.state.changes() if settled and turn.state is not None else None,
             random=end,
-            drew=pending.start is not None and pending.start != end,
+            drew=end is not None and self._part.start != end,
             shapes=0 if tape is None else tape.code.shapes,
         )
         return part, summing, answers
@@ -750,6 +749,7 @@ class _Part:
     script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
     rehearsed: bool = False
     rates: list[Any] | None = None  # learning rates when it began
+    start: RandomState | None = None  # of its random numbers, where it is rehearsed
 
 
 def _check_unscaled(losses: Tensor) -> None:
