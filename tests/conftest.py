@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+import drawn as drawn  # how hypothesis draws
 import pytest
 import torch
 

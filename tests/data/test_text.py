@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from drawn import draws
 from hypothesis import example, given
 
 from torch_privacy.data import (
@@ -38,12 +39,14 @@ def test_tokenize(text):
     assert tokenize(text) == TEXTS[text]
 
 
+@draws(100)
 @given(st.text(st.characters(max_codepoint=127)))
 def test_tokenize_agrees_with_an_expression_on_ascii(text):
     text = text.replace("<br />", " ")
     assert tokenize(text) == re.findall(r"[a-z0-9]+(?:'+[a-z0-9]+)*", text.lower())
 
 
+@draws(100)
 @given(st.text(st.sampled_from("a0' \n\x85\u2003\xe9<br/>") | st.characters()))
 @example("0'\x85")
 @example("''0")
@@ -54,6 +57,7 @@ def test_tokenize_takes_any_text_and_leaves_its_words_alone(text):
 WORDS = st.lists(st.text("ab c", max_size=12), max_size=6)
 
 
+@draws(100)
 @given(
     WORDS,
     st.integers(3, 6),
@@ -82,6 +86,7 @@ def test_vocabulary_says_whether_it_is_private():
     assert public.not_covered == HashedWords(5).not_covered == ()
 
 
+@draws(100)
 @given(st.lists(st.text(), max_size=20), st.integers(3, 100))
 def test_hashed_words_lie_in_range_and_depend_on_the_word_alone(words, size):
     numbers = HashedWords(size).numbers(words)
