@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hypothesis draws: the same examples in every run, or, by ``make fuzz``, new ones and many more."""
+"""How hypothesis draws examples: the same examples in every run, or, by ``make fuzz``, new ones and many more."""
 
 from hypothesis import HealthCheck, settings
 
@@ -10,7 +10,6 @@ LONGER = 25  # times as many in a longer search
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", derandomize=True, max_examples=EXAMPLES, **COMMON)
 settings.register_profile("fuzz", max_examples=LONGER * EXAMPLES, print_blob=True, **COMMON)
-settings.load_profile("fixed")  # when the conftest is read, which is before pytest obeys --hypothesis-profile
 
 
 def draws(count: int) -> settings:
