@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ RULES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
+@draws(50)
 @given(c=st.floats(1e-6, 1e6), norms=st.lists(st.floats(0), max_size=9))
 def test_factor_times_norm_never_exceeds_the_bound(rule, dtype, c, norms):
     rule, group = RULES[rule](c)
@@ -64,6 +66,7 @@ def test_what_is_not_finite_gets_the_factor_zero(rule):
     assert factors.tolist() == [0.0] * 4
 
 
+@draws(50)
 @given(st.floats(1e-6, 1e6), st.lists(st.floats(0, 1e18), min_size=1, max_size=9))
 def test_flat_leaves_a_gradient_within_the_bound_as_it_is(clip_norm, norms):
     norms = torch.tensor(norms, dtype=torch.float32)
@@ -282,6 +285,7 @@ def test_adaptive_refuses_a_count_noise_too_small_for_the_noise_multiplier():
         Adaptive(1.0).split(1.0, 10, ADD_OR_REMOVE)
 
 
+@draws(50)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(1e-3, 1e6))
 def test_adaptive_stays_within_its_limits_whatever_the_noise(noisy_count, expected_batch_size):
     rule = Adaptive(1.0, smallest=0.1, largest=3.0)

@@ -19,9 +19,12 @@ OTHERS = 16
 
 def fresh_generator() -> torch.Generator:
     """A generator for checks, seeded by the system: it leaves the user's random state alone."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+    return torch.Generator().manual_seed(system_seed())
+
+
+def system_seed() -> int:
+    """Returns a seed from the system."""
+    return torch.Generator().seed()
 
 
 @dataclass(frozen=True)
