@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the examples sit, as measured: in any type, with bad examples, and never with another example's data."""
+"""Where the examples sit, as measured: in any type, and with bad examples."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import CASES
 from oracle import flat, rows_of_one_graph, rows_or_skip
 from parts import Calls, in_type, losses_of, tokens, trained
@@ -50,7 +49,7 @@ def test_many_examples_in_an_order_of_their_own(n, dtype):
     model = Calls(lambda m, x: m.f(x[order])[order.argsort()], f=nn.Linear(3, 2))
     rows = rows_of_one_graph(losses_of(model, x), model)
     with tp.record(model) as tape:
-        losses = losses_of(model, tape.probe(x))
+        losses = losses_of(model, x)
     off = (flat(tape.jacobian(losses).rows(), 1).double() - rows).norm(dim=1)
     assert (off <= 20 * torch.finfo(dtype).eps * rows.norm(dim=1).max()).all()
 
@@ -93,112 +92,6 @@ def test_bad_example_is_set_aside_alone_and_teaches_nothing(case):
     assert not layouts._proofs
 
 
-TABLE = torch.arange(7).flip(0)
-ORDER = torch.tensor([2, 0, 1, 4, 3])
-
-
-def written(x, column):
-    x = x.clone()
-    x[:, 0] = column
-    return x
-
-
-HONEST = {  # name -> function of the tokens (5, 6) within each example
-    "as they are": lambda x: x,
-    "positions rolled": lambda x: x.roll(1, 1),
-    "moved and masked": lambda x: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1).masked_fill(x == 3, 0),
-    "through a table": lambda x: TABLE[x],
-    "two in one": lambda x: (x + 7 * x.roll(1, 1)) % 7,
-    "chosen by position": lambda x: x.gather(1, x.clamp(max=5)),
-    "sorted within": lambda x: x.sort(1).values,
-    "time first": lambda x: x.t().contiguous().t(),
-    "there and back": lambda x: x[ORDER][ORDER.argsort()],
-    "largest": lambda x: x.amax(1, keepdim=True).expand(-1, 6),
-    "padded": lambda x: F.pad(x, (1, 0))[:, :-1],
-    "written": lambda x: written(x, x[:, 1]),
-    "changed in place": lambda x: x.clone().add_(3).remainder_(7),
-    "part overwritten": lambda x: torch.where(x > 3, x, x.flip(1)),
-}
-FOREIGN = {  # name -> function that gives an example some of another one's
-    "rolled": lambda x: x.roll(1, 0),
-    "turned round": lambda x: x.flip(0),
-    "indexed": lambda x: x[ORDER],
-    "selected": lambda x: x.index_select(0, ORDER),
-    "rolled when flat": lambda x: x.flatten().roll(6).view_as(x),
-    "taken apart": lambda x: torch.stack(x.unbind(0)[::-1]),
-    "split and joined": lambda x: torch.cat([x[1:], x[:1]]),
-    "through a table": lambda x: TABLE[x.roll(1, 0)],
-    "mixed": lambda x: (x + x.roll(1, 0)) % 7,
-    "chosen": lambda x: torch.where(x > 3, x, x.roll(1, 0)),
-    "written": lambda x: written(x, x[:, 1].roll(1)),
-    "positions of the neighbor": lambda x: x.gather(1, x.roll(1, 0).clamp(max=5)),
-    "largest of the neighbor": lambda x: x.roll(1, 0).amax(1, keepdim=True).expand(-1, 6),
-    "largest of all": lambda x: (x + x.amax()) % 7,
-    "in other numbers": lambda x: x.roll(1, 0).float().to(torch.int32).clamp(0, 5).long(),
-}
-MEETINGS = {
-    "embedding": lambda m, ids: F.embedding(ids, m.w),
-    "index": lambda m, ids: m.w[ids],
-    "one-hot": lambda m, ids: F.one_hot(ids, 7).to(m.w.dtype) @ m.w,
-    "bags": lambda m, ids: F.embedding_bag(ids, m.w),
-}
-
-
-def tokens_through(function, meeting):
-    model = Calls(lambda m, x: MEETINGS[meeting](m, x) + MEETINGS[meeting](m, function(x)) / 2, w=torch.randn(7, 4))
-    with Tape(trained(model), (TABLE, ORDER), Layouts(), 5) as tape:
-        losses = losses_of(model, tape.probe(tokens(5, 6)))
-    tape.clipped_sum(losses, {"": ("w",)}, lambda jacobian, _: jacobian.weighted_sum(torch.ones(5)))
-
-
-@pytest.mark.parametrize("meeting", MEETINGS)
-@pytest.mark.parametrize("name", HONEST)
-def test_tokens_moved_within_an_example_are_accepted(name, meeting):
-    tokens_through(HONEST[name], meeting)
-
-
-@pytest.mark.parametrize("meeting", MEETINGS)
-@pytest.mark.parametrize("name", FOREIGN)
-def test_tokens_of_another_example_are_refused(name, meeting):
-    with pytest.raises(tp.Refused, match=r"op .* parameter 'w' .* depend on each other's part of the model's input"):
-        tokens_through(FOREIGN[name], meeting)
-
-
-def test_loss_may_not_read_only_the_neighbors_tokens():
-    """The rows then lie in their regular order; but example i's labels are in row i, and its tokens in row i + 1."""
-    model = Calls(lambda m, x: m.e(x.roll(1, 0)), e=nn.Embedding(7, 4))
-    with tp.record(model) as tape:
-        losses = losses_of(model, tape.probe(tokens(5, 6)))
-    with pytest.raises(tp.Refused, match="depend on each other's part"):
-        tape.jacobian(losses)
-
-
-def test_refused_batches_teach_nothing():
-    model, layouts = Calls(lambda m, x: m.e(x.roll(1, 0)), e=nn.Embedding(7, 4)), Layouts()
-    for _ in range(4):
-        with Tape(trained(model), (), layouts, 5) as tape:
-            losses = losses_of(model, tape.probe(tokens(5, 6)))
-        with pytest.raises(tp.Refused):
-            tape.jacobian(losses)
-
-
-def test_clipped_sum_wants_to_know_whose_data_lie_in_an_irregular_order():
-    model, x = CASES["irregular: sorted by data"]() if "irregular: sorted by data" in CASES else CASES[IRREGULAR[0]]()
-    for probed in (False, True):
-        with Tape(trained(model), (), Layouts(), len(x)) as tape:
-            losses = losses_of(model, tape.probe(x) if probed else x)
-
-        def total():
-            names = tuple(trained(model))
-            return tape.clipped_sum(losses, {"": names}, lambda J, _: J.weighted_sum(torch.ones(len(x))))  # noqa: B023
-
-        if probed:
-            assert set(total()) == set(trained(model))
-        else:
-            with pytest.raises(tp.Refused, match=r"cannot be told apart by their data: .* Pass the batch's tensors"):
-                total()
-
-
 def test_number_of_backwards():
     """With up to 32 examples two beside that for b, where every call has a regular layout."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(32, 3)
@@ -223,7 +116,7 @@ def test_batches_of_any_size_take_one_path(monkeypatch):
     for n in (8, 5, 4, 2, 16, 7, 8, 6):
         x = tokens(n, 8)
         tape = Tape(trained(model), (), layouts, n)
-        x = tape.probe(x)
+        tape.note_inputs(x)
         with tape:
             losses = model(x).view(n, -1).square().mean(1)
         tape.jacobian(losses)
@@ -249,7 +142,7 @@ def test_graphs_of_other_sizes_are_not_cut_as_equal_ones_were(pool):
     for sizes in ((4, 4), (4, 4), (4, 4), (5, 3), (2, 6)):
         x, p = torch.randn(8, 7), torch.block_diag(*(torch.ones(1, size) for size in sizes))
         with Tape(dict(model.named_parameters()), (), layouts, 2) as tape:
-            losses = model(*tape.probe((x, p))).square().sum(1)
+            losses = model(x, p).square().sum(1)
         found = flat(tape.jacobian(losses).rows(), 1)
         parts = [model(part, torch.ones(1, len(part))).square().sum() for part in x.split(sizes)]
         rows = [torch.cat([g.flatten() for g in torch.autograd.grad(part, list(model.parameters()))]) for part in parts]

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tape must refuse, by name: nothing is assumed and nothing is dropped."""
 
-from collections import UserDict
-from dataclasses import dataclass
-
 import cases_conv
 import pytest
 import torch
@@ -11,7 +8,6 @@ import torch.nn.functional as F
 from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
 from parts import Calls, Hidden, losses_of, tokens
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy._verify import Checks
@@ -160,15 +156,6 @@ REFUSED = {  # name -> (model, input, what the message must name)
 }
 
 
-def test_image_without_a_batch_is_coupled_through_the_input():
-    """Its channels stand where examples do: each loss has its own rows, but all of them see the whole image."""
-    model = nn.Conv2d(3, 3, 3)
-    with tp.record(model) as tape:
-        losses = losses_of(model, tape.probe(torch.randn(3, 6, 6)))
-    with pytest.raises(tp.Refused, match=r"depend on each other's part of the model's input of shape \(3, 6, 6\)"):
-        tape.jacobian(losses)
-
-
 def test_reentrant_checkpoint_of_a_part_is_refused():
     model = Calls(
         lambda m, x: torch.utils.checkpoint.checkpoint(m.g, m.f(x), use_reentrant=True),
@@ -177,55 +164,6 @@ def test_reentrant_checkpoint_of_a_part_is_refused():
     )
     with pytest.raises(tp.Refused, match=r"reentrant activation checkpointing hides ops\. Pass"):
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
-
-
-NEIGHBORS = {  # name -> (forward, input); each loss reads the example before as well, and no entry has two owners
-    "outputs rolled": (lambda m, x: m.f(x) - m.f(x).roll(1, 0), torch.randn(5, 3)),
-    "inputs rolled": (lambda m, x: m.f(x) - m.f(x.roll(1, 0)), torch.randn(5, 3)),
-    "inputs turned round": (lambda m, x: m.f(x) - m.f(x.flip(0)), torch.randn(5, 3)),
-    "tokens rolled": (lambda m, x: (m.e(x) - m.e(x.roll(1, 0))).mean(1), tokens(5, 6)),
-    "tokens turned round": (lambda m, x: (m.e(x) - m.e(x.flip(0))).mean(1), tokens(5, 6)),
-    "tokens in any order": (lambda m, x: (m.e(x) - m.e(x[[2, 0, 1, 4, 3]])).mean(1), tokens(5, 6)),
-}
-
-
-@pytest.mark.parametrize("case", NEIGHBORS)
-def test_neighbors_data_are_refused(case):
-    """Negatives taken from the neighbor in the batch: rows can be told apart, but one example enters two."""
-    forward, x = NEIGHBORS[case]
-    parts = {"e": nn.Embedding(7, 4)} if "tokens" in case else {"f": nn.Linear(3, 4)}
-    model = Calls(forward, **parts)
-    with tp.record(model) as tape:
-        losses = losses_of(model, tape.probe(x.double() if x.is_floating_point() else x))
-    with pytest.raises(tp.Refused, match=r"depend on each other's part|cannot be told apart"):
-        tape.jacobian(losses)
-
-
-NEIGHBORS_LATER = {  # a layer, its inputs, and another tensor made of these
-    "tokens": lambda: (nn.Embedding(7, 4), tokens(100, 6), lambda x: x.roll(1, 1)),
-    "numbers": lambda: (nn.Linear(3, 4), torch.randn(100, 3), lambda x: 2 * x),
-}
-
-
-@pytest.mark.parametrize("kind", NEIGHBORS_LATER)
-def test_neighbors_data_are_refused_also_when_they_come_later(kind):
-    """From the fourth batch on, when the layouts of the first ones are known and the model's input is trusted."""
-    layer, inputs, other = NEIGHBORS_LATER[kind]()
-    model = Calls(lambda m, x: m.f(x) - m.f(x.roll(1, 0) if training.step_count >= 3 else other(x)), f=layer)
-    training = tp.PrivateTraining(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        TensorDataset(inputs),
-        expected_batch_size=20,
-        num_steps=5,
-        clipping=tp.Flat(1.0),
-        noise_multiplier=1.0,
-        delta=1e-5,
-    )
-    steps = (training.step(losses_of(model, x)) for (x,) in training)
-    with pytest.raises(tp.Refused, match=r"depend on each other's part|cannot be told apart"):
-        list(steps)
-    assert training.step_count == 3
 
 
 @pytest.mark.slow
@@ -269,15 +207,6 @@ def test_refuses_a_parameter_used_outside_of_the_recording():
         tape.jacobian(y.sum(1) + model.weight.square().sum())
 
 
-def test_coupling_that_only_the_input_shows_is_refused():
-    """Batch normalization in front of the first parameter: every b looks fine, the gradient in the input does not."""
-    model = nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=False), nn.Linear(3, 2))
-    with tp.record(model) as tape:
-        losses = losses_of(model, tape.probe(torch.randn(5, 3)))
-    with pytest.raises(tp.Refused, match=r"depend on each other's part of the model's input of shape \(5, 3\)"):
-        tape.jacobian(losses)
-
-
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
@@ -316,36 +245,3 @@ def test_gradient_override_is_refused():
     model.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(tp.Refused, match=r"rows of parameter 'weight' do not add up to the native gradient"):
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
-
-
-@dataclass(frozen=True)
-class Batch:
-    x: Tensor
-
-
-WRAPPED = {
-    "asking for its gradient": lambda x: x.requires_grad_(),
-    "in a data class": Batch,
-    "in a mapping": lambda x: UserDict(x=x),
-    "in a list": lambda x: [x],
-}
-
-
-@pytest.mark.parametrize("wrapped", WRAPPED)
-def test_inputs_are_looked_at_however_they_are_wrapped(wrapped):
-    def unwrapped(x):
-        return (
-            x.x if isinstance(x, Batch) else x["x"] if isinstance(x, UserDict) else x[0] if isinstance(x, list) else x
-        )
-
-    def losses(model, x):
-        with tp.record(model) as tape:
-            out = model(tape.probe(WRAPPED[wrapped](x.clone()))).square().sum(1)
-        return tape.jacobian(out)
-
-    centered = Calls(lambda m, x: m.f(unwrapped(x) - unwrapped(x).mean(0)), f=nn.Linear(3, 2))
-    with pytest.raises(tp.Refused, match=r"depend on each other's part of the model's input of shape \(5, 3\)"):
-        losses(centered, torch.randn(5, 3))
-    alone, x = Calls(lambda m, x: m.f(unwrapped(x)), f=nn.Linear(3, 2)), torch.randn(5, 3)
-    rows = one_backward_per_example(alone, x, lambda m, part: m(WRAPPED[wrapped](part.clone())).square().sum(1))
-    torch.testing.assert_close(torch.cat([r.flatten(1) for r in losses(alone, x).rows().values()], 1), rows)
