@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from ._check import Refused
 from ._model_state import ModelState, ParameterMarks, same
 from ._plan import projections
-from ._rewind import RandomState, in_eval
+from ._rewind import RandomState, in_eval, torch_generators
 from .jacobian import Block, Jacobian
 
 TIGHT = 64  # units of rounding by which answers at equal shapes may differ
@@ -550,12 +550,19 @@ def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 class Means(TorchDispatchMode):
-    """Replaces random numbers by their means, and dropout by nothing."""
+    """Replaces random numbers by their means, and dropout by nothing; torch's generators stand still."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mean = _MEANS.get(func.overloadpacket.__name__) if torch.Tag.nondeterministic_seeded in func.tags else None
-        return func(*args, **kwargs) if mean is None else mean(func, args, kwargs)
+        if mean is None:
+            return func(*args, **kwargs)
+        before = torch_generators()
+        try:
+            return mean(func, args, kwargs)
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
 
 
 def _filled(value: Callable[..., float]) -> Callable:
@@ -573,6 +580,15 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Tensor:
     return args[0].copy_(p) if isinstance(p, Tensor) else args[0].fill_(p)
 
 
+def _normal(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return func(*args, **kwargs).copy_(args[0]) if isinstance(args[0], Tensor) else func(*args, **kwargs).fill_(args[0])
+
+
+def _whole_numbers(func: Any, args: Any, kwargs: Any) -> Tensor:
+    bounds = [value for value in args if type(value) is int]
+    return func(*args, **kwargs).fill_(sum(bounds[:2]) // 2)
+
+
 _MEANS: dict[str, Callable] = {
     "bernoulli_": _bernoulli,
     "bernoulli": lambda func, args, kwargs: args[0].clone() if len(args) < 2 else torch.full_like(args[0], args[1]),
@@ -581,6 +597,10 @@ _MEANS: dict[str, Callable] = {
     "exponential_": _filled(lambda rate=1.0, *_: 1 / rate),
     "native_dropout": lambda func, args, kwargs: (args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)),
     "multinomial": lambda func, args, kwargs: args[0].topk(args[1] if len(args) > 1 else kwargs["num_samples"]).indices,
+    "normal": _normal,
+    "poisson": lambda func, args, kwargs: args[0].clone(),
+    "randperm": lambda func, args, kwargs: (found := func(*args, **kwargs)).copy_(torch.arange(len(found))),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _whole_numbers),
     **dict.fromkeys(("randn", "randn_like"), _made(0.0)),
     **dict.fromkeys(("rand", "rand_like"), _made(0.5)),
 }

@@ -273,7 +273,7 @@ class _Clipping(Summing):
         super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
-        self._squares: Tensor | None = None  # (rows,) squared norms of the clipped rows
+        self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
 
     @property
     def num_left_out(self) -> int:
@@ -319,14 +319,13 @@ class _Clipping(Summing):
 
     def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
         self.factors[group] = factors
-        squares = (factors.double() * norms.double()).square()
-        self._squares = squares if self._squares is None else self._squares + squares
+        self._squares[group] = (factors.double() * norms.double()).square()
 
     def check_bound(self) -> None:
-        if self._squares is None or not len(self._squares):
+        squares = torch.stack([*self._squares.values()]).sum(0)
+        if not len(squares):
             return
-        bound = self._rule.largest_norm()
-        longest = float(self._squares.max().sqrt())
+        bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
         if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
             raise Refused(
                 f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "

@@ -79,11 +79,16 @@ def _device_generators() -> list[torch.Generator]:
     return found
 
 
+def torch_generators() -> list[tuple[torch.Generator, Tensor]]:
+    """Torch's global generators, with their states."""
+    return [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+
+
 class RandomState:
     """Where the random generators of torch, numpy and Python stand now."""
 
     def __init__(self) -> None:
-        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+        self._torch = torch_generators()
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 
@@ -115,7 +120,7 @@ class OwnRandomNumbers:
     """
 
     def __init__(self, seed: bytes):
-        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+        self._torch = torch_generators()
         self._numpy = np.random.get_bit_generator()
         self._python = random.getstate()
         np.random.set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937(0))
