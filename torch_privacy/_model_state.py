@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -216,19 +217,14 @@ def _marks(model: nn.Module) -> dict[str, Tensor | None]:
             continue
         entries = p.detach().reshape(-1)
         entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
-        weights = _weights(p.device, min(len(entries), _PIECE))
+        weights = _weights(p.device)
         found[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
     return found
 
 
-def _weights(device: torch.device, size: int) -> Tensor:
-    """Fixed random numbers, of which the largest that were asked for are kept."""
-    known = _WEIGHTS.get(device)
-    if known is None or len(known) < size:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        generator = torch.Generator().manual_seed(1)
-        known = _WEIGHTS[device] = torch.randn(size, generator=generator, dtype=dtype, device="cpu").to(device)
-    return known
-
-
-_WEIGHTS: dict[torch.device, Tensor] = {}
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Fixed random numbers."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(device)
