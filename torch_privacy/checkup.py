@@ -131,17 +131,19 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
     Guarantees:
         - ``ok`` says: the losses have shape (n,) and are finite; no batch normalization is in training mode; every
           trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to the
-          native gradient, and two rows drawn at random equal backwards of their own; loss and row of an example stay
-          when other examples take the places of the rest (either half of the batch kept); both halves, and the first
-          example, have alone the losses that they have in the whole; what the forward changes in the model's buffers
-          and attributes does not depend on the examples, and it changes no parameter.
+          native gradient, and two rows drawn at random equal backwards of their own; loss and row of every example
+          stay when other examples of the batch take the places of the rest (each half is kept once); each half, and
+          the first example, have alone the losses that they have in the whole batch; what the forward changes in
+          buffers, or in attributes that it reads later, does not depend on the examples; it changes no parameter.
         - Afterwards the tensors and modes of the model are what they were, and so is the random state of torch, numpy
-          and Python. Meanwhile the model's tensors are held twice.
+          and Python. Plain attributes that the forward sets hold what the last run left there. Meanwhile the model's
+          tensors are held twice.
 
     Edge cases:
         With batch normalization in training mode, which is a problem, the other checks go on in its eval mode. Where
         the forward draws random numbers, parts of the batch are compared with all modules in eval mode and, if that is
-        not enough, with random numbers replaced by their means.
+        not enough, with random numbers replaced by their means; if it is still random then, a note says that parts
+        were not compared.
 
     Raises:
         Refused: no parameter requires a gradient, or one is not initialized yet (lazy modules).

@@ -73,6 +73,11 @@ class PrivateTraining:
     Poisson batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
     then ``optimizer.step()``. Model, optimizer and schedulers are the user's own and stay as they are.
 
+    Some batches are rehearsed: the loop gets them again with other examples in some places, or without some, before it
+    gets the batch itself. So it is shown that no example's loss or gradient depends on another example. ``step``
+    returns False for a rehearsal, and nothing is released. Advance schedulers where ``step`` returns True, and log
+    where `rehearsing` is false.
+
     Args:
         model: any module whose trained parameters meet ops with an exact rule (else refused by name).
         optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
@@ -83,7 +88,7 @@ class PrivateTraining:
             ``perturbation``, which has bounds of its own.
         noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
-        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
         budget: ``privacy.Budget(epsilon, delta)`` at which training stops by itself: before the step that would exceed
             it, should that come before ``num_steps``.
         memory_budget: peak memory that a step may take, in units of what non-private training needs (up to 100) or in
@@ -100,12 +105,15 @@ class PrivateTraining:
         prior_releases: what was released of the same data before and is used here, such as ``[pca.release_]`` of a
             `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
         not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
-        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
+        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
         num_workers: processes that fetch examples, as of ``DataLoader``.
-        scheduler: learning-rate scheduler to advance after every step, empty batches included. One that the user's
-            loop advances works as well, but sees no empty batches.
+        scheduler: learning-rate scheduler to advance after every step, empty batches included. The user's loop may
+            advance one instead, where ``step`` returns True, but sees no empty batches. A scheduler that asks for a
+            loss (``ReduceLROnPlateau``) is refused.
         run_folder: folder for the ledger (``ledger.jsonl``). Every release has reached the operating system before it
             is used, so that it survives ``kill -9``; it reaches the disk itself within a second or so.
+        assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
+            and the privacy statement prints the reason. For a forward or a loop that cannot repeat.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -114,7 +122,17 @@ class PrivateTraining:
         - The divisor is the expected batch size, whatever the size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
         - Before the first releases the engine proves itself on the user's own batches: the sum of all rows equals the
-          native gradient, two random rows equal backwards of their own, no example's loss depends on another's.
+          native gradient, and two random rows equal backwards of their own.
+        - Steps 0, 1, 2, 4, 8, 16, ... and one in 64 are rehearsed (one microbatch of each), and so is every batch that
+          runs code of the model that no rehearsal has seen: losses, norms and directions of the gradients, and clip
+          factors of the examples that are kept stay the same. The secret key draws the one in 64, the microbatch and
+          the examples. docs/pitfalls.md lists what a rehearsal cannot show.
+        - With ``clipping``, each clipped row of every step is at most as long as the rule says, up to rounding.
+        - From the start of the loop to its end no other step of an optimizer moves a trained parameter. ``spent()`` and
+          the statement say NOT PRIVATE if trained parameters moved in another way.
+        - Inside the loop the random numbers of torch, numpy and Python are a function of the secret key, the step and
+          the microbatch; ``step`` puts the user's own random state back.
+        - The settings cannot be changed after the start.
         - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
 
     Edge cases:
@@ -122,13 +140,13 @@ class PrivateTraining:
         mean is not finite; with groups of parameters, out of the groups concerned. ``num_non_finite`` is the number of
         examples left out so far, of any group. It is an exact count of private data: secret, as is the batch size.
 
-        The model is handed floating-point inputs that require a gradient, so that couplings show. What torch refuses
-        for such tensors, as ``x.numpy()``, a forward asks of ``x.detach()``.
+        An optimizer that skips its step is refused after the release was recorded: that release is spent.
 
     Raises:
         Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader in place
-            of a dataset, ...; the message names the culprit and the cure.
+            of a dataset, several processes of ``torch.distributed``, ...; the message names the culprit and the cure.
         ValueError: a number out of range.
+        AttributeError: a setting was assigned to after the start.
 
     Source: Abadi et al. (2016), Algorithm 1; Poisson sampling and step counts as the accountant prices them.
 
@@ -300,9 +318,10 @@ class PrivateTraining:
 
     @property
     def rehearsing(self) -> bool:
-        """Whether the batch that was handed out last is a rehearsal, of which nothing is released.
+        """True if the batch that was handed out last is a rehearsal, of which nothing is released.
 
-        Ask behind ``step`` to leave rehearsals out of a log: a batch that turns out to run new code is done again.
+        To leave rehearsals out of a log, ask after ``step``: a batch that turns out to run new code counts as a
+        rehearsal from then on, and is handed out again later.
         """
         return self._is_rehearsal
 
@@ -313,11 +332,12 @@ class PrivateTraining:
             losses: (n,) one loss per example of the batch just handed out (``reduction="none"``), or (n, views).
 
         Returns:
-            Whether the model was updated (False for rehearsals, and after all but the last microbatch of a step).
+            True if the model was updated; False for rehearsals, and for all but the last microbatch of a step.
 
         Raises:
             Refused: a scalar, the losses of another batch, an op without an exact rule, examples that depend on each
-                other, ...; nothing was released, and the step can be tried again by iterating anew.
+                other, code that does not repeat, ...; nothing was released, and the step can be tried again by
+                iterating anew.
         """
         pending = self._pending
         if pending is None:
@@ -482,22 +502,36 @@ class PrivateTraining:
         return hashlib.blake2b(purpose + repr(numbers).encode(), key=self._sampler.key, digest_size=32).digest()
 
     def record(self) -> AbstractContextManager[Any]:
-        """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
+        """Returns a context that records as the model's own forward does, for parameters used outside of it.
+
+        It belongs to the batch just handed out: open it anew for every batch, before ``step``.
+        """
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
         return nullcontext() if self._pending.tape is None else self._pending.tape
 
     def spent(self, delta: float | None = None) -> Spent:
-        """Privacy spent by the releases so far, at ``delta`` (by default the one given at the start)."""
+        """Returns the privacy spent at ``delta`` (by default the one given at the start).
+
+        ``epsilon`` is that of the releases so far, and ``planned`` that of all planned steps, or of those that the
+        budget allows. Report ``planned`` if training stopped early because of anything that it released.
+
+        Raises:
+            ValueError: no delta was given, or it is 1/n or more.
+        """
         if delta is None and self.delta is None:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
         return spent(self, self.delta if delta is None else check_delta(self, delta))
 
     def declare_stop(self, reason: str) -> None:
-        """Say that training ends here for a reason that has nothing to do with the data, such as the time that is up.
+        """Declares that training stops for a reason that has nothing to do with the data, such as a time limit.
 
-        Then the statement carries the epsilon of the steps made. Without it, it carries that of all planned steps: a
-        stop that depends on what was released, as early stopping does, is not covered by less.
+        The statement then carries the epsilon of the steps made, and prints the reason. Without a declaration it
+        carries the epsilon of all planned steps: less does not cover a stop that depends on what was released, such as
+        early stopping.
+
+        Raises:
+            ValueError: the reason is empty.
         """
         if not str(reason).strip():
             raise ValueError(f"PrivateTraining.declare_stop: reason={reason!r} must say why, in words.")
@@ -525,12 +559,13 @@ class PrivateTraining:
         return statement(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on after a stop: keys of noise and sampler, step, settings and ledger.
+        """Returns what is needed to go on after a stop: keys of noise and sampler, step, settings and ledger.
 
         THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
         scheduler have state dicts of their own. Random numbers need none: inside the loop those of torch, numpy and
-        Python follow from the key and the step, so that a run that goes on repeats dropout and augmentation.
+        Python follow from the key and the step, so that a resumed run repeats dropout and augmentation bit for bit. A
+        declared stop is not part of the state.
         """
         return {
             "format": 1,
@@ -545,7 +580,7 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
+        """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
         the same batch, dropout, augmentation and noise: the same release, recorded once. That takes the same weights,
