@@ -156,7 +156,8 @@ class Drawn:
             batch = self._batches.collate(items, self._draw)
             if _shapes(batch) == wanted:
                 return batch
-        return CollatedExamples(self.batch, self.count, self.generator, self._draw.views).with_others(keep)
+        alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
+        return alike.with_others(keep)
 
     def without(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""
@@ -187,10 +188,12 @@ class CollatedExamples:
         count: number of examples.
         generator: chooses the others, among the examples of the batch.
         views: rows of each example, one behind the other.
+        sure: take no list of as many tensors as there are examples, each of this length, for a list of inputs: it may
+            as well be a list of examples.
     """
 
-    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1):
-        self.batch, self.count, self._generator, self._views = batch, count, generator, views
+    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1, *, sure: bool = False):
+        self.batch, self.count, self._generator, self._views, self._sure = batch, count, generator, views, sure
 
     def with_others(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""
@@ -208,7 +211,7 @@ class CollatedExamples:
         rows = (views * numbers[:, None] + np.arange(views)).ravel()
         found: list[bool] = []
         chosen = _rows(batch, rows, views * self.count, found)
-        return chosen if found else None
+        return chosen if all(found if self._sure else [True]) and any(found) else None
 
 
 def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
@@ -228,6 +231,8 @@ def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
         if len(batch) == n and not all(whole):
             found.append(True)
             return type(batch)(batch[k] for k in rows)
+        if len(batch) == n and n > 1:
+            found.append(False)
         parts = [_rows(value, rows, n, found) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):

@@ -47,11 +47,12 @@ class ModelState:
                 place[key] = value
             _fill(value, content)
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Dotted name -> content, of all that holds something else now."""
         before = {name: content for (name, *_), content in self._slots}
-        now = {name: value for name, _, _, value in _slots(self._model)}
-        before = {name: content for name, content in before.items() if name not in self._parameters}
+        now = {name: value for name, _, _, value in (self._now() if with_parameters else _slots(self._model))}
+        if not with_parameters:
+            before = {name: content for name, content in before.items() if name not in self._parameters}
         changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
         return changed | {name: _MISSING for name in before if name not in now}
 

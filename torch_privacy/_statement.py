@@ -76,7 +76,7 @@ def spent(training: PrivateTraining, delta: float) -> Spent:
     """By the releases so far, and by all that are planned."""
     profile, planned, warning = training.profile(), training._planned_profile(), warning_of(training)
     text, made, steps = profile.statement(delta), training.step_count, training._num_planned
-    if made < steps:
+    if made < steps and training._stop_reason is None:
         text = (
             f"{text} after {made} of {steps} steps; {planned.statement(delta)} after all, which is the one to report "
             "if a stop depends on what was released"
@@ -94,7 +94,7 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
     """Everything that determines the guarantee, as plain data."""
     warning, budget, mechanism = warning_of(training), training.budget, training._mechanism
     return {
-        "format": 1,
+        "format": 2,
         "private": warning is None,
         **({} if warning is None else {"warning": warning}),
         "neighboring_relation": training.event.neighboring_relation.value,

@@ -62,6 +62,7 @@ class Tape(Notes):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
         self._estimates = estimates
+        self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.measured = False  # whether layouts had to be measured, by backwards of their own
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -269,6 +270,7 @@ class Tape(Notes):
 
     def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
         reached = {name for call in calls for use in call.uses for name in self._names_of(use.weight)}
+        self.reached = reached
         missing = [name for name in self.parameters if name not in reached | may_miss]
         if missing:
             raise Refused(

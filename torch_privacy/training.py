@@ -34,6 +34,7 @@ from ._independence import (
     Rehearsal,
     RowAnswers,
     Turn,
+    few,
     halves,
     inner,
     without_random_numbers,
@@ -366,7 +367,6 @@ class PrivateTraining:
         assert pending.tape is not None
         if self._part.rehearsed:
             self._rehearsed.add(pending.tape.code, self._part.drawn.count)
-        self._seen |= set(pending.tape.parameters)
         self._num_non_finite += summing.num_left_out
         for name, tensor in part.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
@@ -393,9 +393,11 @@ class PrivateTraining:
 
     def _rehearsal(self, thorough: bool) -> Generator[Turn, Answers, None]:
         drawn, step = self._part.drawn, self.step_count
+        if thorough:
+            self._overwritten.clear()  # to be shown again
         units = self._mechanism.units(self._sampler, step, drawn.count)
         kept = halves(drawn.count, drawn.generator, units)
-        alone = [inner(keep) for keep in kept] if thorough else [inner(kept[0])] if step & (step - 1) == 0 else []
+        alone = [few(drawn.count, drawn.generator), *(map(inner, kept) if thorough else ())]
         return Rehearsal(
             self.model,
             drawn,
@@ -476,6 +478,7 @@ class PrivateTraining:
                     observe=None if rows is None else rows.take,
                 )
             summing.check_bound()
+            self._seen |= tape.reached  # layers that are left out at random are reached when they are not
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
         end = RandomState() if self._part.rehearsed else None
@@ -575,6 +578,7 @@ class PrivateTraining:
             "moved_otherwise": self._weights_moved_otherwise(),
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
+            "stop_reason": self._stop_reason,
             "ledger": self.ledger.state_dict(),
             **self._mechanism.state(),
         }
@@ -604,6 +608,7 @@ class PrivateTraining:
         self._loops += 1
         self._forget_batch()
         self._weights, self._moved_otherwise = None, state.get("moved_otherwise", "")
+        self._stop_reason = state.get("stop_reason")
 
     def _of_views(self, losses: Tensor, size: int) -> Tensor:
         """The losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
@@ -642,6 +647,7 @@ class PrivateTraining:
         self._check_noise(step, fingerprint)
         self.ledger.record(self.event, len(self.prior_releases) + step, fingerprint)
         _RELEASED.setdefault(self._noise.key, {})[step] = fingerprint
+        self._stop_reason = None  # it was no stop
         self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         gradient = self._mechanism.gradient(release)
