@@ -19,8 +19,10 @@ LEAST, MOST = 1e-9, 100  # budgets: keep what takes the least memory, or whateve
 
 
 def clipped_sum(model, x, layouts, groups, clip, **settings):
-    with Tape(trained(model), (*model.buffers(),), layouts, len(x)) as tape:
-        losses = losses_of(model, tape.probe(x))
+    tape = Tape(trained(model), (*model.buffers(),), layouts, len(x))
+    tape.note_inputs(x)
+    with tape:
+        losses = losses_of(model, x)
     return tape.clipped_sum(losses, groups, clip, **settings)
 
 
@@ -111,16 +113,6 @@ def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
     assert bool(measured) == wrong
 
 
-def test_looking_again_asks_whose_data_as_well(monkeypatch):
-    (model, x), layouts = CASES["linear, one position"](), Layouts()
-    for _ in range(PROOFS):
-        clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
-    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: True)
-    monkeypatch.setattr("torch_privacy._shadow.Shadows.verdict", lambda *args: False)
-    with pytest.raises(tp.Refused, match="depend on each other's part"):
-        clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
     """The norms come first, and then the sum by a backward of its own; by rows where some are left out."""
@@ -161,13 +153,12 @@ def test_batches_of_one_teach_about_such_batches_alone(case, monkeypatch):
     assert sizes == [1] * looks + [len(x)] * (len(x) > 1)
 
 
-@pytest.mark.parametrize("probed", [False, True])
-def test_coupled_examples_are_refused_also_after_batches_of_one(probed):
+def test_coupled_examples_are_refused_also_after_batches_of_one():
     model, layouts = torch.nn.Linear(3, 2), Layouts()
     for n in (1, 1, 1, 4):
         x = torch.randn(n, 3)
         with Tape(trained(model), (), layouts, n) as tape:
-            h = model(tape.probe(x) if probed else x)
+            h = model(x)
             losses = (h / (1 + h.square().sum(0))).sum(1)
         if n == 1:
             tape.clipped_sum(losses, one_group(model), clip_to(1.0))
@@ -182,6 +173,7 @@ def test_no_second_backward_in_half_precision(autocast, monkeypatch):
     dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
     model = torch.nn.Linear(3, 2, dtype=dtype)
     for _ in range(PROOFS + 1):
+        x = torch.randn(4, 3, dtype=dtype)
         with Tape(trained(model), (), layouts, 4) as tape, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses = model(tape.probe(torch.randn(4, 3, dtype=dtype))).float().square().sum(1)
+            losses = model(x).float().square().sum(1)
         assert tape.clipped_sum(losses, one_group(model), clip_to(1.0))

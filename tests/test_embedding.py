@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES
 from oracle import flat, recorded_jacobian
-from parts import Calls, losses_of
+from parts import Calls, losses_of, own_batches
 from test_training import N, cross_entropy, data, network, parameters_of, rows_of, train, training_of
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
@@ -94,7 +94,7 @@ FINER = ("0.weight", "0.bias", "2")  # than the groups of the rules
 def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, size, groups):
     training = gep_training(gep(*rules, share, groups=groups), microbatch_size=size, num_steps=4)
     rows = []
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
         rows.append(rows_of(training, x, y))
         if training.step(cross_entropy(training.model, x, y)):
@@ -107,7 +107,7 @@ def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share,
 def test_embedding_alone_is_released_without_the_residuals():
     training = gep_training(tp.BGEP(subspace(), tp.Flat(0.3)), num_steps=3)
     assert training.event == SubsampledGaussian(1.0, 8 / N)
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
         rows = rows_of(training, x, y)
         training.step(cross_entropy(training.model, x, y))
@@ -119,7 +119,7 @@ def test_embedding_alone_is_released_without_the_residuals():
 def test_without_clipping_and_noise_the_gradient_is_the_native_one_or_off_by_the_mean_residual(kind):
     wide = [tp.Flat(1e6)] * (2 if kind is tp.GEP else 1)
     training = without_noise(gep_training(kind(subspace(), *wide), expected_batch_size=N, num_steps=1))
-    for x, y in training:
+    for x, y in own_batches(training, cross_entropy):
         before, v, rows = parameters_of(training).clone(), directions(training), rows_of(training, x, y)
         training.step(cross_entropy(training.model, x, y))
         residual = (rows - rows @ v.T @ v).mean(0)
@@ -186,7 +186,7 @@ def test_one_example_moves_the_release_by_at_most_the_root_of_two_in_units_of_th
         training = without_noise(
             gep_training(gep(tp.Flat(0.03), tp.Flat(0.02)), dataset=dataset, expected_batch_size=len(dataset))
         )
-        for x, y in training:
+        for x, y in own_batches(training, cross_entropy):
             v, before = directions(training), parameters_of(training).clone()
             training.step(cross_entropy(training.model, x, y))
             moved = (before - parameters_of(training)) * len(dataset)
@@ -461,12 +461,17 @@ def test_in_a_loop_under_autocast_only_the_forward_is_rounded(iterations):
     torch.set_default_dtype(torch.float32)
     training = without_noise(gep_training(gep(power_iterations=iterations)))
     off = partial(torch.autocast, "cpu", enabled=False)
+
+    def in_float32(model, x, y):
+        with off():
+            return cross_entropy(model, x.float(), y)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for x, y in training:
+        for x, y in own_batches(training, in_float32):
             x, before = x.float(), parameters_of(training).double()
             with off():
                 v, rows = directions(training).double(), rows_of(training, x, y).double()
-                losses = cross_entropy(training.model, x, y)
+                losses = in_float32(training.model, x, y)
                 torch.testing.assert_close(v @ v.T, torch.eye(len(v)).double(), rtol=0, atol=1e-5)
             training.step(losses)
             with off():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, losses_of, tied_language_model
 from oracle import flat, rows_of_one_graph, rows_or_skip
-from parts import Calls, tokens, trained
+from parts import Calls, own_batches, tokens, trained
 from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -43,8 +43,10 @@ def on_the_tape(model, x, setting, budget=100.0, forms=None, layouts=None):
         found["squares"] = jacobian.squared_norms()
         return jacobian.weighted_sum(weights(jacobian.num_examples))
 
-    with Tape(trained(model), (*model.buffers(),), layouts or Layouts(), len(x), estimates) as tape:
-        losses = losses_of(model, tape.probe(x))
+    tape = Tape(trained(model), (*model.buffers(),), layouts or Layouts(), len(x), estimates)
+    tape.note_inputs(x)
+    with tape:
+        losses = losses_of(model, x)
     total = tape.clipped_sum(losses, {"all": tuple(trained(model))}, clip, memory_budget=budget)
     return found["squares"], total, forms.known
 
@@ -242,7 +244,7 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise(setting):
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     training._noise.add_to(0, noise, 0.05)
-    for part, (x,) in enumerate(training):
+    for part, (x,) in enumerate(own_batches(training, losses_of)):
         rows, squares = estimated_by(setting, model, x, Directions(training._noise.key, 0, part))
         total = total + (0.05 / squares.sqrt()).clamp(max=1) @ rows
         training.step(losses_of(training.model, x))
@@ -288,16 +290,18 @@ def test_a_resumed_run_repeats_bit_for_bit(setting, microbatch_size):
 
 
 def test_directions_are_fresh_in_every_step_and_microbatch(monkeypatch):
-    drawn = []
+    drawn = {}  # a rehearsal has the directions of its batch
 
     def matrix(self, *args, right=Directions.matrix, **kwargs):
-        drawn.append(right(self, *args, **kwargs))
-        return drawn[-1]
+        found = right(self, *args, **kwargs)
+        if not training.rehearsing:
+            drawn[training.step_count, training._part.number, args[0]] = found
+        return found
 
     monkeypatch.setattr(Directions, "matrix", matrix)
     training = training_of(language_model(), FACTORED, microbatch_size=3)
     train(training)
-    numbers = torch.cat([d.flatten() for d in drawn])
+    numbers = torch.cat([d.flatten() for d in drawn.values()])
     assert len(drawn) > 4
     assert len(numbers.unique()) > 0.999 * len(numbers)
 

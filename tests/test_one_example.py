@@ -89,8 +89,10 @@ def released(real: RealModel, batch: Batch, clip_norm: float, memory_budget: flo
     def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
         return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
 
-    with Tape(parameters, constants, Layouts(), 1) as tape:
-        losses = real.losses(real.module, tape.probe(batch))
+    tape = Tape(parameters, constants, Layouts(), 1)
+    tape.note_inputs(batch)
+    with tape:
+        losses = real.losses(real.module, batch)
     return tape.clipped_sum(losses, {"all": tuple(parameters)}, clip, memory_budget=memory_budget)
 
 

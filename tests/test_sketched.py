@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import recorded_jacobian, rows_of_one_graph
-from parts import Calls, losses_of, trained
+from parts import Calls, losses_of, own_batches, trained
 from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -272,7 +272,7 @@ class Counts(nn.Module):
 
 
 def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
-    training = training_of(Counts())
+    training = training_of(Counts(), assume_independent="it counts its calls alone")
     train(training)
     assert "double vjp" in training.explain().partition(";")[0]
     assert "not what its projections say" in training.explain()
@@ -292,7 +292,7 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     training._noise.add_to(0, noise, 0.5)
-    for part, (x, _) in enumerate(training):
+    for part, (x, _) in enumerate(own_batches(training, lambda model, x, _: losses_of(model, x))):
         rows = rows_of_one_graph(losses_of(model, x), model)
         v = Directions(training._noise.key, 0, part).draw(range(16), trained(model))
         norms = (rows @ torch.cat([d.flatten(1) for d in v.values()], 1).T).square().mean(1).sqrt()
@@ -463,19 +463,19 @@ class Doubled(Once):
 WRONG = {
     "coupled behind a lookup of our own": (
         lambda: Calls(lambda m, x: m.w[x].sum(1), w=torch.rand(3, 2)),
-        lambda m, x, y: in_batch_negatives(m, x.abs().long().clamp(max=2), y), "what the model gives"),
+        lambda m, x, y: in_batch_negatives(m, x.abs().long().clamp(max=2), y), "the loss of example"),
     "coupled behind an embedding": (
         lambda: Calls(lambda m, x: m.e(x).sum(1) - m.e(x).mean((0, 1)), e=nn.Embedding(3, 2)),
-        lambda m, x, y: losses_of(m, x.abs().long().clamp(max=2)), "what the model is given"),
+        lambda m, x, y: losses_of(m, x.abs().long().clamp(max=2)), "meet in the model's own forward"),
     "a scalar loss": (small, lambda m, x, y: losses_of(m, x).mean(), "one loss per example"),
     "in-batch negatives": (small, in_batch_negatives, "depend on each other"),
     "batch statistics": (Standardized, lambda m, x, y: losses_of(m, x), "depend on each other"),
-    "a loss over the batch's size": (small, lambda m, x, y: losses_of(m, x) / len(x), "multiplied or divided"),
+    "a loss over the batch's size": (small, lambda m, x, y: losses_of(m, x) / len(x), "divided by the number"),
     "a buffer that learns": (WritesBuffer, lambda m, x, y: losses_of(m, x), "'seen'"),
     "an undefined gradient": (small, lambda m, x, y: losses_of(m, x) * (x[:, 0] - x[:, 0]).sqrt().exp() * (
         m(x)[:, 0] * 0).sqrt(), "not finite"),
     "a clamped gradient": (lambda: nn.Sequential(small(), Calls(lambda m, x: WrongBackward.apply(x))),
-                           lambda m, x, y: losses_of(m, x), "depend on each other"),
+                           lambda m, x, y: losses_of(m, x), "no way to project"),
     "neither a jvp nor a second derivative": (lambda: nn.Sequential(small(), Calls(lambda m, x: Once.apply(x))),
                                               lambda m, x, y: losses_of(m, x), "no way to project"),
     "a wrong backward in front": (lambda: Calls(lambda m, x: m.body(Doubled.apply(x * m.w)), body=small(),
@@ -483,8 +483,6 @@ WRONG = {
     "half precision": (lambda: small().bfloat16(), lambda m, x, y: losses_of(m, x.bfloat16()).float(), "half"),
     "a parameter that is not reached": (lambda: Calls(lambda m, x: m.a(x), a=small(), b=nn.Linear(2, 2)),
                                         lambda m, x, y: losses_of(m, x), "never reach parameter 'b.weight', 'b.bias'"),
-    "nothing to look at": (lambda: Calls(lambda m, x: m.w, w=torch.rand(3)),
-                           lambda m, x, y: (x * m(None)).sum(1).sin(), "nothing shows"),
 }  # fmt: skip
 
 
@@ -496,6 +494,12 @@ def test_what_cannot_be_guaranteed_is_refused_and_nothing_is_released(wrong):
         train(training, losses)
     assert training.step_count == 0
     assert not training.ledger.events
+
+
+def test_a_model_that_is_given_nothing_of_the_batch_trains():
+    training = training_of(Calls(lambda m, x: m.w, w=torch.rand(3)))
+    train(training, lambda m, x, y: (x * m(None)).sum(1).sin())
+    assert training.step_count == 4
 
 
 class Positions(nn.Module):
@@ -528,7 +532,7 @@ def test_positions_are_told_from_examples_where_there_are_as_many(number):
     lambda m, x: torch.where(x[0] > 4, m.order[:6], 0),
 ], ids=["over the batch", "written over", "past torch", "chosen by data"])  # fmt: skip
 def test_numbers_made_of_data_are_no_positions(number):
-    with pytest.raises(tp.Refused, match="what the model is given"):
+    with pytest.raises(tp.Refused, match=r"examples of a batch depend on each other: .* the model's own forward"):
         train(training_on_words(Positions(number)))
 
 
@@ -589,11 +593,12 @@ def test_tangents_are_pushed_before_the_forward_once_the_way_is_known_and_change
     push_ahead = Run.push_ahead
     monkeypatch.setattr(Run, "push_ahead", lambda run, *args, **kwargs: ahead.append(push_ahead(run, *args, **kwargs)))
     torch.manual_seed(4)
-    reference = train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5))
+    reference = train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5, assume_independent="test"))
     assert len(ahead) == 9  # three groups in all steps but the first
     monkeypatch.setattr(Sketching, "pushes_ahead", False)
     torch.manual_seed(4)
     assert torch.equal(train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5)), reference)
+    assert len(ahead) == 9
 
 
 class InPlaceLater(nn.Module):

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from oracle import one_backward_per_example
-from parts import trained
+from oracle import one_backward_per_example, rows_of_one_graph
+from parts import Calls, own_batches, trained
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -62,7 +62,7 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
     model = network()
     training = training_of(model, dataset(), microbatch_size=microbatch_size)
     batches, before, step = [], copy.deepcopy(model), 0
-    for x, y in training:
+    for x, y in own_batches(training, losses_of):
         assert len(x) % VIEWS == 0
         assert all(len(set(y[i : i + VIEWS].tolist())) == 1 for i in range(0, len(y), VIEWS))
         batches.append((x, y))
@@ -79,7 +79,7 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
 
 def test_views_of_one_example_differ_and_cost_no_privacy():
     training = training_of(network())
-    x, _ = next(iter(training))
+    x, _ = next(own_batches(training, losses_of))
     assert not torch.equal(x[0], x[1])
     assert training.event == training_of(network(), views=1).event
     assert training.clipping.sensitivity(training.event.neighboring_relation) == 0.4
@@ -113,7 +113,7 @@ def test_an_example_with_one_bad_view_is_left_out_once():
     data = Shifted()
     data.x[:] = torch.where(torch.arange(N)[:, None, None, None] % 2 == 0, torch.inf, data.x)
     training, bad = training_of(network(), data), 0
-    for x, y in training:
+    for x, y in own_batches(training, losses_of):
         bad += int((~x.flatten(1).isfinite().all(1)).sum())
         training.step(losses_of(training.model, x, y))
     assert training.num_non_finite == bad // VIEWS > 0
@@ -124,10 +124,11 @@ def test_an_example_with_one_bad_view_is_left_out_once():
 )
 def test_losses_of_another_shape_are_refused(losses):
     training = training_of(network())
-    x, y = next(iter(training))
+    x, y = next(batches := iter(training))
     with pytest.raises(tp.Refused, match=r"must be \((\d+, 3\)|n,\))"):
         training.step(losses(losses_of(training.model, x, y)))
     assert training.step_count == 0
+    batches.close()
 
 
 class Centered(nn.Linear):
@@ -143,12 +144,37 @@ class Centered(nn.Linear):
         return super().forward(x - means)
 
 
+def test_views_that_depend_on_other_examples_are_refused():
+    training = training_of(Centered(own=False))
+    steps = (training.step(losses_of(training.model, x, y)) for x, y in training)
+    with pytest.raises(tp.Refused, match="examples of a batch depend on each other"):
+        list(steps)
+    assert training.step_count == 0
+
+
+def test_views_may_depend_on_the_example_s_other_views():
+    """Its row is the gradient of the mean over all of them."""
+    model = Centered(own=True)
+    training = training_of(model, microbatch_size=3)
+    for x, y in own_batches(training, losses_of):
+        means = losses_of(model, x, y).mean(1)
+        jacobian = training._pending.tape.jacobian(losses_of(model, x, y).flatten(), retain_graph=True)
+        rows = torch.cat([part.flatten(1) for part in jacobian.rows().values()], 1)
+        torch.testing.assert_close(rows.view(-1, VIEWS, rows.shape[1]).mean(1), rows_of_one_graph(means, model))
+        training.step(losses_of(model, x, y))
+    assert training.step_count == 3
+
+
 @pytest.mark.parametrize("own", [False, True])
-def test_views_that_depend_on_other_examples_or_on_each_other_are_refused(own):
-    training = training_of(Centered(own))
-    x, y = next(iter(training))
-    with pytest.raises(tp.Refused, match=r"cannot be told apart|depend on each other"):
-        training.step(losses_of(training.model, x, y))
+def test_views_that_meet_in_hidden_values_are_refused(own):
+    def forward(m, x):
+        h = m.f(x.flatten(1))
+        return h - (h.view(-1, VIEWS, 3).mean(1).repeat_interleave(VIEWS, 0) if own else h.mean(0))
+
+    training = training_of(Calls(forward, f=nn.Linear(72, 3)))
+    steps = (training.step(losses_of(training.model, x, y)) for x, y in training)
+    with pytest.raises(tp.Refused, match="cannot be told apart"):
+        list(steps)
     assert training.step_count == 0
 
 
