@@ -382,7 +382,7 @@ def test_median_norm_is_that_of_the_finite_norms():
 
 
 def test_example_of_the_documentation_gives_the_sensitivities_of_its_table():
-    rules, _ = python_blocks()
+    rules, *_ = python_blocks()
     shown: dict = {}
     exec(rules, shown)
     expected = [1.0, 1.0, 4 * math.sqrt(2), math.sqrt(1.25), 1.0, 0.1, 2.0]
@@ -390,7 +390,7 @@ def test_example_of_the_documentation_gives_the_sensitivities_of_its_table():
 
 
 def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
-    _, block = python_blocks()
+    *_, block = python_blocks()
     shown: dict = {}
     exec(block, shown)
     torch.testing.assert_close(shown["weights"], 1 / (200 * shown["probabilities"][shown["drawn"]]))
@@ -403,6 +403,13 @@ def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
     drawn_rows = torch.stack(rows) / (200 * probabilities[:, None])  # what one draw contributes
     torch.testing.assert_close(probabilities @ drawn_rows, torch.stack(rows).mean(0))
     assert probabilities @ drawn_rows.square().sum(1) < torch.stack(rows).square().sum(1).mean()
+
+
+def test_rule_of_one_s_own_in_the_documentation_trains(capsys):
+    _, own, _ = python_blocks()
+    torch.set_default_dtype(torch.float32)
+    exec(own, {"__name__": __name__})
+    assert capsys.readouterr().out == "{'rule': 'Smooth', 'clip_norm': 1.0}\n"
 
 
 def python_blocks() -> list[str]:

@@ -95,11 +95,11 @@ class RowAnswers:
     @torch.no_grad()
     def take(self, jacobian: Any, group: str) -> None:
         """Take in the rows of one group of parameters, before they are summed."""
-        if self.weigh is not None:
-            self.weigh(jacobian, group)
         self.norms[group] = jacobian.squared_norms().sqrt().double().cpu()
         if isinstance(jacobian, Jacobian):
             self.fingerprints[group] = fingerprint(jacobian).double().cpu()
+        if self.weigh is not None:  # at last, for it may use the rows up
+            self.weigh(jacobian, group)
 
 
 def fingerprint(jacobian: Jacobian) -> Tensor:
@@ -426,7 +426,7 @@ class Rehearsal:
                 raise Refused(_not_repeating(finding.what))
             places = finding.kept if turn.count == self._examples.count else np.arange(turn.count)
             where = again.differs(once, finding.kept, places, loose=turn.count != self._examples.count)
-        raise Refused(_depend(finding.what, where, finding.cure))
+        raise Refused(_depend(finding.what, "" if finding.cure else where, finding.cure))
 
 
 def halves(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> list[np.ndarray]:

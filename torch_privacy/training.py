@@ -347,9 +347,10 @@ class PrivateTraining:
         try:
             part, summing, answers = self._answers(pending, losses)
             pending.close()
-            if not self._part.rehearsed and self._is_new(pending):
+            if not self._part.thorough and self._is_new(pending):
                 self._part.script.close()
-                self._part.script, self._part.rehearsed = self._rehearsal(thorough=True), True
+                self._part.script = self._rehearsal(thorough=True)
+                self._part.rehearsed = self._part.thorough = True
                 self._turn, self._pending, self._is_rehearsal = next(self._part.script), None, True
                 return False
             try:
@@ -379,7 +380,7 @@ class PrivateTraining:
         self._part = _Part(drawn, number, number == count - 1)
         rehearsed, thorough = self._rehearsal_is_due(number, count)
         script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
-        self._part.script, self._part.rehearsed = script, rehearsed
+        self._part.script, self._part.rehearsed, self._part.thorough = script, rehearsed, rehearsed and thorough
         self._turn = next(script)
 
     def _rehearsal_is_due(self, number: int, count: int) -> tuple[bool, bool]:
@@ -789,6 +790,7 @@ class _Part:
     is_last: bool
     script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
     rehearsed: bool = False
+    thorough: bool = False  # whether it is rehearsed in full
     rates: list[Any] | None = None  # learning rates when it began
     start: RandomState | None = None  # of its random numbers, where it is rehearsed
 
