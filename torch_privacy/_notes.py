@@ -8,7 +8,7 @@ counts as a parameter itself. Nothing in the model is changed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -60,6 +60,16 @@ class Source:
     half: bool  # it or a parameter behind it is in half precision
 
 
+@dataclass(slots=True, eq=False)
+class Step:
+    """A call of a torch function: what it was given, less the tensors' entries."""
+
+    func: Callable
+    numbers: tuple  # whole numbers, names and flags
+    made_of: list[Step]  # those that made tensors it was given, of such as no gradient goes back to
+    moves: bool = False  # the data may have decided which entries of the result come from where
+
+
 class Notes(TorchFunctionMode):
     """Notes every meeting of an op with one of ``parameters`` while it is active.
 
@@ -91,8 +101,11 @@ class Notes(TorchFunctionMode):
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
         self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
-        self._reorders = False  # the data of the batch may have decided where its examples lie
-        self._program: list[tuple[Callable, tuple]] = []
+        self._program: list[Step] = []  # those that a gradient goes back through
+        self._made_by: dict[int, tuple[weakref.ref[Tensor], Step]] = {}  # of tensors that no gradient goes back to
+        self._cuts: list[Call] = []  # where the data may have decided which entries of a tensor go where
+        self._moved = False  # the data decided such a thing, be it of tensors that no gradient goes back to
+        self._moved_unseen = False  # they may have done so where it cannot be said of which tensors
         self._calls: list[Call] = []
         # Calls whose outputs are views, by their base; with strides and offset in it.
         self._views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
@@ -126,7 +139,7 @@ class Notes(TorchFunctionMode):
         numbers = numbers_in(values)
         self.code.note_call(func, numbers)
         if not torch.is_grad_enabled():
-            return self._run_without_gradient(func, args, kwargs or {}, values)
+            return self._run_without_gradient(func, numbers, args, kwargs or {}, values)
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
         if func in LIKE:
@@ -135,43 +148,104 @@ class Notes(TorchFunctionMode):
             data = [t for t in data if t is not args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
-        self._program.append((func, numbers))
+        step = Step(func, numbers, self._steps_behind(tensors))
         if self._views and changes_in_place(func):
             self._hang_on_base(args[0])
         if met and (data or looks_up_examples(func, args)):
-            out = self._meet(func, args, kwargs, data, met)
-            self._remember_made(out)
-            self._note_shape(out)
-            return out
+            return self._meet_data(step, args, kwargs, data, met)
         if data:
-            self._reorders = self._reorders or may_reorder(func, args, data)
-            return self._run_on_data(func, args, kwargs, data)
+            self._look_for_moves(step, args, data, tensors)
+            return self._run_on_data(step, args, kwargs, data)
         out = func(*args, **kwargs)
+        result = args[0] if changes_in_place(func) else out
+        self._place(step, result)
         if tensors or self._filled.makes_constant(func, out, self._num_examples):
-            result = args[0] if changes_in_place(func) else out
             if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
         return out
 
-    def _run_without_gradient(self, func: Callable, args: tuple, kwargs: dict[str, Any], values: tuple) -> Any:
+    def _run_without_gradient(
+        self, func: Callable, numbers: tuple, args: tuple, kwargs: dict[str, Any], values: tuple
+    ) -> Any:
         """Run what no gradient follows; what is made of constants alone is one, such as spectral norm's vectors."""
         tensors, met, data = self._sorted(values)
         target = kwargs.get("out", args[0] if args and changes_in_place(func) else None)
         is_own = target is None or id(target) in self._constants
-        out = self._run_on_data(func, args, kwargs, values)
+        step = Step(func, numbers, self._steps_behind(tensors))
+        self._look_for_moves(step, args, data, ())
+        out = self._run_on_data(step, args, kwargs, values)
         if tensors and is_own and all(t is target for t in data):
             for t in tensors_in((out if target is None else target,)):
                 self._add_derived(func, args, met, t)  # a view of a parameter requires a gradient even here
         return out
 
-    def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: Iterable[Any]) -> Any:
-        """Run what meets no parameter, or no gradient."""
-        out = func(*args, **kwargs)
+    def _meet_data(self, step: Step, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        """Run an op that meets parameters and data. Behind data that no gradient goes back to there are no calls."""
+        if any([t.grad_fn is not None for t in data]):
+            self._look_for_moves(step, args, data, data)
+        else:
+            step.made_of = []
+        self._program.append(step)
+        out = self._meet(step.func, args, kwargs, data, met)
         self._remember_made(out)
         self._note_shape(out)
-        self._left_torch |= func in LEAVING and any(isinstance(t, Tensor) for t in data)
         return out
+
+    def _run_on_data(self, step: Step, args: tuple, kwargs: dict, data: Iterable[Any]) -> Any:
+        """Run what meets no parameter, or no gradient."""
+        out = step.func(*args, **kwargs)
+        self._place(step, args[0] if changes_in_place(step.func) else out)
+        self._remember_made(out)
+        self._note_shape(out)
+        if step.func in LEAVING and any(isinstance(t, Tensor) for t in data):
+            self._left_torch = True
+            self._moved_unseen |= step.moves
+        return out
+
+    def _steps_behind(self, tensors: Iterable[Tensor]) -> list[Step]:
+        """The steps that made some tensors, of those that no gradient goes back to."""
+        made_by = self._made_by
+        known = [(t, *made_by[id(t)]) for t in tensors if id(t) in made_by]
+        return [step for t, alive, step in known if alive() is t]
+
+    def _place(self, step: Step, out: Any) -> None:
+        """A step whose result takes a gradient is part of the program; any other only where its result is used."""
+        results = [out] if isinstance(out, Tensor) else tensors_in((out,))
+        if any([t.requires_grad for t in results]):
+            self._program.append(step)
+            return
+        for t in results:
+            for changed in (t, t._base) if t._base is not None else (t,):
+                self._made_by[id(changed)] = weakref.ref(changed), step
+
+    def _steps(self) -> Iterator[Step]:
+        """The program: what a gradient goes back through, with what made the other tensors that were used there."""
+        seen: set[int] = set()
+        for step in self._program:
+            stack = [step]
+            while stack:
+                step = stack.pop()
+                if id(step) not in seen:
+                    seen.add(id(step))
+                    yield step
+                    stack += step.made_of
+
+    def _look_for_moves(self, step: Step, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor]) -> None:
+        """Before a step is run: may its data decide which entries of tensors with a gradient go where?"""
+        step.moves = any([behind.moves for behind in step.made_of]) or may_reorder(step.func, args, data)
+        if not step.moves:
+            return
+        self._moved = True
+        followed = [t for t in tensors if t.grad_fn is not None]
+        if not all([t.is_floating_point() and t.layout is torch.strided and not t.is_nested for t in followed]):
+            self._moved_unseen = True
+        elif followed and changes_in_place(step.func):
+            self._moved_unseen = True
+        else:
+            self._cuts += [
+                Call.cut(step.func, Output(_edge(t), t.shape, t.dtype, None), self.code.place) for t in followed
+            ]
 
     def _note_shape(self, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -269,7 +343,7 @@ class Notes(TorchFunctionMode):
         if saves_elsewhere():
             self._saved_elsewhere = True
         versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
-        call = Call(op, _output(y), inputs, uses, versions)
+        call = Call(op, _output(y), inputs, uses, versions, self.code.place)
         self._calls.append(call)
         if y._base is not None and call.output.part is None and call.edge == _edge(y):
             where = y.stride(), int(y.storage_offset())
