@@ -40,6 +40,8 @@ MEMORY_BUDGET = 1.2
 
 # Bytes of gradients that are measured at once, at least: a portion takes several backwards.
 PORTION = 2**24
+# Bytes that any budget allows that is not below what non-private training needs.
+LITTLE = 2**26
 # Bytes of graph and calls up to which both may be there at once while predicted layouts are proved.
 ROOM = 2**28
 
@@ -189,6 +191,8 @@ class Tape(Notes):
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)
         parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
         on_the_way = sum([call.size for call in reached.calls])
+        if 1 <= limit <= 100:
+            limit = max(limit * max(known.activations, parameters), LITTLE)
         return Budget(limit, known.activations, known.least, on_the_way, parameters)
 
     def _activations(self, reached: Reached) -> int:
