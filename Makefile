@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check docs format clean
+.PHONY: help train test fuzz check docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ train: $(VENV)/.train  ## train on the Adult data privately; ARGS="--epsilon 2" 
 
 test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)
 
 check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .

@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test runs in float64, with a fixed seed and one thread (the models are tiny), unless it says otherwise."""
+"""Every test runs in float64, with fixed seeds and one thread (the models are tiny), unless it says otherwise."""
 
+import random
+import secrets
 from collections.abc import Iterator
 
+import drawn as drawn  # registers the profiles
 import pytest
 import torch
+from hypothesis import settings
+
+settings.load_profile("fixed")  # before pytest obeys --hypothesis-profile
 
 
 @pytest.fixture(autouse=True)
-def float64_and_seed() -> Iterator[None]:
+def float64_and_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Also what the library draws from the system, keys and the seeds of its checks, is the same in every run.
+
+    Every test has keys of its own: the library remembers with which ones something was released.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    yield
+    drawn_by_system = random.Random(request.node.nodeid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", drawn_by_system.randbytes)
+        patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
+        patch.setattr("torch_privacy._fitting.system_seed", lambda: drawn_by_system.getrandbits(53))
+        yield
     torch.set_default_dtype(torch.float32)

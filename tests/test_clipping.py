@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ RULES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
+@draws(50)
 @given(c=st.floats(1e-6, 1e6), norms=st.lists(st.floats(0), max_size=9))
 def test_factor_times_norm_never_exceeds_the_bound(rule, dtype, c, norms):
     rule, group = RULES[rule](c)
@@ -64,6 +66,7 @@ def test_what_is_not_finite_gets_the_factor_zero(rule):
     assert factors.tolist() == [0.0] * 4
 
 
+@draws(50)
 @given(st.floats(1e-6, 1e6), st.lists(st.floats(0, 1e18), min_size=1, max_size=9))
 def test_flat_leaves_a_gradient_within_the_bound_as_it_is(clip_norm, norms):
     norms = torch.tensor(norms, dtype=torch.float32)
@@ -282,6 +285,7 @@ def test_adaptive_refuses_a_count_noise_too_small_for_the_noise_multiplier():
         Adaptive(1.0).split(1.0, 10, ADD_OR_REMOVE)
 
 
+@draws(50)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(1e-3, 1e6))
 def test_adaptive_stays_within_its_limits_whatever_the_noise(noisy_count, expected_batch_size):
     rule = Adaptive(1.0, smallest=0.1, largest=3.0)
@@ -378,7 +382,7 @@ def test_median_norm_is_that_of_the_finite_norms():
 
 
 def test_example_of_the_documentation_gives_the_sensitivities_of_its_table():
-    rules, _ = python_blocks()
+    rules, *_ = python_blocks()
     shown: dict = {}
     exec(rules, shown)
     expected = [1.0, 1.0, 4 * math.sqrt(2), math.sqrt(1.25), 1.0, 0.1, 2.0]
@@ -386,7 +390,7 @@ def test_example_of_the_documentation_gives_the_sensitivities_of_its_table():
 
 
 def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
-    _, block = python_blocks()
+    *_, block = python_blocks()
     shown: dict = {}
     exec(block, shown)
     torch.testing.assert_close(shown["weights"], 1 / (200 * shown["probabilities"][shown["drawn"]]))
@@ -399,6 +403,13 @@ def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
     drawn_rows = torch.stack(rows) / (200 * probabilities[:, None])  # what one draw contributes
     torch.testing.assert_close(probabilities @ drawn_rows, torch.stack(rows).mean(0))
     assert probabilities @ drawn_rows.square().sum(1) < torch.stack(rows).square().sum(1).mean()
+
+
+def test_rule_of_one_s_own_in_the_documentation_trains(capsys):
+    _, own, _ = python_blocks()
+    torch.set_default_dtype(torch.float32)
+    exec(own, {"__name__": __name__})
+    assert capsys.readouterr().out == "{'rule': 'Smooth', 'clip_norm': 1.0}\n"
 
 
 def python_blocks() -> list[str]:

@@ -5,12 +5,12 @@ import hypothesis.strategies as st
 import oracle
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from drawn import draws
+from hypothesis import assume, given
 from parts import Calls
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-few = settings(max_examples=20, deadline=None, derandomize=True)
 BATCHES = st.integers(1, 4)
 SMALL = st.integers(1, 3)
 GROUPED = [(1, 1, 1), (1, 2, 3), (2, 2, 4), (2, 4, 2), (3, 3, 3), (2, 6, 4)]  # groups, channels in, channels out
@@ -22,7 +22,7 @@ def assert_exact(model: nn.Module, x: Tensor) -> None:
     oracle.assert_exact(model, x)
 
 
-@few
+@draws(20)
 @given(
     n=BATCHES,
     positions=st.lists(SMALL, max_size=3),
@@ -68,7 +68,7 @@ CONVOLUTIONS = {
 MODES = st.sampled_from(["zeros", "zeros", "reflect", "circular", "replicate"])
 
 
-@settings(few, max_examples=60)
+@draws(60)
 @given(**CONVOLUTIONS, mode=MODES)
 def test_convolution(data, dims, n, images, channels, bias, mode):
     groups, d, e = channels
@@ -80,7 +80,7 @@ def test_convolution(data, dims, n, images, channels, bias, mode):
     assert_exact(per_example(layer, images), torch.randn(n, images, d, *size))
 
 
-@few
+@draws(20)
 @given(
     dims=st.integers(1, 3),
     n=BATCHES,
@@ -94,7 +94,7 @@ def test_convolution_with_named_padding(dims, n, kernel, dilation, padding):
     assert_exact(layer, torch.randn(n, 2, *[7] * dims))
 
 
-@settings(few, max_examples=60)
+@draws(60)
 @given(**CONVOLUTIONS)
 def test_transposed_convolution(data, dims, n, images, channels, bias):
     groups, d, e = channels
@@ -109,7 +109,7 @@ def test_transposed_convolution(data, dims, n, images, channels, bias):
     assert_exact(per_example(layer, images), torch.randn(n, images, d, *size))
 
 
-@few
+@draws(20)
 @given(
     n=BATCHES,
     groups=st.sampled_from([(1, 4), (2, 4), (4, 4), (3, 6)]),
@@ -122,7 +122,7 @@ def test_group_norm(n, groups, size, images, eps):
     assert_exact(layer, torch.randn(n, images, groups[1], *size, 2))
 
 
-@few
+@draws(20)
 @given(
     n=BATCHES,
     positions=st.lists(SMALL, max_size=2),
@@ -137,7 +137,7 @@ def test_layer_norm_and_rms_norm(n, positions, shape, bias, rms, eps):
     assert_exact(layer, torch.randn(n, *positions, *shape))
 
 
-@few
+@draws(20)
 @given(n=BATCHES, dims=st.integers(1, 3), channels=SMALL, fixed=st.booleans(), eps=st.sampled_from([1e-5, 0.1]))
 def test_instance_norm_and_batch_norm_with_fixed_statistics(n, dims, channels, fixed, eps):
     kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d] if fixed else []
@@ -150,7 +150,7 @@ def test_instance_norm_and_batch_norm_with_fixed_statistics(n, dims, channels, f
     assert_exact(layer, torch.randn(n, channels, *[2, 3, 2][:dims]))
 
 
-@few
+@draws(20)
 @given(
     data=st.data(),
     n=BATCHES,
@@ -178,7 +178,7 @@ def bags_of(layer: nn.EmbeddingBag, offsets: bool) -> nn.Module:
     return Calls(forward, bag=layer)
 
 
-@few
+@draws(20)
 @given(
     data=st.data(),
     n=BATCHES,
@@ -213,7 +213,7 @@ def recurrent(layer: nn.RNNBase, packed: bool, states: bool) -> nn.Module:
     return model
 
 
-@settings(few, max_examples=40)
+@draws(40)
 @given(
     n=BATCHES,
     kind=st.sampled_from(["LSTM", "GRU", "tanh", "relu"]),
@@ -233,7 +233,7 @@ def test_recurrent_layers(n, kind, layers, both, bias, projected, packed, states
     assert_exact(recurrent(layer, packed, states), torch.randn(n, 4, 2))
 
 
-@settings(few, max_examples=40)
+@draws(40)
 @given(
     n=BATCHES,
     heads=st.sampled_from([1, 2]),
@@ -273,7 +273,7 @@ def test_multihead_attention(n, heads, bias, added, widths, batch_first, mask, w
     assert_exact(Calls(forward, f=layer), torch.randn(n, 5, 4))
 
 
-@few
+@draws(20)
 @given(
     n=BATCHES,
     first=st.booleans(),
@@ -293,7 +293,7 @@ def test_transformer_layers(n, first, activation, bias, decoder, causal):
     assert_exact(Calls(forward, f=layer), torch.randn(n, 5, 4))
 
 
-@few
+@draws(20)
 @given(
     n=BATCHES,
     kind=st.sampled_from(["prelu", "prelu per channel", "bilinear", "weight norm", "parametrized norm"]),

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from cases import Calls, losses_of
 from cases_linear import CASES
-from hypothesis import given, settings
+from drawn import draws
+from hypothesis import given
 from oracle import assert_exact, assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
 from parts import tokens
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch_privacy.ops.linear import Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear, RoutedUse
 
 SIZES = dict(zip("bghtsdcef", (5, 2, 3, 2, 3, 3, 2, 2, 3), strict=True))
-few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def assert_methods_agree(jacobian: tp.Jacobian) -> None:
@@ -42,7 +42,7 @@ def equations(draw: st.DrawFn) -> tuple[str, str, str]:
     return tuple("".join(draw(st.permutations(labels))) for labels in (x, [*shared, *inputs, *outputs], y))
 
 
-@few
+@draws(60)
 @given(labels=equations(), weight_first=st.booleans(), ellipsis=st.booleans())
 def test_einsum_matches_one_backward_per_example(labels, weight_first, ellipsis):
     x_labels, w_labels, y_labels = labels
@@ -60,7 +60,7 @@ def test_einsum_matches_one_backward_per_example(labels, weight_first, ellipsis)
     assert_methods_agree(assert_exact(model, torch.randn(5, *shape)))
 
 
-@few
+@draws(60)
 @given(
     batch=st.lists(st.integers(1, 3), max_size=2),
     present=st.lists(st.sampled_from(["both", "x", "weight", "neither"]), min_size=2, max_size=2),

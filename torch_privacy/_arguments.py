@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed
 from torch import Tensor
 
 from . import privacy
 from ._batches import share_examples
-from ._check import Refused, positive, strictly_between, whole
+from ._check import Refused, positive, whole
 from ._embedded import EmbeddedSum
 from ._mechanism import ClippedSum, Mechanism, SketchedSum
+from ._statement import check_delta
 from .clipping import ClippingRule, MicroBatches
 from .embedding import BGEP, GEP
 
@@ -35,8 +39,9 @@ def check_numbers(training: PrivateTraining, num_workers: int) -> None:
     if training.expected_batch_size > n:
         raise ValueError(f"{WHERE}: expected_batch_size={training.expected_batch_size!r} must be at most {n} examples.")
     if delta is not None:
-        hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
-        strictly_between(WHERE, 0, 1 / n, delta=delta, hint=hint)
+        check_delta(training, delta)
+    if training.assume_independent is not None and not str(training.assume_independent).strip():
+        raise ValueError(f"{WHERE}: assume_independent={training.assume_independent!r} must be a reason, in words.")
     strangers = [release for release in training.prior_releases if not isinstance(release, privacy.Release)]
     if strangers:
         raise ValueError(f"{WHERE}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is.")
@@ -49,6 +54,14 @@ def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trai
         return _embedded_sum(training, clipping, trained)
     if not isinstance(clipping, ClippingRule):
         raise ValueError(f"{WHERE}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+    try:
+        clipping.statement()
+    except TypeError:
+        kind = type(clipping).__name__
+        raise ValueError(
+            f"{WHERE}: clipping={clipping!r} cannot say its settings, which the privacy statement prints. Make {kind} "
+            "a dataclass, with @dataclass(frozen=True), or define statement()."
+        ) from None
     if isinstance(clipping, MicroBatches) and training.microbatch_size is not None:
         raise ValueError(
             f"{WHERE}: microbatch_size={training.microbatch_size!r} would cut through the groups of {clipping!r}. "
@@ -133,3 +146,32 @@ def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.
     for step, release in enumerate(prior_releases):
         ledger.record(release.event, step, release.fingerprint)
     return ledger
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler whose steps want to know a loss."""
+    if scheduler is None:
+        return
+    wanted = [
+        name
+        for name, parameter in inspect.signature(scheduler.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        raise Refused(
+            f"{WHERE}: scheduler={type(scheduler).__name__} asks for {', '.join(wanted)} at every step. A loss or an "
+            "accuracy of the training data is private, and no noise is added to it. Take a schedule of the step alone, "
+            "such as CosineAnnealingLR; or call the scheduler yourself, with a score of public data."
+        )
+
+
+def check_alone() -> None:
+    """Refuse several processes: each would train a model of its own, with its own epsilon."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise Refused(
+            f"{WHERE}: torch.distributed runs with {distributed.get_world_size()} processes, and private training over "
+            "several of them is not there yet: each would train another model, with an epsilon of its own. Train in "
+            "one process."
+        )

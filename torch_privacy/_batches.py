@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,26 +138,26 @@ class Drawn:
     def __init__(self, batches: Batches, draw: Draw, batch: Any, items: Any):
         self._batches, self._draw, self.batch, self._items = batches, draw, batch, items
         self.count = len(draw.numbers)
-        self._generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(draw.seed_for("others"), "big")))
 
-    @property
+    @cached_property
     def generator(self) -> np.random.Generator:
         """Chooses which examples are kept, and the others."""
-        return self._generator
+        return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._draw.seed_for("others"), "big")))
 
     def with_others(self, keep: np.ndarray) -> Any:
         """As of `Examples`: items are replaced before they are collated; else the parts of the collated tensors."""
         wanted = _shapes(self.batch)
         for _ in range(TRIES):
             places = np.flatnonzero(~keep)
-            numbers = self._generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
-            seed = self._generator.bytes(32)
+            numbers = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
+            seed = self.generator.bytes(32)
             others = self._batches.items(Draw(numbers, self._draw.views, seed))
             items = _mixed(self._own_items(), others, places, self._draw.views)
             batch = self._batches.collate(items, self._draw)
             if _shapes(batch) == wanted:
                 return batch
-        return CollatedExamples(self.batch, self.count, self._generator, self._draw.views).with_others(keep)
+        alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
+        return alike.with_others(keep)
 
     def without(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""
@@ -187,10 +188,12 @@ class CollatedExamples:
         count: number of examples.
         generator: chooses the others, among the examples of the batch.
         views: rows of each example, one behind the other.
+        sure: take no list of as many tensors as there are examples, each of this length, for a list of inputs: it may
+            as well be a list of examples.
     """
 
-    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1):
-        self.batch, self.count, self._generator, self._views = batch, count, generator, views
+    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1, *, sure: bool = False):
+        self.batch, self.count, self._generator, self._views, self._sure = batch, count, generator, views, sure
 
     def with_others(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""
@@ -208,7 +211,7 @@ class CollatedExamples:
         rows = (views * numbers[:, None] + np.arange(views)).ravel()
         found: list[bool] = []
         chosen = _rows(batch, rows, views * self.count, found)
-        return chosen if found else None
+        return chosen if all(found if self._sure else [True]) and any(found) else None
 
 
 def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
@@ -228,6 +231,8 @@ def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
         if len(batch) == n and not all(whole):
             found.append(True)
             return type(batch)(batch[k] for k in rows)
+        if len(batch) == n and n > 1:
+            found.append(False)
         parts = [_rows(value, rows, n, found) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -257,6 +262,11 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         raise Refused(
             f"{name} is a DataLoader: its shuffled batches are no Poisson sample, and the privacy guarantee is for "
             "Poisson sampling only. Pass loader.dataset; batches are drawn here."
+        )
+    if type(dataset).__module__.startswith("pandas."):
+        raise Refused(
+            f"{name} is a {type(dataset).__name__} of pandas, whose items are columns. Pass its rows, e.g. "
+            "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(

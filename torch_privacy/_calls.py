@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,10 @@ from .ops import Use
 
 # The op of what a composition of our own noted.
 SCAN = "scan"
+# Two further backwards through this part of the graph are cheaper than one through all of it.
+NEAR = 0.3
+# What the op of a cut begins with, see ``Call.cut``.
+CUT = "into "
 
 
 @dataclass(slots=True)
@@ -50,6 +55,17 @@ class Call:
     inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
     uses: tuple[Use, ...]
     versions: list[tuple[Tensor, int]]
+    place: int = 0  # in the code
+
+    @staticmethod
+    def cut(func: Callable, output: Output, place: int) -> Call:
+        """Not a call, but a tensor whose entries are moved by ``func`` as the data say: its gradient is looked at."""
+        return Call(CUT + getattr(func, "__name__", ""), output, (), (), [], place)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is no call."""
+        return self.op.startswith(CUT)
 
     @property
     def is_scan(self) -> bool:
@@ -77,16 +93,21 @@ class Call:
 
 @dataclass(slots=True)
 class Reached:
-    """What the losses of one batch were computed from: the calls between them and the parameters, and the way there."""
+    """What the losses of one batch were computed from: the calls between them and the parameters, and the way there.
+
+    ``cuts`` are the tensors on the way whose entries may have been moved as the data say.
+    """
 
     losses: Tensor
     graph: Graph
     calls: list[Call]
+    cuts: list[Call]
     path: int
 
     @property
-    def edges(self) -> list[GradientEdge]:
-        return [call.output.edge for call in self.calls]
+    def places(self) -> list[Call]:
+        """Calls and cuts."""
+        return [*self.calls, *self.cuts]
 
     def dtypes(self) -> set[torch.dtype]:
         """The floating-point types on the way, casts between the calls included."""
@@ -100,8 +121,13 @@ class Reached:
         """Relative rounding of the coarsest floating-point type on the way."""
         return max(torch.finfo(dtype).eps for dtype in self.dtypes())
 
-    def deepest(self) -> list[bool]:
-        """Which calls have no other call below them in the graph."""
-        nodes = [call.output.edge.node for call in self.calls]
+    def deepest(self, places: Sequence[Call]) -> list[bool]:
+        """Which of these have no other below them in the graph."""
+        nodes = [place.output.edge.node for place in places]
         above = self.graph.above(set(nodes))
         return [node not in above for node in nodes]
+
+    def cuts_are_near(self) -> bool:
+        """Whether the part of the graph above the cuts is small enough to be gone through twice."""
+        above = self.graph.above({cut.output.edge.node for cut in self.cuts})
+        return len(above) <= NEAR * len(self.graph.children)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-DEPTH = 6  # frames of the stack that name a place in the code: enough to tell two layers of one class apart
 SMALL = 4  # whole numbers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
 
@@ -22,15 +21,11 @@ class CodePath:
     def __init__(self) -> None:
         self.features: set[Any] = set()
         self.shapes = 0  # a number that tells whether all results had the same shapes
+        self.place = 0  # in the code, of the call noted last
 
     def note_call(self, func: Callable, numbers: tuple) -> None:
         """A torch function was called with these whole numbers, names and flags."""
-        frame, place = sys._getframe(2), 0
-        for _ in range(DEPTH):
-            place = hash((place, id(frame.f_code), frame.f_lasti))
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
+        place = self.place = _place(sys._getframe(2))
         self.features.add((func, place, _without_sizes(numbers)))
 
     def note_shape(self, shape: tuple[int, ...]) -> None:
@@ -40,6 +35,27 @@ class CodePath:
     def note(self, features: Iterable[Any]) -> None:
         """Whatever else tells one path from another."""
         self.features.update(features)
+
+
+def _place(a: Any) -> int:
+    """A place in the code: six frames of the stack, which are enough to tell two layers of one class apart.
+
+    Written out, since it is asked of every call of a torch function.
+    """
+    try:
+        b = a.f_back
+        c = b.f_back
+        d = c.f_back
+        e = d.f_back
+        f = e.f_back
+        codes = id(a.f_code), id(b.f_code), id(c.f_code), id(d.f_code), id(e.f_code), id(f.f_code)
+        return hash((codes, a.f_lasti, b.f_lasti, c.f_lasti, d.f_lasti, e.f_lasti, f.f_lasti))
+    except AttributeError:  # the stack is not as deep
+        place = 0
+        while a is not None:
+            place = hash((place, id(a.f_code), a.f_lasti))
+            a = a.f_back
+        return place
 
 
 class RehearsedCode:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ._check import Refused
 from ._plan import Budget
+from ._prediction import Prediction
 from .jacobian import Block, Jacobian, Native, NothingKept
 from .ops._base import is_half
 
@@ -25,9 +26,35 @@ if TYPE_CHECKING:
 
 # The coarsest rounding on the way with which a second backward, whose cotangents are rounded again, keeps the bound.
 FINE = 1e-6
+LayoutOf = Callable[[int, Tensor | None, Tensor], "AnyLayout"]  # (number of a call, its b, losses)
 OnBlock = Callable[[Block], None]
 Clip = Callable[[Jacobian, str], dict[str, Tensor]]
 Observe = Callable[[Jacobian, str], None]
+
+
+class Taker(Protocol):
+    """What the gradients of a backward go to."""
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        """The gradient at the edge of a call (or cut) has come; gradients are off, as they are in a backward."""
+
+
+def layouts_by(told: Sequence[AnyLayout] | Prediction, merging: Merging | None = None) -> LayoutOf:
+    """The layouts that are known, or that the gradients of the plain backward are to bear out."""
+
+    def known(number: int, b: Tensor | None, like: Tensor) -> AnyLayout:
+        return layouts[number]
+
+    def predicted(number: int, b: Tensor | None, like: Tensor) -> AnyLayout:
+        assert isinstance(told, Prediction)
+        call = told.calls[number]
+        layout = told.layout(number, call.output.gradient(b, like) if b is None or call.is_cut else b)
+        return layout if merging is None else merging.layout(layout)
+
+    if isinstance(told, Prediction):
+        return predicted
+    layouts = told if merging is None else [merging.layout(layout) for layout in told]
+    return known
 
 
 class Collector:
@@ -35,7 +62,7 @@ class Collector:
 
     Args:
         calls: the calls whose b will come.
-        layouts: where the examples sit in the output of each.
+        layouts: where the examples sit in the output of each; also of what is no call, whose b may come as well.
         sources: weight's id -> what is known of it.
         budget: what may be kept; None keeps everything for any question that may be asked.
         lets_go: whether the calls' inputs are not needed any more.
@@ -45,7 +72,7 @@ class Collector:
     def __init__(
         self,
         calls: Sequence[Call],
-        layouts: Sequence[AnyLayout],
+        layouts: LayoutOf,
         sources: Mapping[int, Source],
         budget: Budget | None = None,
         *,
@@ -63,16 +90,18 @@ class Collector:
         self._sharing = Counter(name for names in self.names for name in names)
 
     def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        """The gradient at a call's edge has come; gradients are off, as they are in a backward."""
+        if number >= len(self._calls):
+            self._layouts(number, g, like)
+            return
         call = self._calls[number]
         b = call.output.gradient(g, like)
         if self._budget is not None:
             self._budget.passed(call.size)
-        uses = call.uses
+        uses, layout = call.uses, self._layouts(number, b, like)
         if self._lets_go:
             call.forget()
         for use in uses:
-            self._take_use(use, b, self._layouts[number])
+            self._take_use(use, b, layout)
 
     def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:
         key, source = id(use.weight), self._sources[id(use.weight)]
@@ -128,6 +157,7 @@ class GroupSums:
         observe: to be shown them, too, with the label.
         native: gives the clipped sum of what was not kept.
         estimates: take the place of exact norms.
+        prove: raises unless the layouts hold, before anything is made of the blocks.
     """
 
     def __init__(
@@ -143,9 +173,10 @@ class GroupSums:
         native: Native | None = None,
         estimates: Estimates | None = None,
         observe: Observe | None = None,
+        prove: Callable[[], None] | None = None,
     ):
         self._budget, self._checks, self._native, self._estimates = budget, checks, native, estimates
-        self._observe = observe
+        self._observe, self._prove = observe, prove
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -168,6 +199,8 @@ class GroupSums:
         return {self._label[name] for name in names}
 
     def _finish(self, label: str) -> None:
+        if self._prove is not None:
+            self._prove()
         blocks = self._blocks.pop(label)
         jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True, native=self._native)
         jacobian = jacobian.restricted(self._groups[label])
@@ -182,7 +215,7 @@ class GroupSums:
 
 
 def backward_into(
-    collector: Collector,
+    taker: Taker,
     losses: Tensor,
     cotangent: Tensor,
     calls: Sequence[Call],
@@ -190,7 +223,7 @@ def backward_into(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """One backward that stops at the calls; each b goes to the collector as soon as it is there, and is then freed.
+    """One backward that stops at the calls; each b goes to the taker as soon as it is there, and is then freed.
 
     ``deepest`` marks the calls below which there is no other: the backward ends at these.
     """
@@ -198,7 +231,7 @@ def backward_into(
     try:
         for number, (call, last) in enumerate(zip(calls, deepest, strict=True)):
             if not last:
-                hook = _hand_over(collector, number, call.edge.output_nr, losses)
+                hook = _hand_over(taker, number, call.edge.output_nr, losses)
                 handles.append(call.edge.node.register_prehook(hook))
         ends = [number for number, last in enumerate(deepest) if last]
         edges = [calls[number].edge for number in ends]
@@ -208,12 +241,12 @@ def backward_into(
             handle.remove()
     with torch.no_grad():
         for number, g in zip(ends, gradients, strict=True):
-            collector.take(number, g, losses)
+            taker.take(number, g, losses)
 
 
-def _hand_over(collector: Collector, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:
+def _hand_over(taker: Taker, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        collector.take(number, gradients[output], losses)
+        taker.take(number, gradients[output], losses)
 
     return hook
 
@@ -223,7 +256,7 @@ class RowsAsTheyCome:
 
     Args:
         reached: what the losses were computed from; its graph is used up.
-        layouts: where the examples sit in the output of each call.
+        layouts: where the examples sit in the output of each call; or a prediction, for one group of parameters.
         sources: weight's id -> what is known of it.
         parameters: all recorded ones.
         merging: examples whose mean is one row.
@@ -233,7 +266,7 @@ class RowsAsTheyCome:
     def __init__(
         self,
         reached: Reached,
-        layouts: Sequence[AnyLayout],
+        layouts: Sequence[AnyLayout] | Prediction,
         sources: Mapping[int, Source],
         parameters: Mapping[str, Tensor],
         merging: Merging | None,
@@ -241,19 +274,23 @@ class RowsAsTheyCome:
     ):
         self._estimates = estimates
         self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
-        self._layouts = layouts if merging is None else [merging.layout(layout) for layout in layouts]
+        self._layouts, self._predicted = layouts_by(layouts, merging), None
+        if isinstance(layouts, Prediction):
+            self._predicted = layouts
         losses = reached.losses
         self._cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
 
     def clipped_sum(
         self,
         groups: Mapping[str, Sequence[str]],
-        clip: Clip,
+        clip: Clip | None,
         budget: Callable[[], Budget],
         checks: Checks | None,
         observe: Observe | None = None,
     ) -> dict[str, Tensor]:
-        """Of all groups, by name; ``checks`` see the rows first and must agree."""
+        """Of all groups, by name; ``checks`` see the rows first and must agree. Nothing is summed without ``clip``."""
+        if clip is None:
+            return self._run(groups, lambda *_: {}, budget(), checks, observe)
         if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
             return self._run(groups, clip, budget(), checks, observe)
         if checks is not None or observe is not None:  # these want rows
@@ -280,10 +317,10 @@ class RowsAsTheyCome:
         *,
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
-        losses, calls = self._reached.losses, self._reached.calls
-        collector = Collector(
-            calls, self._layouts, self._sources, budget, lets_go=not retain_graph, estimates=self._estimates
-        )
+        losses, calls, predicted = self._reached.losses, self._reached.calls, self._predicted
+        retain_graph = retain_graph or predicted is not None  # which may not hold
+        lets_go = not retain_graph
+        collector = Collector(calls, self._layouts, self._sources, budget, lets_go=lets_go, estimates=self._estimates)
         num_rows = len(losses) if self._merging is None else self._merging.count
         awaited, estimates = collector.names, self._estimates
         sums = GroupSums(
@@ -298,10 +335,12 @@ class RowsAsTheyCome:
             self._native_sum,
             estimates,
             observe,
+            None if predicted is None else predicted.conclude,
         )
         collector.on_block = sums.add
-        deepest = self._reached.deepest()
-        backward_into(collector, losses, self._cotangent, calls, deepest, retain_graph=retain_graph)
+        places = calls if predicted is None else predicted.calls
+        deepest = self._reached.deepest(places)
+        backward_into(collector, losses, self._cotangent, places, deepest, retain_graph=retain_graph)
         if checks is not None:
             checks.conclude()
         return sums.sums

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from .ops._base import CHUNK_FLOATS, in_sum_dtype
 # Rounding of an example's own b, and what cancels only up to rounding, in units of the coarsest type's.
 OWN = 64
 OTHERS = 16
+SMALL = 2.0**-32
 
 
 def fresh_generator() -> torch.Generator:
     """A generator for checks, seeded by the system: it leaves the user's random state alone."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+    return torch.Generator().manual_seed(system_seed())
+
+
+def system_seed() -> int:
+    """Returns a seed from the system."""
+    return torch.Generator().seed()
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Rounding:
     most: float  # of that, relative to the largest without factors
     grain: float  # absolute, for each entry
     exponents: int  # how many powers of two the type has room for
+    nothing: float  # entries up to this are no gradient
 
     @staticmethod
     def of(dtypes: Collection[torch.dtype]) -> Rounding:
@@ -45,7 +51,9 @@ class Rounding:
         eps = max(info.eps for info in infos)
         grain = max(info.smallest_normal * info.eps for info in infos)
         exponents = 4 if torch.float16 in dtypes else 16
-        return Rounding(min(OWN * eps, 0.02), OTHERS * eps, 0.02 if eps < 1e-5 else 0.002, 16 * grain, exponents)
+        nothing = 64 * grain if grain < 1e-30 else 0.0  # in float16 small gradients are not far above
+        most = 0.02 if eps < 1e-5 else 0.002
+        return Rounding(min(OWN * eps, 0.02), OTHERS * eps, most, 16 * grain, exponents, nothing)
 
 
 class Codes:
@@ -106,14 +114,19 @@ class Fitting:
         codes: Codes,
         rounding: Rounding,
     ):
-        self._b, self._codes, self._rounding = b.detach(), codes, rounding
+        self._unit = _unit(b.detach())
+        self._b, self._codes = self._in_units(b), codes
+        grain, nothing = rounding.grain * self._unit, rounding.nothing * self._unit
+        self._rounding = replace(rounding, grain=grain, nothing=nothing)
         n = len(codes.cotangent(0))
         if n < 2:  # nothing to tell apart
             regular = [Layout(dim, 1, n, b.shape[dim] if n else 1) for dim in dims if n or not b.shape[dim]][:1]
         else:
             regular = list(_candidates(b.shape, n, dims))
         self._regular = {layout: _not_finite(layout, self._b) for layout in regular}
+        self._exact = set(self._regular)  # those that agree without leave for what other examples leave behind
         self._digits: dict[int, list[Tensor]] = {dim: [] for dim in dims} if n > 1 else {}
+        self._digits_are_exact = dict.fromkeys(self._digits, True)
 
     @property
     def aside(self) -> int:
@@ -122,54 +135,92 @@ class Fitting:
 
     def narrow(self, k: int, scaled: Tensor) -> None:
         """Keep what agrees with the backward whose cotangent was digit k."""
-        c = self._codes.cotangent(k)
-        self._regular = {
-            layout: aside for layout, aside in self._regular.items() if self._fits(layout, aside, c, scaled)
-        }
+        c, kept, scaled = self._codes.cotangent(k), {}, self._in_units(scaled)
+        for layout, aside in self._regular.items():
+            exact, near = self._fits(layout, aside, c, scaled)
+            if near:
+                kept[layout] = aside
+            if not exact:
+                self._exact.discard(layout)
+        self._regular = kept
         if self._codes.num_digits > 1 or not self._regular:
             self._digits = {dim: [*digits, self._digit(dim, scaled)] for dim, digits in self._digits.items()}
 
     def layouts(self) -> list[AnyLayout]:
-        """The regular ones with the fewest examples set aside; or the irregular ones."""
+        """The regular ones with the fewest examples set aside, of these the exact ones; or the irregular ones."""
         fewest = self.aside
         regular = [layout for layout, aside in self._regular.items() if aside.sum() == fewest]
         n = len(self._codes.cotangent(0))
         if regular:
             doubtful = 0 < fewest < n and len({tuple(self._regular[layout].tolist()) for layout in regular}) > 1
-            return [] if doubtful else [*regular]
+            exact = [layout for layout in regular if layout in self._exact]
+            return [] if doubtful else [*(exact or regular)]
         owners = ((dim, self._owner(dim)) for dim in self._digits)
         return [Ragged(dim, n, owner) for dim, owner in owners if not (owner == n).any()]
+
+    def is_sure(self, layouts: Sequence[AnyLayout]) -> bool:
+        """Whether these, of ``layouts()``, are exact, and give every entry that has a gradient to the same example."""
+        first = layouts[0]
+        exact = first in self._exact if isinstance(first, Layout) else self._digits_are_exact[first.dim]
+        return exact and self.are_alike(layouts)
+
+    def are_alike(self, layouts: Sequence[AnyLayout]) -> bool:
+        """Whether these give every entry that has a gradient to the same example."""
+        return all(self._agree_on_owners(layouts[0], other) for other in layouts[1:])
+
+    def sizes(self, layout: AnyLayout) -> Tensor:
+        """(n,): the largest entries of the examples' parts."""
+        first = layout.examples_first(self._b)
+        return in_pieces(_largest_entry, first.reshape(len(first), first.shape[1:].numel())).cpu()
 
     def confirmed(self, c: Tensor, scaled: Tensor) -> bool:
         """Whether the owners found entry by entry hold for another cotangent as well."""
         layout = self.layouts()[0]
         if isinstance(layout, Layout):
             return True
-        factor = c.cpu().double()[layout.owner]
-        return bool(self._agrees(_entries(self._b, layout.dim), _entries(scaled, layout.dim), factor).all())
+        factor, scaled = c.cpu().double()[layout.owner], self._in_units(scaled)
+        return bool(self._agrees(entries(self._b, layout.dim), entries(scaled, layout.dim), factor)[1].all())
 
-    def _fits(self, layout: Layout, aside: Tensor, c: Tensor, scaled: Tensor) -> bool:
-        first, first_scaled = (layout.examples_first(t.detach()).reshape(len(c), -1) for t in (self._b, scaled))
+    def _in_units(self, gradient: Tensor) -> Tensor:
+        return gradient.detach() if self._unit == 1 else gradient.detach() * self._unit
+
+    def _agree_on_owners(self, one: AnyLayout, other: AnyLayout) -> bool:
+        across = [dim for dim in range(self._b.ndim) if dim not in (one.dim, other.dim)]
+        largest = self._b.abs().amax(across) if across else self._b.abs()
+        some = ~(largest <= self._rounding.nothing).cpu()
+        if one.dim == other.dim:
+            return not (some & (one.owners() != other.owners())).any()
+        mine, theirs = one.owners()[:, None], other.owners()[None]
+        return not (some & (mine != theirs if one.dim < other.dim else (mine != theirs).T)).any()
+
+    def _fits(self, layout: Layout, aside: Tensor, c: Tensor, scaled: Tensor) -> tuple[bool, bool]:
+        """Whether it agrees exactly, and whether it does nearly."""
+        first, first_scaled = (layout.examples_first(t).reshape(len(c), -1) for t in (self._b, scaled))
         if aside.any() and (aside & torch.isfinite(first_scaled).all(1).cpu()).any():
-            return False
-        return bool((self._agrees(first, first_scaled, c) | aside).all())
+            return False, False
+        exact, near = self._agrees(first, first_scaled, c)
+        return bool((exact | aside).all()), bool((near | aside).all())
 
-    def _agrees(self, plain: Tensor, scaled: Tensor, factor: Tensor) -> Tensor:
-        """For each row: whether ``scaled`` is ``factor`` times ``plain``."""
+    def _agrees(self, plain: Tensor, scaled: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """For each row: whether ``scaled`` is ``factor`` times ``plain``.
+
+        First up to the row's own rounding, then also up to what other rows' may leave behind.
+        """
         factor = factor.to(in_sum_dtype(plain[:0]))
-        size = _in_pieces(_length, plain)
-        error = _in_pieces(lambda a, b, c: _length(b / c[:, None] - a), plain, scaled, factor)
+        size = in_pieces(length, plain)
+        error = in_pieces(lambda a, b, c: length(b / c[:, None] - a), plain, scaled, factor)
         rounding, factor = self._rounding, factor.abs()
         others = (rounding.others * _largest(factor * size) / factor).clamp(max=rounding.most * _largest(size))
-        grain = rounding.grain * plain.shape[1] ** 0.5 / factor
-        return (error <= rounding.own * size + others + grain).cpu()
+        own = rounding.own * size + rounding.grain * plain.shape[1] ** 0.5 / factor
+        return (error <= own).cpu(), (error <= own + others).cpu()
 
     def _digit(self, dim: int, scaled: Tensor) -> Tensor:
         """(size,): each entry's digit along ``dim``, -1 where it is none, -2 where there is no gradient."""
-        plain, scaled = _entries(self._b, dim), _entries(scaled.detach(), dim)
-        digit = self._codes.digit(_in_pieces(lambda a, b: (a * b).sum(1) / a.square().sum(1), plain, scaled))
-        agrees = self._agrees(plain, scaled, self._codes.value(digit.clamp(min=0).cpu()))
-        without = (_in_pieces(_length, plain) + _in_pieces(_length, scaled) == 0).cpu()
+        plain, scaled = entries(self._b, dim), entries(scaled, dim)
+        digit = self._codes.digit(in_pieces(_ratio, plain, scaled))
+        exact, agrees = self._agrees(plain, scaled, self._codes.value(digit.clamp(min=0).cpu()))
+        without = (in_pieces(_largest_entry, plain) + in_pieces(_largest_entry, scaled) == 0).cpu()
+        self._digits_are_exact[dim] &= bool((exact | without).all())
         return torch.where(without, -2, torch.where(agrees, digit.cpu(), -1))
 
     def _owner(self, dim: int) -> Tensor:
@@ -179,20 +230,36 @@ class Fitting:
         return torch.where(without, -1, self._codes.owner(digits))
 
 
+def _unit(b: Tensor) -> float:
+    """1; or a power of two that brings numbers so small that their squares vanish to where they do not."""
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return 2.0 ** min(-math.frexp(largest)[1], 100) if 0 < largest < SMALL else 1.0
+
+
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:
     """(n,): which examples' b is not finite."""
     first = layout.examples_first(b)
     if not first.numel():
         return torch.zeros(len(first)) > 0
-    largest = torch.linalg.vector_norm(first.reshape(len(first), -1), ord=torch.inf, dim=1)
-    return ~largest.isfinite().cpu()
+    return ~_largest_entry(first.reshape(len(first), -1)).isfinite().cpu()
 
 
-def _length(rows: Tensor) -> Tensor:
+def length(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1)
 
 
-def _in_pieces(of_rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def _largest_entry(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, ord=torch.inf, dim=1) if rows.shape[1] else rows.new_zeros(len(rows))
+
+
+def _ratio(plain: Tensor, scaled: Tensor) -> Tensor:
+    """By what factor rows differ, also where the squares of their entries vanish."""
+    unit = _largest_entry(plain)[:, None]
+    plain = plain / unit
+    return (plain * (scaled / unit)).sum(1) / plain.square().sum(1)
+
+
+def in_pieces(of_rows: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """A function of rows, some rows at a time: temporaries as large as the whole would weigh in the peak of memory."""
     step = max(1, CHUNK_FLOATS // 4 // max(1, tensors[0].shape[1]))
     pieces = zip(*(tensor.split(step) for tensor in tensors), strict=True)
@@ -204,7 +271,7 @@ def _largest(sizes: Tensor) -> float:
     return float(finite.max()) if len(finite) else 0.0
 
 
-def _entries(tensor: Tensor, dim: int) -> Tensor:
+def entries(tensor: Tensor, dim: int) -> Tensor:
     """(.., size, ..) -> (size, everything else)."""
     rows = tensor.movedim(dim, 0)
     return rows.reshape(len(rows), rows.shape[1:].numel())

@@ -25,6 +25,7 @@ from .jacobian import Block, Jacobian
 from .ops import Op
 from .ops.conv import Conv, _by_group
 from .ops.embedding import TiedEmbedding
+from .ops.gram import lengths
 from .ops.linear import Bilinear, GroupedLinear, Linear
 from .ops.routed import RoutedLinear
 
@@ -41,23 +42,23 @@ def norm_bounds(op: Op) -> Tensor:
 
 @norm_bounds.register
 def _(op: Linear) -> Tensor:
-    return (op.x.norm(dim=2) * op.b.norm(dim=2)).sum(1)
+    return (lengths(op.x) * lengths(op.b)).sum(1)
 
 
 @norm_bounds.register
 def _(op: GroupedLinear) -> Tensor:
-    return (op.x.norm(dim=3) * op.b.norm(dim=3)).sum(2).norm(dim=1)
+    return (lengths(op.x) * lengths(op.b)).sum(2).norm(dim=1)
 
 
 @norm_bounds.register
 def _(op: Bilinear) -> Tensor:
-    return (op.x1.norm(dim=2) * op.x2.norm(dim=2) * op.b.norm(dim=2)).sum(1)
+    return (lengths(op.x1) * lengths(op.x2) * lengths(op.b)).sum(1)
 
 
 @norm_bounds.register
 def _(op: RoutedLinear) -> Tensor:
-    lengths = op.x.norm(dim=2) * op.b.norm(dim=2)
-    return lengths.new_zeros(len(lengths), op.num_experts).scatter_add_(1, op.experts, lengths).norm(dim=1)
+    terms = lengths(op.x) * lengths(op.b)
+    return terms.new_zeros(len(terms), op.num_experts).scatter_add_(1, op.experts, terms).norm(dim=1)
 
 
 @norm_bounds.register
@@ -70,8 +71,9 @@ def _(op: Conv) -> Tensor:
     """The squared length of a patch is the sum of x² over it: channels are added first, so that little is unfolded."""
     n, groups = op.num_examples, op.geometry.groups
     squares = replace(op, x=op.x.square().unflatten(2, (groups, -1)).sum(3))  # one channel in each group
-    patches = squares._patches().sum(1).sqrt()  # (n·groups, places of all images)
-    b = torch.linalg.vector_norm(_by_group(op.b, groups), dim=1).flatten(1)
+    vanished = op.shape[1:].numel() * torch.finfo(op.dtype).tiny
+    patches = (squares._patches().sum(1) + vanished).sqrt()  # (n·groups, places of all images)
+    b = lengths(_by_group(op.b, groups).flatten(2).mT)
     return (patches * b).sum(1).view(n, groups).norm(dim=1)
 
 

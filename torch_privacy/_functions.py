@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -48,6 +49,16 @@ _REORDERING = {
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
 # By which data leave torch, in whatever form they may come back.
 LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+_TELLING = {
+    *(
+        _getter(name)
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_nested", "is_leaf")
+    ),
+    *(_getter(name) for name in ("is_sparse", "is_cuda", "is_quantized", "itemsize", "nbytes")),
+    *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel),
+    *(Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset, Tensor.get_device),
+}
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
@@ -121,6 +132,32 @@ def changes_in_place(func: Callable) -> bool:
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__", "__init__"}
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What can be said of a torch function without its arguments."""
+
+    tells: bool  # it gives sizes, types and the like, and no tensor
+    like: bool  # it takes no more than shape or type of its second tensor
+    new: bool  # it takes no more than type and device of its first
+    in_place: bool
+    leaves: bool  # by it data leave torch
+    moves: bool | None  # examples may be moved as the data say; None where the arguments decide
+
+
+@cache
+def traits(func: Callable) -> Traits:
+    """What can be said of it; asked for on every call."""
+    asks = func in (Tensor.__getitem__, Tensor.__setitem__, F.embedding) or func in _PRODUCTS
+    return Traits(
+        tells=func in _TELLING,
+        like=func in LIKE,
+        new=func in NEW,
+        in_place=changes_in_place(func),
+        leaves=func in LEAVING,
+        moves=None if asks else getattr(func, "__name__", "").rstrip("_") in _REORDERING,
+    )
+
+
 @cache
 def opened(func: Callable) -> Callable | None:
     """A torch function written in Python whose inner calls can be seen; None where it is not written in Python.
@@ -163,15 +200,19 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
 
 
 def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
-    """Whether the function may move examples about as its data say: then layouts are measured on every batch."""
-    if func in (Tensor.__getitem__, Tensor.__setitem__):
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(key, Tensor) for key in keys)
+    """Whether the function may move examples about as its data say: then what is known of layouts must be verified."""
+    moves = traits(func).moves
+    return _may_reorder(func, args, data) if moves is None else moves
+
+
+def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
+    """The same of one whose arguments decide."""
     if func in _PRODUCTS:
         return all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
     if func is F.embedding:
         return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
-    return getattr(func, "__name__", "").rstrip("_") in _REORDERING
+    keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(key, Tensor) for key in keys)
 
 
 def rearranges(func: Callable, args: tuple) -> bool:

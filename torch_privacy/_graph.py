@@ -34,6 +34,10 @@ class Graph:
         """All nodes, the losses' own first."""
         return iter(self.children)
 
+    def has_custom_functions(self) -> bool:
+        """Whether a gradient goes back through an ``autograd.Function``, which shows nothing of what it does."""
+        return any(isinstance(node, BackwardCFunction) for node in self.children)
+
     def following(self, node: Node) -> list[Node]:
         """A node's children; also of one outside, as is the history of a tensor that was changed in place since."""
         known = self.children.get(node)

@@ -28,11 +28,13 @@ from torch.utils._pytree import tree_leaves
 from ._check import Refused
 from ._model_state import ModelState, ParameterMarks, same
 from ._plan import projections
-from ._rewind import RandomState, in_eval
+from ._rewind import RandomState, in_eval, torch_generators
 from .jacobian import Block, Jacobian
 
-TIGHT = 64  # units of rounding by which answers at equal shapes may differ
+TIGHT = 64  # units of rounding by which losses at equal shapes may differ
+TIGHT_ROWS = 1024  # and rows, which are long sums; in most networks both are equal to the last bit
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
+COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
 PATTERN = (
     65_521  # entries of a fingerprint's direction before it repeats; a prime, so that no two rows of one are alike
 )
@@ -64,6 +66,8 @@ class Turn:
     rows: bool = True  # whether rows are compared, not the losses alone
     random: int = AS_IT_IS
     trace: Trace | None = None  # notes what the modules give
+    prepare: Callable[[], None] = lambda: None  # to be called right before the run
+    state: ModelState | None = None  # of the model before the run, as far as it is put back
 
 
 @dataclass
@@ -83,6 +87,7 @@ class Answers:
 class RowAnswers:
     """Norms, fingerprints and clip factors of the rows, each (rows,) for every group of parameters."""
 
+    weigh: Callable[[Any, str], None] | None = None  # computes factors, where no sum is wanted
     norms: dict[str, Tensor] = field(default_factory=dict)
     fingerprints: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
@@ -93,6 +98,8 @@ class RowAnswers:
         self.norms[group] = jacobian.squared_norms().sqrt().double().cpu()
         if isinstance(jacobian, Jacobian):
             self.fingerprints[group] = fingerprint(jacobian).double().cpu()
+        if self.weigh is not None:  # at last, for it may use the rows up
+            self.weigh(jacobian, group)
 
 
 def fingerprint(jacobian: Jacobian) -> Tensor:
@@ -101,29 +108,37 @@ def fingerprint(jacobian: Jacobian) -> Tensor:
     The direction lies in the space of what ops met (weights, or what was computed from them), so that nothing is
     pushed through the way from parameters to these.
     """
-    parts = [part for block in jacobian._blocks for part in _products(block)]
-    return torch.stack(parts).sum(0) if parts else torch.zeros(jacobian.num_examples)
+    joined, values = jacobian._joined()
+    apart = [block for block in jacobian._blocks if not any(block is one for one in joined)]
+    parts = [part for block in apart for part in _products(block)]
+    if joined:
+        v = torch.cat([_direction(block.weight.shape, values.device).flatten() for block in joined])
+        parts.append(values @ v.to(values.dtype))
+    total = torch.zeros(jacobian.num_examples, dtype=jacobian._sum_dtype, device=jacobian._device)
+    for part in parts:
+        total = total + part
+    return total
 
 
 def _products(block: Block) -> Iterator[Tensor]:
-    shape = block.weight.shape
-    pattern = _pattern(str(block.weight.device))
-    repeats = -(-shape.numel() // PATTERN)
-    v = pattern.repeat(repeats)[: shape.numel()].view(1, *shape)
+    v = _direction(block.weight.shape, block.weight.device)[None]
     for op in block.ops:
-        yield projections(op, v.to(op.dtype))[:, 0].float()
+        yield projections(op, v.to(op.dtype))[:, 0]
 
 
-_PATTERNS: dict[str, Tensor] = {}
-
-
-def _pattern(device: str) -> Tensor:
+def _direction(shape: torch.Size, device: torch.device) -> Tensor:
+    size = shape.numel()
     if device not in _PATTERNS:
         generator = torch.Generator().manual_seed(7)
         _PATTERNS[device] = torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu").to(device)
-    return _PATTERNS[device]
+    pattern = _PATTERNS[device]
+    return (pattern if size <= PATTERN else pattern.repeat(-(-size // PATTERN)))[:size].view(shape)
 
 
+_PATTERNS: dict[torch.device, Tensor] = {}
+
+
+FACTOR = "the clip factor"
 REPLACED = "when other examples took the places of the rest"
 REMOVED = "when the rest was left out"
 
@@ -156,7 +171,12 @@ class Rehearsal:
         examples: the batch.
         halves: for each replacement, which examples are kept (count,).
         alone: for each removal, which examples are kept (count,).
+        rows_alone: whether their rows are compared, too, and not their losses alone.
         units: (count,) number of the row that each example belongs to, where several share one.
+        moving: names of frozen parameters that the user's loop changes between runs, as those of a teacher that follows
+            the weights; they are put back, too. More are added when they are seen.
+        overwritten: names of attributes that take in data, but are written anew before they are read, such as the last
+            attention weights. Before the batch itself they are not put back: were they read, answers would move.
     """
 
     def __init__(
@@ -166,50 +186,105 @@ class Rehearsal:
         halves: Sequence[np.ndarray],
         *,
         alone: Sequence[np.ndarray] = (),
+        rows_alone: bool = False,
         units: np.ndarray | None = None,
+        moving: set[str] | None = None,
+        overwritten: set[str] | None = None,
     ):
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._units = np.arange(examples.count) if units is None else units
-        self._own_rows = units is None
+        self._own_rows, self._rows_alone = units is None, rows_alone
+        self._moving = set() if moving is None else moving
+        self._overwritten = set() if overwritten is None else overwritten
+        self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
         self.notes: list[str] = []
 
     def turns(self) -> Generator[Turn, Answers, None]:
         """Asks for one run after the other, and is sent the answers; refuses, or ends behind the batch itself."""
-        before, marks = ModelState(self._model), ParameterMarks(self._model)
-        passed = False
+        frozen = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        while True:
+            before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
+            passed = False
+            try:
+                moved, overwritten = yield from self._attempt(before, marks)
+                passed = not (moved or overwritten)
+            finally:
+                if not passed:
+                    before.restore()
+            if passed:
+                return
+            if not moved <= frozen - self._moving:
+                raise Refused(written_into(sorted(moved)))
+            self._moving |= moved
+            self._overwritten |= overwritten
+            self._expected = {name: self._expected[name] for name in overwritten}
+
+    def _attempt(
+        self, before: ModelState, marks: ParameterMarks
+    ) -> Generator[Turn, Answers, tuple[set[str], set[str]]]:
+        """One rehearsal, and the batch. It is done again where it gives names of parameters or attributes:
+
+        of frozen parameters that moved between the runs; and of attributes that took in data, which may be harmless.
+        """
+        moved: set[str] = set()
+        ended: list[dict[str, Any]] = []  # what is changed when the next run begins, by the loop behind the step, too
+
+        def prepare(turn: Turn) -> None:
+            ended.append(before.changes(with_parameters=True))
+            before.restore(but=self._overwritten if turn.is_batch else ())
+            if turn.is_batch:
+                moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            answers = yield turn
-            if not turn.is_batch:
-                before.restore()
-            return answers
+            turn.prepare, turn.state = lambda: prepare(turn), before
+            return (yield turn)
 
-        try:
-            replaced: list[tuple[np.ndarray, Any, Answers]] = []
-            for keep in self._halves:
-                batch = self._examples.with_others(keep)
-                if batch is not None:
-                    replaced.append((keep, batch, (yield from run(Turn(batch, self._examples.count)))))
-            removed = yield from self._removals(run, replaced)
-            own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
-            changed = marks.changed(self._model)
-            if changed:
-                raise Refused(written_into(changed))
-            findings = self._findings(replaced, removed, own)
-            if findings and any(answers.random != own.random for _, _, answers in replaced):
-                findings = yield from self._without_random_numbers(run, replaced, removed, own)
-            if findings:
-                before.restore()
-                yield from self._explain(run, findings[0], own)
-            passed = True
-        finally:
-            if not passed:
-                before.restore()
+        replaced: list[tuple[np.ndarray, Any, Answers]] = []
+        for keep in self._halves:
+            batch = self._examples.with_others(keep)
+            if batch is not None:
+                replaced.append((keep, batch, (yield from run(Turn(batch, self._examples.count)))))
+        removed = yield from self._removals(run, replaced)
+        own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
+        if moved:
+            return moved, set()
+        changed = marks.changed(self._model)
+        if changed:
+            raise Refused(written_into(changed))
+        learnt = {name for _, _, answers in replaced for name in self._learnt(answers, own)}
+        behind = _differing(*ended[1:3]) - learnt - self._overwritten if len(replaced) > 1 else set()
+        if behind:
+            what = (
+                f"the loop changed {_quoted(sorted(behind))} behind training.step in a way that depends on the examples"
+            )
+            raise Refused(_depend(what, "", STATE_CURE))
+        findings = self._findings(replaced, removed, own)
+        if findings and any(answers.random != own.random for _, _, answers in replaced):
+            findings = yield from self._without_random_numbers(run, replaced, removed, own)
+        if learnt and not findings and not learnt & {name for name, _ in self._model.named_buffers()}:
+            self._expected = {name: own.changes.get(name) for name in learnt}
+            return set(), learnt
+        # What was written before it was read is the same now, though another batch's was there before.
+        learnt |= {name for name, content in self._expected.items() if not same(own.changes.get(name), content)}
+        self._expected = {}
+        if learnt:
+            what = f"the forward changed {_quoted(sorted(learnt))} in a way that depends on the examples of the batch"
+            raise Refused(_depend(what, "", STATE_CURE))
+        if findings:
+            yield from self._explain(run, findings[0], own)
+        return set(), set()
+
+    def _learnt(self, answers: Answers, own: Answers) -> set[str]:
+        """Names of buffers and attributes that took in data of the examples."""
+        differing = _differing(answers.changes, own.changes)
+        if answers.later is not None and own.later is not None:
+            differing |= _differing(answers.later, own.later)
+        return differing - self._overwritten
 
     def _removals(self, run: Any, replaced: list) -> Generator[Turn, Answers, list[_Removed]]:
         """Every part alone; none where random numbers are drawn that cannot be turned off."""
-        rows = not replaced and self._own_rows
+        rows = (not replaced or self._rows_alone) and self._own_rows
         randoms = (AS_IT_IS,) if replaced and not replaced[0][2].drew else (IN_EVAL, BY_MEANS)
         for random in randoms if self._alone else ():
             whole = None  # the batch's own run will do
@@ -236,7 +311,6 @@ class Rehearsal:
         found: list[Finding] = []
         for keep, batch, answers in replaced:
             turn = _again(batch, self._examples.count)
-            found += self._state_findings(keep, answers, own)
             loose = answers.shapes != own.shapes
             found += self._moved(keep, answers, own, np.flatnonzero(keep), turn, loose, REPLACED)
         return found + self._removal_findings(removed, own)
@@ -254,8 +328,7 @@ class Rehearsal:
     ) -> Generator[Turn, Answers, list[Finding]]:
         """Where the data decide how many random numbers are drawn, these say nothing: compare without, and loosely."""
         found = self._removal_findings(removed, own)
-        for keep, batch, first in replaced:
-            found += self._state_findings(keep, first, own)
+        for keep, batch, _ in replaced:
             for random in (IN_EVAL, BY_MEANS):
                 whole = yield from run(Turn(self._examples.batch, self._examples.count, random=random))
                 answers = yield from run(Turn(batch, self._examples.count, random=random))
@@ -264,15 +337,6 @@ class Rehearsal:
             turn = _again(batch, self._examples.count, random)
             found += self._moved(keep, answers, whole, np.flatnonzero(keep), turn, True, REPLACED)
         return found
-
-    def _state_findings(self, keep: np.ndarray, answers: Answers, own: Answers) -> list[Finding]:
-        differing = _differing(answers.changes, own.changes)
-        if answers.later is not None and own.later is not None:
-            differing |= _differing(answers.later, own.later)
-        if not differing:
-            return []
-        what = f"the forward changed {_quoted(sorted(differing))} in a way that depends on the examples of the batch"
-        return [Finding(what, None, np.flatnonzero(keep), STATE_CURE)]
 
     def _moved(
         self,
@@ -299,7 +363,7 @@ class Rehearsal:
                 what = (
                     f"{name} of example {example} of {self._examples.count} changed from {was:.7g} to {now:.7g} {how}"
                 )
-                found.append(Finding(what, turn, kept, scaled))
+                found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
         a, b = answers.losses.double().cpu()[places], own.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
@@ -318,25 +382,34 @@ class Rehearsal:
             rows, theirs = np.flatnonzero(keep), places
         else:  # rows that several examples share are compared where all of these were kept
             rows = theirs = np.setdiff1d(self._units[keep], self._units[~keep])
-        eps = _eps(own.losses.dtype)
+        eps = _eps(own.losses.dtype) * (1 if loose else TIGHT_ROWS / TIGHT)
         for group, norms in own.rows.norms.items():
             a, b = answers.rows.norms[group][theirs], norms[rows]
             longest = norms[norms.isfinite()]
             least = NEGLIGIBLE * float(longest.max()) if len(longest) and loose else 0.0
+            if len(a) and len(answers.losses) != len(own.losses):  # other shapes everywhere, so other rounding
+                least, eps = COARSE * float(longest.max()) if len(longest) else 0.0, max(eps, COARSE**2 / 4)
             scale = b.nan_to_num(0).clamp(min=least)
             compare("the norm of the gradient", a, b, scale, eps, rows)
+            if len(answers.losses) != len(
+                own.losses
+            ):  # what ops met may have a part for each example, at another place
+                continue
             if group in own.rows.fingerprints and group in answers.rows.fingerprints:
                 a, b = answers.rows.fingerprints[group][theirs], own.rows.fingerprints[group][rows]
                 compare("the direction of the gradient", a, b, torch.maximum(scale, b.abs().nan_to_num(0)), eps, rows)
         for name, factors in own.rows.factors.items():
             a, b = answers.rows.factors[name][theirs], factors[rows]
             largest = float(b.abs().max()) if len(b) and loose else 0.0
-            compare("the clip factor", a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
+            compare(FACTOR, a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
 
     def _explain(self, run: Any, finding: Finding, own: Answers) -> Generator[Turn, Answers, None]:
         """Refuse; where two more runs can show it, say in which module the examples meet."""
         where = ""
-        if finding.turn is not None and not finding.cure:
+        if self._overwritten:
+            kept = f"The forward reads what earlier batches left in {_quoted(sorted(self._overwritten))}."
+            raise Refused(_depend(finding.what, kept, STATE_CURE))
+        if finding.turn is not None and finding.cure != RULE_CURE:
             once, again = Trace(self._model), Trace(self._model)
             turn = finding.turn(once)
             yield from run(turn)
@@ -349,11 +422,11 @@ class Rehearsal:
                 own.losses.double().cpu().abs().nan_to_num(0),
                 _tolerance(_eps(own.losses.dtype), False),
             )
-            if turn.random == AS_IT_IS and unequal is not None and not repeated.shapes != own.shapes:
+            if turn.random == AS_IT_IS and unequal is not None:
                 raise Refused(_not_repeating(finding.what))
             places = finding.kept if turn.count == self._examples.count else np.arange(turn.count)
             where = again.differs(once, finding.kept, places, loose=turn.count != self._examples.count)
-        raise Refused(_depend(finding.what, where, finding.cure))
+        raise Refused(_depend(finding.what, "" if finding.cure else where, finding.cure))
 
 
 def halves(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> list[np.ndarray]:
@@ -370,6 +443,23 @@ def halves(count: int, generator: np.random.Generator, units: np.ndarray | None 
     return [keep, ~keep]
 
 
+FEW = 4  # examples
+
+
+def few(count: int, generator: np.random.Generator) -> np.ndarray:
+    """Some examples: so few that the longest of the batch is rarely among them."""
+    keep = np.zeros(count, bool)
+    keep[generator.permutation(count)[: min(FEW, count // 2)]] = True
+    return inner(keep) if count > 2 else keep
+
+
+def inner(keep: np.ndarray) -> np.ndarray:
+    """The kept examples but the first and the last of the batch, which alone would be first and last, too."""
+    some = keep.copy()
+    some[[0, -1]] = False
+    return some if some.any() else keep
+
+
 def _again(batch: Any, count: int, random: int = AS_IT_IS) -> Callable[[Trace], Turn]:
     return lambda trace: Turn(batch, count, rows=False, random=random, trace=trace)
 
@@ -379,7 +469,9 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _tolerance(eps: float, loose: bool) -> float:
-    return min(2 * eps**0.5 if loose else TIGHT * eps, 0.2)
+    """Relative difference that rounding explains; half precision rounds so coarsely that its units are not added up."""
+    tight = 4 * eps if 1e-5 < eps < 0.01 else TIGHT * eps
+    return min(2 * eps**0.5 if loose else tight, 0.2)
 
 
 def _worst(a: Tensor, b: Tensor, scale: Tensor, tolerance: float) -> int | None:
@@ -478,7 +570,10 @@ class Trace:
                     if mine.name
                     else "They meet in the model's own forward."
                 )
-        return "The model's outputs are the same: they meet in the loss, or in the backward pass."
+        return (
+            "The model's outputs are the same: they meet in the loss (a mean over the batch, negatives from the batch, "
+            "a broadcast of (n, 1) against (n,)), or in the backward pass."
+        )
 
 
 def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
@@ -486,12 +581,19 @@ def _alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 class Means(TorchDispatchMode):
-    """Replaces random numbers by their means, and dropout by nothing."""
+    """Replaces random numbers by their means, and dropout by nothing; torch's generators stand still."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mean = _MEANS.get(func.overloadpacket.__name__) if torch.Tag.nondeterministic_seeded in func.tags else None
-        return func(*args, **kwargs) if mean is None else mean(func, args, kwargs)
+        if mean is None:
+            return func(*args, **kwargs)
+        before = torch_generators()
+        try:
+            return mean(func, args, kwargs)
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
 
 
 def _filled(value: Callable[..., float]) -> Callable:
@@ -509,6 +611,15 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Tensor:
     return args[0].copy_(p) if isinstance(p, Tensor) else args[0].fill_(p)
 
 
+def _normal(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return func(*args, **kwargs).copy_(args[0]) if isinstance(args[0], Tensor) else func(*args, **kwargs).fill_(args[0])
+
+
+def _whole_numbers(func: Any, args: Any, kwargs: Any) -> Tensor:
+    bounds = [value for value in args if type(value) is int]
+    return func(*args, **kwargs).fill_(sum(bounds[:2]) // 2)
+
+
 _MEANS: dict[str, Callable] = {
     "bernoulli_": _bernoulli,
     "bernoulli": lambda func, args, kwargs: args[0].clone() if len(args) < 2 else torch.full_like(args[0], args[1]),
@@ -517,6 +628,10 @@ _MEANS: dict[str, Callable] = {
     "exponential_": _filled(lambda rate=1.0, *_: 1 / rate),
     "native_dropout": lambda func, args, kwargs: (args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)),
     "multinomial": lambda func, args, kwargs: args[0].topk(args[1] if len(args) > 1 else kwargs["num_samples"]).indices,
+    "normal": _normal,
+    "poisson": lambda func, args, kwargs: args[0].clone(),
+    "randperm": lambda func, args, kwargs: (found := func(*args, **kwargs)).copy_(torch.arange(len(found))),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _whole_numbers),
     **dict.fromkeys(("randn", "randn_like"), _made(0.0)),
     **dict.fromkeys(("rand", "rand_like"), _made(0.5)),
 }
@@ -546,8 +661,14 @@ STATE_CURE = (
 )
 
 
+RULE_CURE = (
+    "The factor of a row must be a function of that row's norm alone. Let the clipping rule use no other norm, nor a "
+    "statistic of them."
+)
+
+
 def _depend(what: str, where: str, cure: str) -> str:
-    return f"examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
+    return f"rehearsal: examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
 
 
 def _differing(some: dict[str, Any], others: dict[str, Any]) -> set[str]:
@@ -579,16 +700,16 @@ def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
 def written_into(names: Sequence[str]) -> str:
     """What to say where a forward changed parameters."""
     return (
-        f"the forward changed {_quoted(names)}, which would carry data past the noise. Write into no parameter in the "
-        "forward; change the model between the steps, not between a batch and its training.step."
+        f"rehearsal: the forward changed {_quoted(names)}, which would carry data past the noise. Write into no "
+        "parameter in the forward; change the model between the steps, not between a batch and its training.step."
     )
 
 
 def _not_repeating(what: str) -> str:
     return (
-        f"the same batch does not give the same losses twice ({what}), so nothing can be shown about it. Model or "
-        "loop keep a state of their own (a counter of batches, a running value outside of the model), or draw random "
-        "numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
+        f"rehearsal: the same batch does not give the same losses twice ({what}), so nothing can be shown about it. "
+        "Model or loop keep a state of their own (a counter of batches, a running value outside of the model), or draw "
+        "random numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
         "generators of torch, numpy or Python, which are set for every batch; or say why examples do not depend on "
         "each other: assume_independent='...', which the privacy statement prints."
     )

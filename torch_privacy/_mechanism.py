@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
+from ._check import Refused
 from ._layout import Layouts, Merging
 from ._model import Census
 from ._switch import Watch
 from ._tape import Tape
-from .clipping import Adaptive, ClippingRule, MicroBatches
+from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .privacy import NeighboringRelation
 from .sampling import Poisson
 from .sketched import Directions, Sketched, check_price, check_rule, sketching
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
+ROUNDING = 2e-5  # relative, of a clipped row's norm
 COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
 
 
@@ -42,6 +44,13 @@ class Summing(ABC):
     @abstractmethod
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         """The sums, by name, to which the rows in one group of parameters give rise. Secret."""
+
+    def weigh(self, jacobian: Any, group: str) -> None:
+        """Note the factors of the rows in one group of parameters; the sums are not wanted."""
+        self(jacobian, group)
+
+    def check_bound(self) -> None:  # noqa: B027
+        """Refuse sums in which a row is longer than the clipping rule says; asked when all groups are done."""
 
 
 class Mechanism(ABC):
@@ -136,7 +145,8 @@ class ClippedSum(Mechanism):
     def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float, views: int = 1):
         super().__init__(expected_batch_size, views)
         self.rule = rule.bind(names)  # of the next step
-        self._planned = self.rule
+        self._planned, self._names = self.rule, frozenset(names)
+        self._divisor = self.rule.divisor(expected_batch_size)
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
         return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
@@ -153,6 +163,16 @@ class ClippedSum(Mechanism):
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return self.rule.groups(names)
+
+    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
+        new = [name for name in census.trained if name not in self._names]
+        if new and isinstance(self.rule, Groups):
+            kind = type(self.rule.made_by or self.rule).__name__
+            raise Refused(
+                f"PrivateTraining: parameter {', '.join(map(repr, new))} was unfrozen, and the bounds of {kind} were "
+                "made for the parameters that were trained at the start. Begin another PrivateTraining, with the "
+                "releases so far as prior_releases."
+            )
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
         return _Clipping(self.rule, self._merging(sampler, step, size), self.views)
@@ -187,8 +207,7 @@ class ClippedSum(Mechanism):
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.rule, Adaptive):
             self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
-        divisor = self.rule.divisor(self.expected_batch_size)
-        return {name: total.div_(divisor) for name, total in release.items()}
+        return {name: total.div_(self._divisor) for name, total in release.items()}
 
     def state(self) -> dict[str, Any]:
         return {"clipping": self.rule.statement()}
@@ -254,6 +273,7 @@ class _Clipping(Summing):
         super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
+        self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
 
     @property
     def num_left_out(self) -> int:
@@ -266,15 +286,52 @@ class _Clipping(Summing):
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         norms = jacobian.squared_norms().sqrt()
         count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
+        factors, kept = self._weigh(norms, group)
+        return (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors) | count
+
+    @torch.no_grad()
+    def weigh(self, jacobian: Any, group: str) -> None:
+        self._weigh(jacobian.squared_norms().sqrt(), group)
+
+    def _weigh(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
+        """The factors of the rows that are finite, and the numbers of these rows; None for all."""
         finite = norms.isfinite()
         if finite.all():
-            factors = self.factors[group] = self._rule.factors(norms, group)
-            return jacobian.weighted_sum(factors) | count
+            factors = self._factors(norms, group)
+            self._note(group, factors, norms)
+            return factors, None
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
-        factors = self._rule.factors(norms[kept], group)
-        self.factors[group] = norms.new_zeros(len(norms), dtype=factors.dtype).index_copy(0, kept, factors)
-        return jacobian.select(kept).weighted_sum(factors) | count
+        factors = self._factors(norms[kept], group)
+        zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
+        self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
+        return factors, kept
+
+    def _factors(self, norms: Tensor, group: str) -> Tensor:
+        factors = self._rule.factors(norms, group)
+        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+            shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors gave {shape} for {len(norms)} norms: must be a "
+                "tensor with one factor for each."
+            )
+        return factors
+
+    def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
+        self.factors[group] = factors
+        self._squares[group] = (factors.double() * norms.double()).square()
+
+    def check_bound(self) -> None:
+        squares = torch.stack([*self._squares.values()]).sum(0)
+        if not len(squares):
+            return
+        bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
+        if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "
+                f"largest_norm() says at most {bound:.7g}, from which the noise follows. Return factors with "
+                "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
+            )
 
 
 def views_of(size: int, views: int) -> Merging | None:

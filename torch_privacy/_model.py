@@ -96,6 +96,7 @@ def check_not_compiled(model: nn.Module) -> None:
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse optimizers that do not fit, and batch normalization in training mode, which mixes a batch's examples."""
     check_not_compiled(model)
+    _check_plain(model, optimizer)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
     if isinstance(optimizer, SparseAdam):
@@ -109,3 +110,32 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
             f"PrivateTraining: batch normalization in training mode mixes examples, in module {listed}. Replace it, or "
             "put it in eval mode and freeze it."
         )
+
+
+def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what other libraries wrapped, and hooks that expect gradients in the parameters."""
+    if not isinstance(model, nn.Module):
+        raise Refused(f"PrivateTraining: model of type {type(model).__name__} must be a torch.nn.Module.")
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise Refused(
+            f"PrivateTraining: optimizer of type {type(optimizer).__name__} is not one of torch.optim's kind. Pass the "
+            "optimizer itself, not a wrapper that accumulates gradients or skips steps."
+        )
+    wrapped = [type(thing).__name__ for thing in (*model.modules(), optimizer) if _is_of_opacus(thing)]
+    if wrapped:
+        raise Refused(
+            f"PrivateTraining: {wrapped[0]} is Opacus's. Pass model and optimizer as they were before make_private: "
+            "per-example gradients, clipping and noise are made here."
+        )
+    hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise Refused(
+            f"PrivateTraining: parameter {', '.join(map(repr, hooked))} has a hook for accumulated gradients "
+            "(register_post_accumulate_grad_hook), which would see no private gradient, or one that is not private. "
+            "Remove it."
+        )
+
+
+def _is_of_opacus(thing: object) -> bool:
+    """Whether it wraps a model or an optimizer; Opacus's layers are ordinary modules."""
+    return type(thing).__module__.startswith(("opacus.grad_sample", "opacus.optimizers"))

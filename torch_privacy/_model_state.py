@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,27 +20,39 @@ _Slot = tuple[str, dict[str, Any], str, Any]  # dotted name, where it is kept, u
 
 
 class ModelState:
-    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed."""
+    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed.
 
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._slots = [(slot, _copied(slot[3])) for slot in _slots(model)]
+    Args:
+        model: looked into with the plain objects that its modules hold.
+        parameters: names of frozen parameters that are put back, too.
+    """
 
-    def restore(self) -> None:
-        """Put everything back: the same objects, with the same content."""
+    def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
+        self._model, self._parameters = model, frozenset(parameters)
+        self._slots = [(slot, _copied(slot[3])) for slot in self._now()]
+
+    def _now(self) -> Iterator[_Slot]:
+        return chain(_slots(self._model), _parameter_slots(self._model, self._parameters))
+
+    def restore(self, but: Collection[str] = ()) -> None:
+        """Put everything back, but what has these names: the same objects, with the same content."""
         known = {(id(place), key) for (_, place, key, _), _ in self._slots}
-        for _, place, key, _ in list(_slots(self._model)):
-            if (id(place), key) not in known:
+        for name, place, key, _ in list(self._now()):
+            if (id(place), key) not in known and name not in but:
                 del place[key]
-        for (_, place, key, value), content in self._slots:
+        for (name, place, key, value), content in self._slots:
+            if name in but:
+                continue
             if place.get(key) is not value:
                 place[key] = value
             _fill(value, content)
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Dotted name -> content, of all that holds something else now."""
         before = {name: content for (name, *_), content in self._slots}
-        now = {name: value for name, _, _, value in _slots(self._model)}
+        now = {name: value for name, _, _, value in (self._now() if with_parameters else _slots(self._model))}
+        if not with_parameters:
+            before = {name: content for name, content in before.items() if name not in self._parameters}
         changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
         return changed | {name: _MISSING for name in before if name not in now}
 
@@ -58,6 +73,7 @@ _MISSING = object()
 
 
 def _slots(model: nn.Module) -> Iterator[_Slot]:
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for key, value in list(module._buffers.items()):
@@ -65,6 +81,33 @@ def _slots(model: nn.Module) -> Iterator[_Slot]:
         for key, value in list(vars(module).items()):
             if key not in _OF_TORCH and not isinstance(value, nn.Module):
                 yield start + key, vars(module), key, value
+                yield from _inside(start + key, value, seen)
+
+
+def _inside(name: str, value: Any, seen: set[int]) -> Iterator[_Slot]:
+    """The attributes of a plain object that a module holds, and of those that it holds."""
+    kind = type(value)
+    is_plain = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NOT_PLAIN)
+    if not is_plain or kind.__module__.split(".")[0] in _LIBRARIES or id(value) in seen or len(seen) > ENTRIES:
+        return
+    seen.add(id(value))
+    for key, part in list(vars(value).items()):
+        yield f"{name}.{key}", vars(value), key, part
+        yield from _inside(f"{name}.{key}", part, seen)
+
+
+_NOT_PLAIN = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
+_LIBRARIES = frozenset(
+    {"torch", "numpy", "builtins", "functools", "threading", "logging", "torch_privacy", "transformers"}
+)
+
+
+def _parameter_slots(model: nn.Module, names: Collection[str]) -> Iterator[_Slot]:
+    for prefix, module in model.named_modules() if names else ():
+        for key, value in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in names:
+                yield name, module._parameters, key, value
 
 
 def _copied(value: Any) -> Any:
@@ -169,17 +212,20 @@ _PIECE = 2**18  # entries at a time
 def _marks(model: nn.Module) -> dict[str, Tensor | None]:
     """Random products with a parameter's entries, which hardly any change leaves as they are."""
     found: dict[str, Tensor | None] = {}
-    weights: dict[torch.device, Tensor] = {}
     for name, p in model.named_parameters():
         if not _has_entries(p) or nn.parameter.is_lazy(p):
             found[name] = None
             continue
-        if p.device not in weights:
-            dtype = torch.float32 if p.device.type == "mps" else torch.float64
-            generator = torch.Generator().manual_seed(1)
-            weights[p.device] = torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(p.device)
         entries = p.detach().reshape(-1)
         entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
-        products = [(part * weights[p.device][: len(part)]).sum() for part in entries.split(_PIECE)]
-        found[name] = torch.stack(products)
+        weights = _weights(p.device)
+        found[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
     return found
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Fixed random numbers."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(device)

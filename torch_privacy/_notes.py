@@ -8,7 +8,7 @@ counts as a parameter itself. Nothing in the model is changed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -24,10 +24,8 @@ from ._check import Refused
 from ._code_path import CodePath
 from ._functions import (
     EXPANSIONS,
-    LEAVING,
-    LIKE,
-    NEW,
     Filled,
+    Traits,
     changes_in_place,
     looks_up_examples,
     may_reorder,
@@ -36,6 +34,7 @@ from ._functions import (
     picks_one,
     rearranges,
     tensors_in,
+    traits,
 )
 from ._graph import saves_elsewhere
 from .ops import COMPOSED, OPS, Use
@@ -58,6 +57,17 @@ class Source:
     direct: bool
     rearranged: bool  # the entries of one parameter, only moved about
     half: bool  # it or a parameter behind it is in half precision
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A call of a torch function: what it was given, less the tensors' entries."""
+
+    func: Callable
+    known: Traits
+    numbers: tuple  # whole numbers, names and flags
+    made_of: list[Step]  # those that made tensors it was given, of such as no gradient goes back to
+    moves: bool = False  # the data may have decided which entries of the result come from where
 
 
 class Notes(TorchFunctionMode):
@@ -91,8 +101,11 @@ class Notes(TorchFunctionMode):
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
         self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
-        self._reorders = False  # the data of the batch may have decided where its examples lie
-        self._program: list[tuple[Callable, tuple]] = []
+        self._program: list[Step] = []  # those that a gradient goes back through
+        self._made_by: dict[int, tuple[weakref.ref[Tensor], Step]] = {}  # of tensors that no gradient goes back to
+        self._cuts: list[Call] = []  # where the data may have decided which entries of a tensor go where
+        self._moved = False  # the data decided such a thing, be it of tensors that no gradient goes back to
+        self._moved_unseen = False  # they may have done so where it cannot be said of which tensors
         self._calls: list[Call] = []
         # Calls whose outputs are views, by their base; with strides and offset in it.
         self._views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
@@ -122,52 +135,127 @@ class Notes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        known = traits(func)
+        if known.tells:
+            return func(*args, **(kwargs or {}))
         values = (*args, *kwargs.values()) if kwargs else args
         numbers = numbers_in(values)
         self.code.note_call(func, numbers)
-        if not torch.is_grad_enabled():
-            return self._run_on_data(func, args, kwargs or {}, values)
         kwargs = kwargs or {}
         tensors, met, data = self._sorted(values)
-        if func in LIKE:
+        step = Step(func, known, numbers, self._steps_behind(tensors) if self._made_by else [])
+        if not torch.is_grad_enabled():
+            return self._run_without_gradient(step, args, kwargs, tensors, met, data)
+        if known.like:
             data = [t for t in data if t is args[0]]
-        elif func in NEW:
+        elif known.new:
             data = [t for t in data if t is not args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
-        self._program.append((func, numbers))
-        if self._views and changes_in_place(func):
+        if self._views and known.in_place:
             self._hang_on_base(args[0])
         if met and (data or looks_up_examples(func, args)):
-            out = self._meet(func, args, kwargs, data, met)
-            self._remember_made(out)
-            self._note_shape(out)
-            return out
+            return self._meet_data(step, args, kwargs, data, met)
         if data:
-            self._reorders = self._reorders or may_reorder(func, args, data)
-            return self._run_on_data(func, args, kwargs, data)
+            self._look_for_moves(step, args, data, tensors)
+            return self._run_on_data(step, args, kwargs)
         out = func(*args, **kwargs)
+        result = args[0] if known.in_place else out
+        self._place(step, tensors_in((result,)))
         if tensors or self._filled.makes_constant(func, out, self._num_examples):
-            result = args[0] if changes_in_place(func) else out
             if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
         return out
 
-    def _run_on_data(self, func: Callable, args: tuple, kwargs: dict[str, Any], data: Iterable[Any]) -> Any:
-        """Run what meets no parameter, or no gradient."""
-        out = func(*args, **kwargs)
-        self._remember_made(out)
-        self._note_shape(out)
-        self._left_torch |= func in LEAVING and any(isinstance(t, Tensor) for t in data)
+    def _run_without_gradient(
+        self, step: Step, args: tuple, kwargs: dict, tensors: list[Tensor], met: list[Tensor], data: list[Tensor]
+    ) -> Any:
+        """Run what no gradient follows; what is made of constants alone is one, such as spectral norm's vectors."""
+        target = kwargs.get("out", args[0] if args and step.known.in_place else None)
+        is_own = target is None or id(target) in self._constants
+        self._look_for_moves(step, args, data, ())
+        out = self._run_on_data(step, args, kwargs)
+        if tensors and is_own and all(t is target for t in data):
+            for t in tensors_in((out if target is None else target,)):
+                self._add_derived(step.func, args, met, t)  # a view of a parameter requires a gradient even here
         return out
 
-    def _note_shape(self, out: Any) -> None:
-        if isinstance(out, Tensor):
-            self.code.note_shape(out.shape)
-        elif isinstance(out, (tuple, list)):
-            for t in out:
-                self._note_shape(t)
+    def _meet_data(self, step: Step, args: tuple, kwargs: dict, data: list[Tensor], met: list[Tensor]) -> Any:
+        """Run an op that meets parameters and data. Behind data that no gradient goes back to there are no calls."""
+        if any([t.grad_fn is not None for t in data]):
+            self._look_for_moves(step, args, data, data)
+        else:
+            step.made_of = []
+        self._program.append(step)
+        out = self._meet(step.func, args, kwargs, data, met)
+        self._note_results(tensors_in((out,)))
+        return out
+
+    def _run_on_data(self, step: Step, args: tuple, kwargs: dict) -> Any:
+        """Run what meets no parameter, or no gradient."""
+        out = step.func(*args, **kwargs)
+        results = [out] if isinstance(out, Tensor) else tensors_in((args[0] if step.known.in_place else out,))
+        self._place(step, results)
+        self._note_results(results)
+        if step.known.leaves and args and isinstance(args[0], Tensor):
+            self._left_torch = True
+            self._moved_unseen |= step.moves
+        return out
+
+    def _note_results(self, results: Iterable[Tensor]) -> None:
+        """Whole numbers that were made of data are no constants."""
+        for t in results:
+            self.code.note_shape(t.shape)
+            if not t.is_floating_point():
+                self._made[id(t)] = weakref.ref(t)
+
+    def _steps_behind(self, tensors: Iterable[Tensor]) -> list[Step]:
+        """The steps that made some tensors, of those that no gradient goes back to."""
+        made_by = self._made_by
+        known = [(t, *made_by[id(t)]) for t in tensors if id(t) in made_by]
+        return [step for t, alive, step in known if alive() is t]
+
+    def _place(self, step: Step, results: Sequence[Tensor]) -> None:
+        """A step whose result takes a gradient is part of the program; any other only where its result is used."""
+        for t in results:
+            if t.requires_grad:
+                self._program.append(step)
+                return
+        for t in results:
+            self._made_by[id(t)] = weakref.ref(t), step
+            if step.known.in_place and t._base is not None:
+                self._made_by[id(t._base)] = weakref.ref(t._base), step
+
+    def _steps(self) -> Iterator[Step]:
+        """The program: what a gradient goes back through, with what made the other tensors that were used there."""
+        seen: set[int] = set()
+        for step in self._program:
+            stack = [step]
+            while stack:
+                step = stack.pop()
+                if id(step) not in seen:
+                    seen.add(id(step))
+                    yield step
+                    stack += step.made_of
+
+    def _look_for_moves(self, step: Step, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor]) -> None:
+        """Before a step is run: may its data decide which entries of tensors with a gradient go where?"""
+        step.moves = (step.known.moves is not False and may_reorder(step.func, args, data)) or any(
+            [behind.moves for behind in step.made_of]
+        )
+        if not step.moves:
+            return
+        self._moved = True
+        followed = [t for t in tensors if t.grad_fn is not None]
+        if not followed:
+            return
+        strange = [t for t in followed if not t.is_floating_point() or t.layout is not torch.strided or t.is_nested]
+        if strange or step.known.in_place:
+            self._moved_unseen = True
+            return
+        outputs = (Output(_edge(t), t.shape, t.dtype, None) for t in followed)
+        self._cuts += [Call.cut(step.func, output, self.code.place) for output in outputs]
 
     def _sorted(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The tensors among arguments: all, those that are sources, and those that hold data of the batch."""
@@ -177,17 +265,16 @@ class Notes(TorchFunctionMode):
             key = id(t)
             if key in sources and sources[key].version == t._version:
                 met.append(t)
-            elif (key not in constants or not self._is_constant(t)) and not self._is_cached(t):
+            elif (key not in constants or not self._is_constant(t)) and (
+                t.is_floating_point() or not self._is_cached(t)
+            ):
                 data.append(t)
         return tensors, met, data
 
     def note_inputs(self, *inputs: Any) -> None:
         """The model is called with these arguments: whole numbers among them hold data of the batch."""
-        self._remember_made([t for t in tree_leaves(inputs) if isinstance(t, Tensor)])
-
-    def _remember_made(self, out: Any) -> None:
-        """Whole numbers that were made of data are no constants."""
-        self._made.update({id(t): weakref.ref(t) for t in tensors_in((out,)) if not t.is_floating_point()})
+        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
 
     def _is_cached(self, tensor: Tensor) -> bool:
         """Whether nothing that was seen made the tensor, and it has no part for each example: then it is a constant."""
@@ -258,7 +345,7 @@ class Notes(TorchFunctionMode):
         if saves_elsewhere():
             self._saved_elsewhere = True
         versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
-        call = Call(op, _output(y), inputs, uses, versions)
+        call = Call(op, _output(y), inputs, uses, versions, self.code.place)
         self._calls.append(call)
         if y._base is not None and call.output.part is None and call.edge == _edge(y):
             where = y.stride(), int(y.storage_offset())

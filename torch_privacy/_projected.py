@@ -205,7 +205,7 @@ class Sketch(TorchFunctionMode):
         directions: Directions,
     ):
         super().__init__()
-        self.code, self.measured = CodePath(), False
+        self.code, self.measured, self.reached = CodePath(), False, set[str]()
         self.parameters = dict(parameters)
         self._sketching, self._directions = sketching, directions
         self._runs: list[Run] = []
@@ -257,7 +257,7 @@ class Sketch(TorchFunctionMode):
         self,
         losses: Tensor,
         groups: Mapping[str, Sequence[str]],
-        clip: Callable[[SketchedJacobian, str], dict[str, Tensor]],
+        clip: Callable[[SketchedJacobian, str], dict[str, Tensor]] | None,
         *,
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
@@ -280,11 +280,12 @@ class Sketch(TorchFunctionMode):
         (label,) = groups  # `check_rule` lets no other rule through
         if observe is not None:
             observe(jacobian, label)
-        return clip(jacobian, label)
+        return {} if clip is None else clip(jacobian, label)
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
         leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}
-        missing = [name for name, p in self.parameters.items() if id(p) not in leaves and name not in may_miss]
+        self.reached = {name for name, p in self.parameters.items() if id(p) in leaves}
+        missing = [name for name in self.parameters if name not in self.reached | may_miss]
         if missing:
             raise Refused(
                 f"Sketched: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "

@@ -79,11 +79,16 @@ def _device_generators() -> list[torch.Generator]:
     return found
 
 
+def torch_generators() -> list[tuple[torch.Generator, Tensor]]:
+    """Torch's global generators, with their states."""
+    return [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+
+
 class RandomState:
     """Where the random generators of torch, numpy and Python stand now."""
 
     def __init__(self) -> None:
-        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+        self._torch = torch_generators()
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 
@@ -115,10 +120,10 @@ class OwnRandomNumbers:
     """
 
     def __init__(self, seed: bytes):
-        self._torch = [(g, g.get_state()) for g in (torch.default_generator, *_device_generators())]
+        self._torch = torch_generators()
         self._numpy = np.random.get_bit_generator()
         self._python = random.getstate()
-        np.random.set_bit_generator(np.random.MT19937(0))
+        np.random.set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937(0))
         self._mark: int | None = begin_random_numbers(seed)
 
     @property
@@ -133,8 +138,12 @@ class OwnRandomNumbers:
         self._mark = None
         for generator, state in self._torch:
             generator.set_state(state)
+        _SPARE.append(np.random.get_bit_generator())
         np.random.set_bit_generator(self._numpy)
         random.setstate(self._python)
+
+
+_SPARE: list[Any] = []  # numpy's generators that are free to be used again: a new one takes as long as a small layer
 
 
 _UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import platform
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,17 @@ import numpy as np
 import torch
 
 from . import __version__, privacy
+from ._check import strictly_between
 
 if TYPE_CHECKING:
     from .training import PrivateTraining
 
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
 NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
+MOVED = (
+    "NOT PRIVATE (the trained weights were changed other than by the training's own steps, {}; if that used no private "
+    "data, take the statement before it)"
+)
 
 CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 
@@ -26,12 +32,15 @@ CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 class Spent:
     """Privacy spent so far; prints as one line.
 
-    ``epsilon`` is a certified bracket (low, high) at ``delta``; ``epsilon.high`` is the one to report.
+    ``epsilon`` is a certified bracket (low, high) at ``delta`` for the steps made; ``epsilon.high`` is the one to
+    report. Where training stopped early because of what it released (early stopping), ``planned.high`` is: the bracket
+    for all planned steps, which holds wherever one stops.
     """
 
     epsilon: privacy.Bracket
     delta: float
     text: str
+    planned: privacy.Bracket
 
     def __str__(self) -> str:
         return self.text
@@ -43,21 +52,49 @@ def warning_of(training: PrivateTraining) -> str | None:
         return NOT_PRIVATE
     if training.not_for_release:
         return NOT_FOR_RELEASE
+    moved = training._weights_moved_otherwise()
+    if moved:
+        return MOVED.format(moved)
     return next((release.warning for release in training.prior_releases if release.warning), None)
 
 
+def check_delta(training: PrivateTraining, delta: float) -> float:
+    """A delta that is below 1/n; warns above a tenth of that."""
+    n = training.num_examples
+    hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
+    strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
+    if delta > 1 / (10 * n) * (1 + 1e-9):
+        warnings.warn(
+            f"delta={delta!r} is close to 1/n for the {n} examples: with that probability everything about some "
+            f"example may come out. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
+            stacklevel=4,
+        )
+    return delta
+
+
 def spent(training: PrivateTraining, delta: float) -> Spent:
-    """By the releases so far."""
-    profile, warning = training.profile(), warning_of(training)
-    text = profile.statement(delta)
-    return Spent(profile.epsilon(delta), delta, text if warning is None else f"{warning}: {text}")
+    """By the releases so far, and by all that are planned."""
+    profile, planned, warning = training.profile(), training._planned_profile(), warning_of(training)
+    text, made, steps = profile.statement(delta), training.step_count, training._num_planned
+    if made < steps and training._stop_reason is None:
+        text = (
+            f"{text} after {made} of {steps} steps; {planned.statement(delta)} after all, which is the one to report "
+            "if a stop depends on what was released"
+        )
+    epsilon = profile.epsilon(delta)
+    return Spent(
+        epsilon,
+        delta,
+        text if warning is None else f"{warning}: {text}",
+        epsilon if made == steps else planned.epsilon(delta),
+    )
 
 
 def statement(training: PrivateTraining) -> dict[str, Any]:
     """Everything that determines the guarantee, as plain data."""
     warning, budget, mechanism = warning_of(training), training.budget, training._mechanism
     return {
-        "format": 1,
+        "format": 2,
         "private": warning is None,
         **({} if warning is None else {"warning": warning}),
         "neighboring_relation": training.event.neighboring_relation.value,
@@ -67,6 +104,12 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
         "expected_batch_size": training.expected_batch_size,
         "sampling_probability": training.sampling_probability,
         "num_steps_planned": training.num_steps,
+        "num_steps_made": training.step_count,
+        "stop": {"independent_of_data": training._stop_reason is not None, "reason": training._stop_reason},
+        "independence": {
+            "shown_by": "rehearsal" if training.assume_independent is None else "assumption",
+            "assumed_because": training.assume_independent,
+        },
         "clipping": mechanism.statement(),
         "sensitivity": mechanism.sensitivity,
         "noise_multiplier": training.noise_multiplier,
@@ -74,7 +117,8 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
         "target_epsilon": training.target_epsilon,
         "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
         "delta": training.delta,
-        "epsilon": _epsilon_as_json(training),
+        "epsilon": _epsilon_as_json(training, _covering(training)),
+        "epsilon_of_steps_made": _epsilon_as_json(training, training.profile()),
         "releases": [
             {"event": privacy.event_to_dict(event), "count": count} for event, count in training.ledger.events
         ],
@@ -99,9 +143,15 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
     }
 
 
-def _epsilon_as_json(training: PrivateTraining) -> dict[str, float | None] | None:
+def _covering(training: PrivateTraining) -> privacy.Profile:
+    """What holds wherever training stops; of the steps made, where the stop has nothing to do with the data."""
+    made = training._stop_reason is not None or training.step_count >= training._num_planned
+    return training.profile() if made else training._planned_profile()
+
+
+def _epsilon_as_json(training: PrivateTraining, profile: privacy.Profile) -> dict[str, float | None] | None:
     """The bracket at the given delta; null stands for infinity."""
     if training.delta is None:
         return None
-    bracket = training.profile().epsilon(training.delta)._asdict()
+    bracket = profile.epsilon(training.delta)._asdict()
     return {side: value if math.isfinite(value) else None for side, value in bracket.items()}

@@ -14,7 +14,7 @@ from torch import nn
 
 from ._independence import Turn
 from ._model import Seal
-from ._rewind import OwnRandomNumbers, RandomState, is_unwatched
+from ._rewind import OwnRandomNumbers, is_unwatched
 from ._tape import Tape
 from .sketched import Sketch
 
@@ -32,7 +32,6 @@ class Pending:
     tape: Watch | None  # None where only the losses are asked for
     seal: Seal
     numbers: OwnRandomNumbers
-    start: RandomState | None  # of random numbers, where it is asked whether any are drawn
     contexts: ExitStack
 
     def close(self) -> None:

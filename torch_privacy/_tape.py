@@ -8,7 +8,7 @@ gives every use its b, the gradient in its output y.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +19,18 @@ from torch.autograd.graph import Node
 from ._autocast import without_autocast
 from ._calls import Call, Reached
 from ._check import Refused
-from ._collect import Clip, Collector, Observe, RowsAsTheyCome, make_op
+from ._collect import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
+from ._fitting import Rounding
 from ._functions import without_numbers
 from ._graph import Graph, saved_bytes
-from ._layout import Footprint, Layouts, Measurement, Merging
+from ._layout import Footprint, Layouts, Measurement, Merging, kind_of_call
 from ._model import check_not_compiled
 from ._notes import Notes
 from ._plan import Budget, distinct_bytes, least_bytes
+from ._prediction import Disagreement, Expected, Prediction
 from ._verify import Checks
-from .jacobian import Jacobian
-from .ops import OPS, AnyLayout
+from .jacobian import Block, Jacobian
+from .ops import OPS, AnyLayout, Layout
 
 if TYPE_CHECKING:
     from ._estimates import Estimates
@@ -37,7 +39,11 @@ if TYPE_CHECKING:
 MEMORY_BUDGET = 1.2
 
 # Bytes of gradients that are measured at once, at least: a portion takes several backwards.
-PORTION = 2**20
+PORTION = 2**24
+# Bytes that any budget allows that is not below what non-private training needs.
+LITTLE = 2**26
+# Bytes of graph and calls up to which both may be there at once while predicted layouts are proved.
+ROOM = 2**28
 
 
 class Tape(Notes):
@@ -62,6 +68,7 @@ class Tape(Notes):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
         self._estimates = estimates
+        self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.measured = False  # whether layouts had to be measured, by backwards of their own
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -85,30 +92,44 @@ class Tape(Notes):
                 a native backward.
         """
         reached = self._reach(losses, may_miss)
-        calls, n = reached.calls, len(losses)
         with without_autocast(losses.device.type):
-            if not n:
+            if not len(losses):
                 return Jacobian(0, losses.dtype, self.parameters, [])
-            layouts, measured = self._layouts_of(reached)
-            verify = verify and measured and not self.layouts.verified(calls, n)
-            bs = _gradients(losses, reached.edges, torch.ones_like(losses), retain_graph=retain_graph or verify)
-            collector = Collector(calls, layouts, self._sources)
-            with torch.no_grad():
-                for number, g in enumerate(bs):
-                    collector.take(number, g, losses)
-            jacobian = Jacobian(n, losses.dtype, self.parameters, collector.blocks)
+            kinds = [kind_of_call(call) for call in reached.calls]
+            told = self._told(reached, torch.ones_like(losses))
+            verify = verify and self.measured and not self.layouts.verified(kinds, len(losses))
+            try:
+                blocks = self._blocks(reached, told, retain_graph=retain_graph or verify)
+            except Disagreement:
+                blocks = self._blocks(reached, self._measure(reached), retain_graph=retain_graph or verify)
+            jacobian = Jacobian(len(losses), losses.dtype, self.parameters, blocks)
             if verify:
-                checks = Checks(losses, self.parameters, reached.precision())
+                checks = Checks(losses, self.parameters, reached.dtypes())
                 checks.look(jacobian)
                 checks.conclude()
-                self.layouts.note_verified(calls, n)
+                self.layouts.note_verified(kinds, len(losses))
         return jacobian
+
+    def _blocks(self, reached: Reached, told: Sequence[AnyLayout] | Prediction, *, retain_graph: bool) -> list[Block]:
+        """By one backward; where its layouts are a prediction, the graph stays in case that this does not hold."""
+        losses, predicted = reached.losses, told if isinstance(told, Prediction) else None
+        places = reached.calls if predicted is None else predicted.calls
+        edges = [place.edge for place in places]
+        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or predicted is not None)
+        collector = Collector(reached.calls, layouts_by(told), self._sources)
+        with torch.no_grad():
+            for number, g in enumerate(bs):
+                collector.take(number, g, losses)
+        if predicted is not None:
+            predicted.conclude()
+            self._note_success(reached, predicted)
+        return collector.blocks
 
     def clipped_sum(
         self,
         losses: Tensor,
         groups: Mapping[str, Sequence[str]],
-        clip: Clip,
+        clip: Clip | None,
         *,
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
@@ -121,7 +142,7 @@ class Tape(Notes):
             losses: as of ``jacobian``; the graph is used up.
             groups: label -> names of parameters; a partition of the recorded ones.
             clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as
-                soon as the group's last b is there.
+                soon as the group's last b is there. None sums nothing: the rows are observed alone.
             merging: examples whose mean is to be one row.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
@@ -132,26 +153,47 @@ class Tape(Notes):
             the graph stays instead, and a second backward with the factors as cotangent gives the sum.
         """
         reached = self._reach(losses, may_miss)
-        calls, n = reached.calls, len(losses)
         with without_autocast(losses.device.type):
-            if not n:
+            if not len(losses):
                 empty = Jacobian(0, losses.dtype, self.parameters, [])
-                sums = [clip(empty.restricted(names), label) for label, names in groups.items()]
+                sums = [clip(empty.restricted(names), label) for label, names in groups.items() if clip is not None]
                 return {name: total for part in sums for name, total in part.items()}
-            layouts, measured = self._layouts_of(reached)
-            self.measured, checks = measured, None
-            if measured and not self.layouts.verified(calls, n):
-                checks = Checks(losses, self.parameters, reached.precision(), merging)
-            rows = RowsAsTheyCome(reached, layouts, self._sources, self.parameters, merging, self._estimates)
-            total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks, observe)
-            if checks is not None:
-                self.layouts.note_verified(calls, n)
+            kinds = [kind_of_call(call) for call in reached.calls]
+            cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
+            told = self._told(reached, cotangent)
+            budget = self._budget(reached, memory_budget)
+            if isinstance(told, Prediction) and (
+                len(groups) > 1 or budget.wants_second_backward or not self._has_room(reached)
+            ):
+                told = self._proved(reached, told)
+            unproved = self.measured and not self.layouts.verified(kinds, len(losses))
+
+            def clipped(told: Sequence[AnyLayout] | Prediction) -> dict[str, Tensor]:
+                checks = Checks(losses, self.parameters, reached.dtypes(), merging) if unproved else None
+                rows = RowsAsTheyCome(reached, told, self._sources, self.parameters, merging, self._estimates)
+                total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks, observe)
+                if isinstance(told, Prediction):
+                    self._note_success(reached, told)
+                return total
+
+            try:
+                total = clipped(told)
+            except Disagreement:
+                total = clipped(self._measure(reached))
+            if unproved:
+                self.layouts.note_verified(kinds, len(losses))
         return total
+
+    def _has_room(self, reached: Reached) -> bool:
+        """Whether the graph may stay while the rows come, since it is small."""
+        return self._estimates is None and self._activations(reached) + sum([c.size for c in reached.calls]) < ROOM
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)
         parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
         on_the_way = sum([call.size for call in reached.calls])
+        if 1 <= limit <= 100:
+            limit = max(limit * max(known.activations, parameters), LITTLE)
         return Budget(limit, known.activations, known.least, on_the_way, parameters)
 
     def _activations(self, reached: Reached) -> int:
@@ -169,38 +211,139 @@ class Tape(Notes):
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        return Reached(losses, graph, calls, self._path(graph, calls, len(losses)))
+        cuts = {cut.edge: cut for cut in self._cuts if cut.edge.node in graph.children}
+        return Reached(losses, graph, calls, [*cuts.values()], self._path(graph, calls, len(losses)))
 
-    def _layouts_of(self, reached: Reached) -> tuple[list[AnyLayout], bool]:
-        """Where the examples sit in the calls' outputs, and whether this batch had to tell. The graph stays."""
-        losses, calls, n = reached.losses, reached.calls, len(reached.losses)
-        known = None if self._reorders and n > 1 else self.layouts.recall(reached.path, calls, n)
-        edges = reached.edges
+    def _told(self, reached: Reached, cotangent: Tensor) -> Sequence[AnyLayout] | Prediction:
+        """Where the examples sit in the calls' outputs, or where they should, by what earlier batches taught.
+
+        The latter where the data or a new path may have it otherwise: the further backwards are then made, and the
+        one that is to come, with this cotangent, must bear it out. The graph stays.
+        """
+        layouts, n, calls = self.layouts, len(reached.losses), reached.calls
+        places = reached.places
+        self.measured = False
+        known = layouts.recall(reached.path, places, n)
+        hidden = self._moved_unseen or (self._moved and reached.graph.has_custom_functions())
+        if known is not None and n > 1 and (hidden or reached.cuts):
+            if hidden or not reached.cuts_are_near():
+                return self._predicted(reached, calls, known[: len(calls)], cotangent)
+            if self._cuts_hold(reached, known[len(calls) :]):
+                return known[: len(calls)]
+        elif known is not None:
+            if not layouts.spot_check_is_due():
+                return known
+            self.measured = True
+            if self._measurement(reached).agrees_in_part(known, self._portions(reached)):
+                return known
+        else:
+            expected = layouts.expect(places, self._names_of, n)
+            places = places if expected is not None else calls
+            expected = expected or layouts.expect(calls, self._names_of, n)
+            if expected is not None:
+                return self._predicted(reached, places, expected, cotangent)
+        return self._measure(reached)
+
+    def _predicted(
+        self, reached: Reached, places: Sequence[Call], expected: Sequence[Expected], cotangent: Tensor
+    ) -> Prediction:
+        """What should be, with the further backwards made."""
+        self.measured = True
+        n = len(reached.losses)
+        prediction = Prediction(places, expected, cotangent, Rounding.of(reached.dtypes()))
+        activations, least = self._activations(reached), 0.0
+        is_new = self.layouts.footprint(reached.path, n) is None
+
+        def look(number: int, g: Tensor) -> None:
+            nonlocal least
+            if is_new and not places[number].is_cut:
+                least += self._least_bytes(places[number], g, expected[number])
+
+        for k, coded in enumerate(prediction.coded):
+            noting = _Noting(prediction, k, look if k == 0 else None)
+            backward_into(noting, reached.losses, coded, places, reached.deepest(places), retain_graph=True)
+        if is_new:
+            self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
+        return prediction
+
+    def _proved(self, reached: Reached, prediction: Prediction) -> Sequence[AnyLayout]:
+        """What was predicted, borne out by a backward of its own; or what is measured."""
+        proof = _Proof(prediction)
+        try:
+            deepest = reached.deepest(prediction.calls)
+            backward_into(proof, reached.losses, prediction.cotangent, prediction.calls, deepest, retain_graph=True)
+            prediction.conclude()
+        except Disagreement:
+            return self._measure(reached)
+        self._note_success(reached, prediction)
+        return [proof.layouts[number] for number in range(len(reached.calls))]
+
+    def _cuts_hold(self, reached: Reached, known: Sequence[AnyLayout]) -> bool:
+        """Whether the examples sit in the cuts as they did: what lies below on a known path does so, too."""
+        self.measured = True
+        losses, edges = reached.losses, [cut.edge for cut in reached.cuts]
+        rounding = Rounding.of(reached.dtypes())
+        expected = [layout for layout in known if isinstance(layout, Layout)]
+        prediction = Prediction(reached.cuts, expected, torch.ones_like(losses), rounding)
+        with torch.no_grad():
+            for cotangent in (*prediction.coded, prediction.cotangent):
+                for number, g in enumerate(_gradients(losses, edges, cotangent, retain_graph=True)):
+                    g = reached.cuts[number].output.gradient(g, losses)
+                    if cotangent is prediction.cotangent:
+                        prediction.layout(number, g)
+                    else:
+                        prediction.note(0, number, g)
+        try:
+            prediction.conclude()
+        except Disagreement:
+            return False
+        return True
+
+    def _note_success(self, reached: Reached, prediction: Prediction) -> None:
+        """A prediction held; it teaches the path, if every example had a say and all calls and cuts were looked at."""
+        if prediction.teaches and len(prediction.calls) == len(reached.places):
+            self.layouts.note_bearing_out(reached.path, prediction.expected, len(reached.losses))
+
+    def _measurement(self, reached: Reached) -> Measurement:
+        losses, edges = reached.losses, [place.edge for place in reached.places]
+        n = len(losses)
 
         def gradients(c: Tensor, some: Sequence[int]) -> list[Tensor | None]:
             return _gradients(losses, [edges[k] for k in some], c, retain_graph=True)
 
-        measurement = Measurement(calls, self._names_of, gradients, losses, reached.dtypes)
-        if known is not None:
-            due = self.layouts.spot_check_is_due()
-            if not due or measurement.agrees_in_part(known, self._portions(reached)):
-                return known, False
+        def known(call: Call) -> Expected | None:
+            return None if self._moved else self.layouts.expect_of(call, self._names_of, n)
+
+        return Measurement(reached.places, self._names_of, gradients, losses, reached.dtypes, known)
+
+    def _measure(self, reached: Reached) -> list[AnyLayout]:
+        """Where the examples sit in the calls' outputs, by as many further backwards as it takes. The graph stays."""
+        self.measured = True
+        places, n = reached.places, len(reached.losses)
+        measurement = self._measurement(reached)
         activations, least = self._activations(reached), 0.0
 
         def look(number: int, b: Tensor, layout: AnyLayout) -> None:
             nonlocal least
-            with torch.no_grad():
-                for use in calls[number].uses:
-                    least += least_bytes(make_op(use, b, layout, self._names_of(use.weight)))
+            if not places[number].is_cut:
+                least += self._least_bytes(places[number], b, layout)
 
         layouts = self.layouts.measure(reached.path, measurement, self._portions(reached), look)
-        self.layouts.learn(reached.path, measurement)
+        self.layouts.learn(reached.path, measurement, self._names_of)
         self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
-        return layouts, True
+        return layouts[: len(reached.calls)]
+
+    def _least_bytes(self, call: Call, b: Tensor, layout: Expected | AnyLayout) -> float:
+        """Bytes that must be held of a call until the clipped sum, its gradient being of this kind."""
+        if not isinstance(layout, Layout):
+            return call.size  # as many for one order of the examples as for any other
+        with torch.no_grad():
+            ops = [make_op(use, b, layout, self._names_of(use.weight)) for use in call.uses]
+            return sum([least_bytes(op) for op in ops])
 
     def _portions(self, reached: Reached) -> list[list[int]]:
         """The calls by number, so many at a time that their gradients take little memory."""
-        sizes = [call.output.size for call in reached.calls]
+        sizes = [place.output.size for place in reached.places]
         most, portions, size = max(PORTION, self._activations(reached) / 8), [], float("inf")
         for number, own in enumerate(sizes):
             if size + own > most:
@@ -217,7 +360,7 @@ class Tape(Notes):
         have other layouts or mix examples; so it must be measured anew.
         """
         numbers: list[int] = []
-        functions = [(func, without_numbers(values, numbers)) for func, values in self._program]
+        functions = [(step.func, without_numbers(step.numbers, numbers)) for step in self._steps()]
         met = [(call.op, *(self._names_of(use.weight) for use in call.uses)) for call in calls]
         names = [node.name() for node in self.nodes_before_calls(graph)]
         self.code.note(names)
@@ -269,12 +412,38 @@ class Tape(Notes):
 
     def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
         reached = {name for call in calls for use in call.uses for name in self._names_of(use.weight)}
+        self.reached = reached
         missing = [name for name in self.parameters if name not in reached | may_miss]
         if missing:
             raise Refused(
                 f"tape: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "
                 "requires_grad_(False), or leave it out of the optimizer."
             )
+
+
+class _Noting:
+    """Gives a prediction the gradients of a further backward."""
+
+    def __init__(self, prediction: Prediction, k: int, look: Callable[[int, Tensor], None] | None):
+        self._prediction, self._k, self._look = prediction, k, look
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        g = self._prediction.calls[number].output.gradient(g, like)
+        self._prediction.note(self._k, number, g)
+        if self._look is not None:
+            self._look(number, g)
+
+
+class _Proof:
+    """Gives a prediction the gradients of the plain backward, and keeps the layouts."""
+
+    def __init__(self, prediction: Prediction):
+        self._prediction = prediction
+        self.layouts: dict[int, AnyLayout] = {}
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        b = self._prediction.calls[number].output.gradient(g, like)
+        self.layouts[number] = self._prediction.layout(number, b)
 
 
 class record(Tape):
@@ -318,9 +487,16 @@ def _advice(node: Node) -> str:
 def check_losses(losses: Tensor) -> None:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if isinstance(losses, Tensor) and losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
+            raise Refused(
+                f"losses of shape {shape} given: must be (n,), one loss per example. A broadcast of (n, 1) against "
+                "(n,) makes (n, n), in which every example meets every other. Give outputs and targets one shape, e.g. "
+                "outputs.squeeze(1) or targets.view_as(outputs)."
+            )
         raise Refused(
             f"losses of shape {shape} given: must be (n,), one loss per example. Pass reduction='none' to the loss "
-            "function, and average the losses of one example's positions yourself, e.g. losses.view(n, -1).mean(1)."
+            "function. Where an example has several positions, sum their losses over the example's own count: "
+            "(losses * mask).sum(1) / mask.sum(1)."
         )
     if not losses.is_floating_point() or losses.grad_fn is None:
         raise Refused(

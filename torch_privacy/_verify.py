@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,16 @@ class Checks:
     Args:
         losses: (n,), with their graph, which stays.
         parameters: all recorded ones.
-        precision: relative rounding of the coarsest type on the way.
+        dtypes: the floating-point types on the way.
         merging: examples whose mean is one row.
     """
 
     def __init__(
-        self, losses: Tensor, parameters: Mapping[str, Tensor], precision: float, merging: Merging | None = None
+        self,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        dtypes: Collection[torch.dtype],
+        merging: Merging | None = None,
     ):
         n = len(losses) if merging is None else merging.count
         some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
@@ -40,7 +44,8 @@ class Checks:
             losses.new_ones(n),
             *(losses.new_zeros(n).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
         ]
-        self._tolerance = precision**0.5
+        self._tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+        self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
         self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator())) for name in parameters}
         self._squares: Tensor | float = 0.0
         self._off = [self._native(losses, parameters, c, merging) for c in self._weights]
@@ -73,7 +78,8 @@ class Checks:
             scale = (c * norms.to(c.dtype)).sum()
             if not scale.isfinite():
                 continue
-            wrong = [name for name, sketch in off.items() if _length(sketch) > self._tolerance * float(scale)]
+            most = self._tolerance * float(scale)
+            wrong = [name for name, sketch in off.items() if _length(sketch) > most + self._floors[name]]
             if wrong:
                 raise Refused(
                     f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
@@ -91,6 +97,14 @@ class Checks:
             signed = torch.where(signs[: len(part)].bool(), part, -part).to(total.dtype)
             total += F.pad(signed, (0, -len(part) % BUCKETS)).view(-1, BUCKETS).sum(0)
         return total
+
+
+def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
+    """A gradient of this length or less may be lost: its squares vanish in the type for sums, or itself on the way."""
+    infos = [torch.finfo(dtype) for dtype in {*dtypes, p.dtype}]
+    for_sums = torch.finfo(torch.promote_types(p.dtype, torch.float32))
+    entry = max(for_sums.smallest_normal**0.5, *(16 * info.smallest_normal * info.eps for info in infos))
+    return p.numel() ** 0.5 * entry
 
 
 def _length(sketch: Tensor | float) -> float:

@@ -21,7 +21,6 @@ from ._check import Refused
 from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
 from ._model import Attributes, Census, check_model, take_census
-from ._model_state import ModelState
 from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
@@ -132,17 +131,19 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
     Guarantees:
         - ``ok`` says: the losses have shape (n,) and are finite; no batch normalization is in training mode; every
           trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to the
-          native gradient, and two rows drawn at random equal backwards of their own; loss and row of an example stay
-          when other examples take the places of the rest (either half of the batch kept); both halves, and the first
-          example, have alone the losses that they have in the whole; what the forward changes in the model's buffers
-          and attributes does not depend on the examples, and it changes no parameter.
+          native gradient, and two rows drawn at random equal backwards of their own; loss and row of every example
+          stay when other examples of the batch take the places of the rest (each half is kept once); each half, and
+          the first example, have alone the losses that they have in the whole batch; what the forward changes in
+          buffers, or in attributes that it reads later, does not depend on the examples; it changes no parameter.
         - Afterwards the tensors and modes of the model are what they were, and so is the random state of torch, numpy
-          and Python. Meanwhile the model's tensors are held twice.
+          and Python. Plain attributes that the forward sets hold what the last run left there. Meanwhile the model's
+          tensors are held twice.
 
     Edge cases:
         With batch normalization in training mode, which is a problem, the other checks go on in its eval mode. Where
         the forward draws random numbers, parts of the batch are compared with all modules in eval mode and, if that is
-        not enough, with random numbers replaced by their means.
+        not enough, with random numbers replaced by their means; if it is still random then, a note says that parts
+        were not compared.
 
     Raises:
         Refused: no parameter requires a gradient, or one is not initialized yet (lazy modules).
@@ -292,7 +293,8 @@ class _Examination:
 
     def _answers(self, turn: Turn) -> Answers:
         """What the user's losses give on the batch of a turn."""
-        before, numbers = ModelState(self._model), OwnRandomNumbers(b"check")
+        turn.prepare()
+        numbers = OwnRandomNumbers(b"check")
         try:
             start = RandomState()
             with without_random_numbers(self._model, turn.random), torch.enable_grad():
@@ -302,7 +304,8 @@ class _Examination:
             end = RandomState()
         finally:
             numbers.close()
-        return Answers(losses.detach()[:, None], rows, before.changes(), end, drew=end != start, shapes=shapes)
+        changes = {} if turn.state is None else turn.state.changes()
+        return Answers(losses.detach()[:, None], rows, changes, end, drew=end != start, shapes=shapes)
 
     def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
         if not turn.rows or not self._exact:
@@ -475,7 +478,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 def _words(error: Refused) -> str:
     """What the engine says, without the part of it that says it."""
-    return re.sub(r"^(PrivateTraining|tape): ", "", str(error))
+    return re.sub(r"^(PrivateTraining|tape|rehearsal): ", "", str(error))
 
 
 def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ class ClippingRule(ABC):
     group is bounded from its own norm alone. Most rules have one group, ``"all"``. Some have to see the parameters'
     names first: ``bind`` gives the rule whose bounds are all known, and leaves any other rule as it is.
 
+    A rule of your own is a frozen dataclass that defines ``factors`` and ``sensitivity``. The factor of a row must be a
+    function of that row's norm alone: not of the other norms, such as their median.
+
     Guarantees:
         - ``factors(norms, group)[i] * norms[i]`` is at most the group's bound, up to rounding (1e-5, relative),
           whatever the norms and their type. Half precision is raised to float32.
@@ -55,6 +58,10 @@ class ClippingRule(ABC):
     @abstractmethod
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Largest L2 change of the clipped sum between neighboring data sets."""
+
+    def largest_norm(self) -> float:
+        """Bound on the norm of a whole clipped row, all groups together: ``√(Σ bounds²)``. Checked on every step."""
+        return self.sensitivity(NeighboringRelation.ADD_OR_REMOVE_ONE)
 
     def divisor(self, expected_batch_size: float) -> float:
         """What the released sum is divided by: a number that no data have a part in."""
@@ -459,6 +466,9 @@ class MicroBatches(ClippingRule):
         """Number of groups m, also the divisor of the released sum; it depends on public numbers only."""
         positive("MicroBatches.num_groups", expected_batch_size=expected_batch_size)
         return max(1, round(expected_batch_size / self.size))
+
+    def largest_norm(self) -> float:
+        return self.clip_norm
 
     def divisor(self, expected_batch_size: float) -> float:
         return self.num_groups(expected_batch_size)

@@ -6,32 +6,47 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import threading
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from . import privacy
-from ._arguments import check_numbers, choose_noise, new_mechanism, open_ledger
+from ._arguments import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
 from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
 from ._code_path import RehearsedCode
-from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers, written_into
+from ._independence import (
+    AS_IT_IS,
+    Answers,
+    Rehearsal,
+    RowAnswers,
+    Turn,
+    few,
+    halves,
+    inner,
+    without_random_numbers,
+    written_into,
+)
 from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, take_census
-from ._model_state import ModelState
 from ._rewind import OwnRandomNumbers, RandomState
-from ._statement import Spent, spent, statement
+from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
 from ._tape import MEMORY_BUDGET, check_losses
+from ._weights import OptimizerGuard, WeightMarks
 from .clipping import ClippingRule
 from .embedding import BGEP, GEP
 from .noise import Noise, key_from_test_seed
@@ -41,6 +56,14 @@ from .sketched import Sketched
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves replaced, one left out
 RARELY = 64  # from then on steps 4, 8, 16, ... are rehearsed, and one in so many, by the secret key
 
+
+class _HandedOut(threading.local):
+    """The training that handed out a batch last, in this thread."""
+
+    training: Any = staticmethod(lambda: None)
+
+
+_HANDED_OUT = _HandedOut()
 _RELEASED: dict[bytes, dict[int, str]] = {}  # by this process: noise key -> step -> fingerprint of the release
 
 
@@ -50,6 +73,11 @@ class PrivateTraining:
     One step is ``grad = (Σᵢ cᵢ gᵢ + noise_multiplier·sensitivity·z) / expected_batch_size`` over the examples i of a
     Poisson batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
     then ``optimizer.step()``. Model, optimizer and schedulers are the user's own and stay as they are.
+
+    Some batches are rehearsed: the loop gets them again with other examples in some places, or without some, before it
+    gets the batch itself. So it is shown that no example's loss or gradient depends on another example. ``step``
+    returns False for a rehearsal, and nothing is released. Advance schedulers where ``step`` returns True, and log
+    where `rehearsing` is false.
 
     Args:
         model: any module whose trained parameters meet ops with an exact rule (else refused by name).
@@ -61,7 +89,7 @@ class PrivateTraining:
             ``perturbation``, which has bounds of its own.
         noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
-        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
+        delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
         budget: ``privacy.Budget(epsilon, delta)`` at which training stops by itself: before the step that would exceed
             it, should that come before ``num_steps``.
         memory_budget: peak memory that a step may take, in units of what non-private training needs (up to 100) or in
@@ -78,12 +106,15 @@ class PrivateTraining:
         prior_releases: what was released of the same data before and is used here, such as ``[pca.release_]`` of a
             `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
         not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
-        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples.
+        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
         num_workers: processes that fetch examples, as of ``DataLoader``.
-        scheduler: learning-rate scheduler to advance after every step, empty batches included. One that the user's
-            loop advances works as well, but sees no empty batches.
+        scheduler: learning-rate scheduler to advance after every step, empty batches included. The user's loop may
+            advance one instead, where ``step`` returns True, but sees no empty batches. A scheduler that asks for a
+            loss (``ReduceLROnPlateau``) is refused.
         run_folder: folder for the ledger (``ledger.jsonl``). Every release has reached the operating system before it
             is used, so that it survives ``kill -9``; it reaches the disk itself within a second or so.
+        assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
+            and the privacy statement prints the reason. For a forward or a loop that cannot repeat.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -92,7 +123,17 @@ class PrivateTraining:
         - The divisor is the expected batch size, whatever the size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
         - Before the first releases the engine proves itself on the user's own batches: the sum of all rows equals the
-          native gradient, two random rows equal backwards of their own, no example's loss depends on another's.
+          native gradient, and two random rows equal backwards of their own.
+        - Steps 0, 1, 2, 4, 8, 16, ... and one in 64 are rehearsed (one microbatch of each), and so is every batch that
+          runs code of the model that no rehearsal has seen: losses, norms and directions of the gradients, and clip
+          factors of the examples that are kept stay the same. The secret key draws the one in 64, the microbatch and
+          the examples. docs/pitfalls.md lists what a rehearsal cannot show.
+        - With ``clipping``, each clipped row of every step is at most as long as the rule says, up to rounding.
+        - From the start of the loop to its end no other step of an optimizer moves a trained parameter. ``spent()`` and
+          the statement say NOT PRIVATE if trained parameters moved in another way.
+        - Inside the loop the random numbers of torch, numpy and Python are a function of the secret key, the step and
+          the microbatch; ``step`` puts the user's own random state back.
+        - The settings cannot be changed after the start.
         - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
 
     Edge cases:
@@ -100,13 +141,13 @@ class PrivateTraining:
         mean is not finite; with groups of parameters, out of the groups concerned. ``num_non_finite`` is the number of
         examples left out so far, of any group. It is an exact count of private data: secret, as is the batch size.
 
-        The model is handed floating-point inputs that require a gradient, so that couplings show. What torch refuses
-        for such tensors, as ``x.numpy()``, a forward asks of ``x.detach()``.
+        An optimizer that skips its step is refused after the release was recorded: that release is spent.
 
     Raises:
         Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader in place
-            of a dataset, ...; the message names the culprit and the cure.
+            of a dataset, several processes of ``torch.distributed``, ...; the message names the culprit and the cure.
         ValueError: a number out of range.
+        AttributeError: a setting was assigned to after the start.
 
     Source: Abadi et al. (2016), Algorithm 1; Poisson sampling and step counts as the accountant prices them.
 
@@ -152,6 +193,7 @@ class PrivateTraining:
         assume_independent: str | None = None,
         test_seed: int | None = None,
     ):
+        check_alone()
         self._batches = Batches(dataset, collate_fn, num_workers)
         self.num_examples = len(dataset)  # type: ignore[arg-type]
         self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
@@ -162,6 +204,7 @@ class PrivateTraining:
         self.test_seed, self.assume_independent = test_seed, assume_independent
         check_numbers(self, num_workers)
         check_model(model, optimizer)
+        check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._attributes = Attributes(model)
         self._census = self._take_census()
@@ -173,24 +216,57 @@ class PrivateTraining:
         prior = [(release.event, 1) for release in self.prior_releases]
         privacy.compose([*prior, (self.event, num_steps)])  # refuses what cannot be priced together
         self.ledger = open_ledger(run_folder, self.prior_releases)
-        if not self._num_steps_allowed():
+        self._num_planned = self._num_steps_allowed()
+        if not self._num_planned:
             raise Refused(
                 f"PrivateTraining: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget."
             )
         keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
         self._set_keys(keys.get("noise"), keys.get("sampling"))
-        self.step_count = 0
-        self.num_non_finite = 0  # secret: examples left out so far
+        self._step_count = 0
+        self._num_non_finite = 0
+        self._stop_reason: str | None = None
+        self._planned: tuple[Any, privacy.Profile] | None = None
+        self._weights: WeightMarks | None = None  # behind the last step, or at the start of the loop
+        self._moved_otherwise = ""  # when the weights were first seen to have moved in another way
+        self._guard: OptimizerGuard | None = None  # while a loop is under way
         self._rehearsed = RehearsedCode()
+        self._moving: set[str] = set()  # frozen parameters that the loop changes, as those of a teacher
+        self._overwritten: set[str] = set()  # attributes that take in data, and are written before they are read
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._part: Any = None  # the (micro)batch under way
         self._turn: Turn | None = None  # to be handed out next
+        self._is_rehearsal = False
         self._pending: Pending | None = None  # handed out, and not answered yet
-        self._before: ModelState | None = None
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
         self._switch = Switch(self)
         self._switch.watch(model)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_is_made" in self.__dict__:
+            raise AttributeError(
+                f"PrivateTraining.{name} cannot be set: what was released, and its price, follow from the settings as "
+                "they were at the start. Make a new PrivateTraining, with the releases so far as prior_releases."
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        raise Refused(
+            "PrivateTraining cannot be copied or pickled: two copies would release different sums with the same noise. "
+            "Save training.state_dict() and load it into a new PrivateTraining."
+        )
+
+    @property
+    def step_count(self) -> int:
+        """Steps made so far; it stands still during rehearsals."""
+        return self._step_count
+
+    @property
+    def num_non_finite(self) -> int:
+        """Examples left out so far, since their gradients were not finite. Secret: an exact count of private data."""
+        return self._num_non_finite
 
     @property
     def clipping(self) -> ClippingRule | None:
@@ -209,10 +285,12 @@ class PrivateTraining:
 
         After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
         """
+        check_alone()
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        num_steps = self._num_steps_allowed()
+        self._begin_guard()
+        num_steps = self._num_planned
         drawn = self._batches(self._draws(self.step_count, num_steps))
         try:
             while self.step_count < num_steps:
@@ -237,11 +315,16 @@ class PrivateTraining:
         finally:
             if self._loops == loop:
                 self._forget_batch()
+                self._end_guard()
 
     @property
     def rehearsing(self) -> bool:
-        """Whether the batch just handed out is a rehearsal, of which nothing is released."""
-        return self._pending is not None and not self._pending.turn.is_batch
+        """True if the batch that was handed out last is a rehearsal, of which nothing is released.
+
+        To leave rehearsals out of a log, ask after ``step``: a batch that turns out to run new code counts as a
+        rehearsal from then on, and is handed out again later.
+        """
+        return self._is_rehearsal
 
     def step(self, losses: Tensor) -> bool:
         """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
@@ -250,11 +333,12 @@ class PrivateTraining:
             losses: (n,) one loss per example of the batch just handed out (``reduction="none"``), or (n, views).
 
         Returns:
-            Whether the model was updated (False for rehearsals, and after all but the last microbatch of a step).
+            True if the model was updated; False for rehearsals, and for all but the last microbatch of a step.
 
         Raises:
             Refused: a scalar, the losses of another batch, an op without an exact rule, examples that depend on each
-                other, ...; nothing was released, and the step can be tried again by iterating anew.
+                other, code that does not repeat, ...; nothing was released, and the step can be tried again by
+                iterating anew.
         """
         pending = self._pending
         if pending is None:
@@ -263,10 +347,11 @@ class PrivateTraining:
         try:
             part, summing, answers = self._answers(pending, losses)
             pending.close()
-            if not self._part.rehearsed and self._is_new(pending):
+            if not self._part.thorough and self._is_new(pending):
                 self._part.script.close()
-                self._part = replace(self._part, script=self._rehearsal(thorough=True), rehearsed=True)
-                self._turn, self._pending = next(self._part.script), None
+                self._part.script = self._rehearsal(thorough=True)
+                self._part.rehearsed = self._part.thorough = True
+                self._turn, self._pending, self._is_rehearsal = next(self._part.script), None, True
                 return False
             try:
                 self._turn = self._part.script.send(answers)
@@ -278,12 +363,12 @@ class PrivateTraining:
             raise
         self._pending = None
         if self._turn is not None:
+            self._is_rehearsal = True
             return False
         assert pending.tape is not None
         if self._part.rehearsed:
             self._rehearsed.add(pending.tape.code, self._part.drawn.count)
-        self._seen |= set(pending.tape.parameters)
-        self.num_non_finite += summing.num_left_out
+        self._num_non_finite += summing.num_left_out
         for name, tensor in part.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
         if self._part.is_last:
@@ -295,7 +380,7 @@ class PrivateTraining:
         self._part = _Part(drawn, number, number == count - 1)
         rehearsed, thorough = self._rehearsal_is_due(number, count)
         script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
-        self._part = replace(self._part, script=script, rehearsed=rehearsed)
+        self._part.script, self._part.rehearsed, self._part.thorough = script, rehearsed, rehearsed and thorough
         self._turn = next(script)
 
     def _rehearsal_is_due(self, number: int, count: int) -> tuple[bool, bool]:
@@ -309,13 +394,31 @@ class PrivateTraining:
 
     def _rehearsal(self, thorough: bool) -> Generator[Turn, Answers, None]:
         drawn, step = self._part.drawn, self.step_count
+        if thorough:
+            self._overwritten.clear()  # to be shown again
         units = self._mechanism.units(self._sampler, step, drawn.count)
         kept = halves(drawn.count, drawn.generator, units)
-        alone = kept[:1] if thorough or step & (step - 1) == 0 else []
-        return Rehearsal(self.model, drawn, kept if thorough else kept[:1], alone=alone, units=units).turns()
+        alone = [few(drawn.count, drawn.generator), *(map(inner, kept) if thorough else ())]
+        return Rehearsal(
+            self.model,
+            drawn,
+            kept if thorough else kept[:1],
+            alone=alone,
+            rows_alone=thorough,
+            units=units,
+            moving=self._moving,
+            overwritten=self._overwritten,
+        ).turns()
 
     def _hand_out(self, turn: Turn) -> Any:
         """What must be set while the user's code runs; then the batch."""
+        other = _HANDED_OUT.training()
+        if other is not None and other is not self and other._pending is not None:
+            raise Refused(
+                "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
+                "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
+            )
+        turn.prepare()
         self._check_learning_rates()
         self._census, step, number = self._take_census(), self.step_count, self._part.number
         size, tape = turn.count * self.views, None
@@ -323,19 +426,21 @@ class PrivateTraining:
             tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
         contexts = ExitStack()
         numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
-        start = RandomState() if self._part.rehearsed else None
-        contexts.enter_context(without_random_numbers(self.model, turn.random))
+        if self._part.rehearsed and self._part.start is None:
+            self._part.start = RandomState()  # the same before every turn
+        if turn.random != AS_IT_IS:
+            contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.watching(size))
-        self._before = ModelState(self.model) if self._part.rehearsed else None
-        self._pending = Pending(turn, tape, Seal(self.model), numbers, start, contexts)
+        self._is_rehearsal, _HANDED_OUT.training = not turn.is_batch, weakref.ref(self)
+        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
         return turn.batch
 
     def _check_learning_rates(self) -> None:
         """Refuse a loop that advances its scheduler on rehearsals, too."""
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         if self._part.rates is None:
-            self._part = replace(self._part, rates=rates)
+            self._part.rates = rates
         elif [float(rate) for rate in rates] != [float(rate) for rate in self._part.rates]:
             raise Refused(
                 "PrivateTraining: the learning rate changed before the step was made, at a rehearsal of its batch. "
@@ -352,12 +457,14 @@ class PrivateTraining:
                 "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
                 "numbers come from the training's secret key, and a resumed run repeats them."
             )
+        _check_unscaled(losses)
         written, changed = pending.seal.changed()
         if written:
-            raise Refused(f"PrivateTraining: {written_into(written)}")
-        changes = {} if self._before is None else self._before.changes()
+            raise Refused(written_into(written))
+        changes = {} if turn.state is None else turn.state.changes()
         summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
-        rows = RowAnswers() if tape is not None and self._part.rehearsed else None
+        weigh = None if turn.is_batch else summing.weigh
+        rows = RowAnswers(weigh) if tape is not None and self._part.rehearsed else None
         part: dict[str, Tensor] = {}
         if tape is not None:
             tape.code.note(("changed", name) for name in changed)
@@ -365,23 +472,25 @@ class PrivateTraining:
                 part = tape.clipped_sum(
                     losses,
                     self._mechanism.groups(list(tape.parameters)),
-                    summing,
+                    summing if turn.is_batch else None,
                     merging=summing.merging,
-                    may_miss=self._seen,
+                    may_miss=self._seen if turn.is_batch else tape.parameters,
                     memory_budget=self.memory_budget,
                     observe=None if rows is None else rows.take,
                 )
+            summing.check_bound()
+            self._seen |= tape.reached  # layers that are left out at random are reached when they are not
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
         end = RandomState() if self._part.rehearsed else None
-        settled = tape is not None and not tape.measured and self._before is not None
+        settled = tape is not None and not tape.measured and turn.state is not None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.views),
             rows=rows,
             changes=changes,
-            later=self._before.changes() if settled else None,
+            later=turn.state.changes() if settled and turn.state is not None else None,
             random=end,
-            drew=pending.start is not None and pending.start != end,
+            drew=end is not None and self._part.start != end,
             shapes=0 if tape is None else tape.code.shapes,
         )
         return part, summing, answers
@@ -397,17 +506,40 @@ class PrivateTraining:
         return hashlib.blake2b(purpose + repr(numbers).encode(), key=self._sampler.key, digest_size=32).digest()
 
     def record(self) -> AbstractContextManager[Any]:
-        """Context that records like the model's own forward, for parameters used outside of ``model(...)``."""
+        """Returns a context that records as the model's own forward does, for parameters used outside of it.
+
+        It belongs to the batch just handed out: open it anew for every batch, before ``step``.
+        """
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
         return nullcontext() if self._pending.tape is None else self._pending.tape
 
     def spent(self, delta: float | None = None) -> Spent:
-        """Privacy spent by the releases so far, at ``delta`` (by default the one given at the start)."""
-        delta = self.delta if delta is None else delta
-        if delta is None:
+        """Returns the privacy spent at ``delta`` (by default the one given at the start).
+
+        ``epsilon`` is that of the releases so far, and ``planned`` that of all planned steps, or of those that the
+        budget allows. Report ``planned`` if training stopped early because of anything that it released.
+
+        Raises:
+            ValueError: no delta was given, or it is 1/n or more.
+        """
+        if delta is None and self.delta is None:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
-        return spent(self, delta)
+        return spent(self, self.delta if delta is None else check_delta(self, delta))
+
+    def declare_stop(self, reason: str) -> None:
+        """Declares that training stops for a reason that has nothing to do with the data, such as a time limit.
+
+        The statement then carries the epsilon of the steps made, and prints the reason. Without a declaration it
+        carries the epsilon of all planned steps: less does not cover a stop that depends on what was released, such as
+        early stopping.
+
+        Raises:
+            ValueError: the reason is empty.
+        """
+        if not str(reason).strip():
+            raise ValueError(f"PrivateTraining.declare_stop: reason={reason!r} must say why, in words.")
+        self._stop_reason = str(reason)
 
     def explain(self) -> str:
         """How the step is computed: exact norms, or by which kind of projections; in which subspace."""
@@ -417,35 +549,47 @@ class PrivateTraining:
         """Privacy profile of the releases so far."""
         return self.ledger.profile()
 
+    def _planned_profile(self) -> privacy.Profile:
+        """Of the releases so far, and of the steps that are still planned."""
+        left = self._num_planned - self.step_count
+        made = self.ledger.events
+        key = repr(made), left
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, privacy.compose([*made, (self.event, left)]) if left > 0 else self.profile()
+        return self._planned[1]
+
     def statement(self) -> dict[str, Any]:
         """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
         return statement(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on after a stop: keys of noise and sampler, step, settings and ledger.
+        """Returns what is needed to go on after a stop: keys of noise and sampler, step, settings and ledger.
 
         THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
-        scheduler have state dicts of their own, and random numbers that the model or the data draw (dropout,
-        augmentation) come from generators of their own: keep ``torch.get_rng_state()`` beside it.
+        scheduler have state dicts of their own. Random numbers need none: inside the loop those of torch, numpy and
+        Python follow from the key and the step, so that a resumed run repeats dropout and augmentation bit for bit. A
+        declared stop is not part of the state.
         """
         return {
             "format": 1,
             "settings": self._settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
+            "moved_otherwise": self._weights_moved_otherwise(),
             "noise_key": self._noise.key.hex(),
             "sampler_key": self._sampler.key.hex(),
+            "stop_reason": self._stop_reason,
             "ledger": self.ledger.state_dict(),
             **self._mechanism.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken: same keys, same next batches, same noise. The state is secret.
+        """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
-        the same batch and the same noise: the same release, recorded once. That takes the same weights, optimizer,
-        random state and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
+        the same batch, dropout, augmentation and noise: the same release, recorded once. That takes the same weights,
+        optimizer and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
         when it is made.
 
         Raises:
@@ -460,10 +604,12 @@ class PrivateTraining:
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
         self.ledger.load_state_dict(state["ledger"])
         self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
-        self.step_count, self.num_non_finite = state["step_count"], state["num_non_finite"]
+        self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
         self._forget_batch()
+        self._weights, self._moved_otherwise = None, state.get("moved_otherwise", "")
+        self._stop_reason = state.get("stop_reason")
 
     def _of_views(self, losses: Tensor, size: int) -> Tensor:
         """The losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
@@ -502,17 +648,59 @@ class PrivateTraining:
         self._check_noise(step, fingerprint)
         self.ledger.record(self.event, len(self.prior_releases) + step, fingerprint)
         _RELEASED.setdefault(self._noise.key, {})[step] = fingerprint
-        self.step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
+        self._stop_reason = None  # it was no stop
+        self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
             p.grad = gradient[name].to(p.dtype)
         del release, gradient
-        self.optimizer.step()
+        self._update(parameters)
         for p in parameters.values():
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _update(self, parameters: Mapping[str, Tensor]) -> None:
+        """The optimizer's step, which must move the weights."""
+        self._weights_moved_otherwise()
+        if self._weights is None or not self._weights.holds(parameters):
+            self._weights = WeightMarks(parameters)
+        else:
+            self._weights.renew()
+        assert self._guard is not None
+        self._guard.step(self.optimizer)
+        rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
+        if self._weights.untouched() and any(rates):
+            raise Refused(
+                f"PrivateTraining: {type(self.optimizer).__name__}.step() made no update, as a wrapper does that "
+                "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
+                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
+            )
+        self._weights.renew()
+
+    def _weights_moved_otherwise(self) -> str:
+        """When the trained weights were moved other than by the training's own updates; empty if they were not."""
+        if self._weights is not None and not self._moved_otherwise:
+            moved = self._weights.moved()
+            if moved:
+                self._moved_otherwise = f"first seen after step {self.step_count}, in {moved[0]!r}"
+        return self._moved_otherwise
+
+    def _begin_guard(self) -> None:
+        """From now on no step of another's may move the weights."""
+        self._end_guard()
+        self._guard = OptimizerGuard(weakly(self))
+        self._compiling = torch._functorch.config.patch(donated_buffer=False)  # losses go backward more than once
+        self._compiling.__enter__()
+        if self._weights is None:
+            self._weights = WeightMarks(self._take_census().trained)
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._compiling.__exit__(None, None, None)
+        self._guard = None
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
         """Refuse a release with noise that another has: of a copy of the training, or of a process forked from it."""
@@ -593,7 +781,7 @@ class PrivateTraining:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
     """A (micro)batch under way."""
 
@@ -602,7 +790,29 @@ class _Part:
     is_last: bool
     script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
     rehearsed: bool = False
+    thorough: bool = False  # whether it is rehearsed in full
     rates: list[Any] | None = None  # learning rates when it began
+    start: RandomState | None = None  # of its random numbers, where it is rehearsed
+
+
+def _check_unscaled(losses: Tensor) -> None:
+    """Refuse losses that a GradScaler scaled: by a tensor that holds a large power of two."""
+    node = losses.grad_fn
+    if node is None or not node.name().startswith("MulBackward"):
+        return
+    for factor in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+        if isinstance(factor, Tensor) and factor.ndim == 0 and factor.dtype == torch.float32:
+            if factor >= 2**10 and float(factor).hex().startswith("0x1.0000000000000p"):
+                raise Refused(
+                    f"PrivateTraining: the losses were multiplied by {float(factor):g}, as GradScaler does. Leave the "
+                    "scaler out: norms and sums are computed in float32 also under autocast with float16."
+                )
+
+
+def weakly(training: PrivateTraining) -> Any:
+    """Gives the trained parameters for as long as the training is there."""
+    alive = weakref.ref(training)
+    return lambda: {} if alive() is None else alive()._census.trained  # type: ignore[union-attr]
 
 
 def _nothing() -> Generator[Turn, Answers, None]:
@@ -620,6 +830,12 @@ def _unused_graph() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "donated buffers" in str(error):
+            raise Refused(
+                "PrivateTraining: the losses come from code that torch.compile compiled before the loop began, for one "
+                "backward pass. Compile it anew (torch.compiler.reset()), or set "
+                "torch._functorch.config.donated_buffer = False before it runs first."
+            ) from None
         if "backward through the graph a second time" not in str(error):
             raise
         raise Refused(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from hypothesis import given, settings
+from drawn import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_privacy import privacy
@@ -30,7 +31,7 @@ def test_calibrate_is_just_above_the_exact_noise_multiplier(target, num_steps):
     assert exact <= found <= exact * (1 + 3e-4)
 
 
-@settings(max_examples=6)
+@draws(6)
 @given(st.floats(0.2, 20), st.floats(0.01, 1), st.integers(1, 300))
 def test_calibrate_is_never_above_the_target(target, q, steps):
     found = privacy.calibrate(target, 1e-5, sampling_probability=q, num_steps=steps, tolerance=1e-3)
@@ -78,7 +79,7 @@ def high_of(event, count, delta=1e-5) -> float:
     return privacy.compose([(event, count)]).epsilon(delta).high
 
 
-@settings(max_examples=6)
+@draws(6)
 @given(st.floats(0.3, 10), st.floats(0.5, 5), st.floats(1e-3, 0.5))
 def test_most_steps_is_within_the_target_and_one_more_is_not(target, noise, q):
     event = privacy.SubsampledGaussian(noise, q)

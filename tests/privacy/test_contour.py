@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
-from hypothesis import assume, given, settings
+from drawn import draws
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 from scipy.special import ndtr
@@ -65,7 +66,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
-@settings(max_examples=8)
+@draws(8)
 @given(
     st.floats(0.5, 5), st.floats(-3.5, -0.3), st.integers(16, 128), st.floats(2, 4.5), st.floats(-10, -2), st.booleans()
 )
@@ -81,7 +82,7 @@ def test_contour_and_lattice_agree_wherever_both_run(law, noise, log_q, projecti
     assert high >= below - 1e-10 * (1 + below)
 
 
-@settings(max_examples=10)
+@draws(10)
 @given(st.floats(0.5, 5), st.floats(-3, -0.3), st.floats(2.5, 5), st.floats(-9, -0.5), st.booleans())
 def test_delta_and_epsilon_of_one_curve_are_inverse(noise, log_q, log_steps, log_delta, swapped):
     delta = 10**log_delta
@@ -106,7 +107,7 @@ def test_both_directions_mirror_each_other():
         assert add.delta(-epsilon).low - 1e-9 <= expected <= add.delta(-epsilon).high + 1e-9
 
 
-@settings(max_examples=25)
+@draws(25)
 @given(
     st.lists(st.tuples(st.floats(0.5, 5), st.floats(-3.5, 0), st.floats(0, 5)), min_size=1, max_size=3),
     st.floats(-1, 1),
@@ -155,7 +156,7 @@ def test_ten_million_steps_are_one_more_question():
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@draws(12)
 @given(st.floats(-0.5, 1.3), st.floats(-5, 0), st.floats(0, 6), st.floats(-12, -3))
 def test_pld_accountant_is_never_below_us(log_noise, log_q, log_steps, log_delta):
     noise, q, steps, delta = 10**log_noise, 10**log_q, int(10**log_steps), 10**log_delta
@@ -171,7 +172,7 @@ def test_pld_accountant_is_never_below_us(log_noise, log_q, log_steps, log_delta
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Assuming that true epsilon:UserWarning")
-@settings(max_examples=6)
+@draws(6)
 @given(st.floats(0.6, 3), st.floats(-3, -1), st.integers(100, 1000), st.floats(-8, -3))
 def test_prv_accountant_brackets_what_we_bracket(noise, log_q, steps, log_delta):
     q, delta = 10**log_q, 10**log_delta

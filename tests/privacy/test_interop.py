@@ -174,7 +174,7 @@ def test_statement_without_delta_with_a_target_and_with_a_test_seed_keep_to_the_
 
 
 BROKEN = {
-    "$.format: const": lambda said: said.update(format=2),
+    "$.format: const": lambda said: said.update(format=3),
     "$: required": lambda said: said.pop("delta"),
     "$.neighboring_relation: enum": lambda said: said.update(neighboring_relation="add"),
     "$.sampling_probability: maximum": lambda said: said.update(sampling_probability=1.5),

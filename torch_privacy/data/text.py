@@ -30,8 +30,8 @@ def tokenize(text: str) -> list[str]:
         >>> tokenize("It's GOOD!<br /><br />Not 'great', though: 7/10.")
         ["it's", 'good', 'not', 'great', 'though', '7', '10']
     """
-    spaced = b" " + text.encode("utf-8", "replace").replace(b"<br />", b" ").translate(LETTERS) + b" "
-    return spaced.replace(b"' ", b" ").replace(b" '", b" ").decode("utf-8").split()
+    spaced = text.encode("utf-8", "replace").replace(b"<br />", b" ").translate(LETTERS).decode("utf-8")
+    return [word for quoted in spaced.split() if (word := quoted.strip("'"))]  # split knows spaces beyond ASCII
 
 
 @dataclass(frozen=True, eq=False)

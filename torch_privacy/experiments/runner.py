@@ -195,7 +195,8 @@ class Run:
         for batch in self.training:
             losses, scores = losses_and_scores(self.task, self.model, batch, self.task.views)
             made = self.training.step(losses)
-            self.private.add(losses.flatten(), scores)
+            if not self.training.rehearsing:
+                self.private.add(losses.flatten(), scores)
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
         if not self.private.is_complete():  # the last steps drew nobody: the loop above never saw them

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import CHUNK_FLOATS, AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
-from .dense import Rows
-from .linear import GRAM_TOLERANCE
+from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from .dense import Rows, product
+from .gram import norms_from_gram
 
 # What the methods do, in operations of a matrix product that take the same time (measured on one core of a CPU).
 NATIVE = 0.8  # one operation of the native convolution
@@ -183,8 +183,8 @@ class Conv(Op):
         """One matrix product per example and group, in the order that is faster for the layout of the patches."""
         patches, b = self._patches(), _by_group(self.b, self.geometry.groups).flatten(2)
         if not self._channels_last:
-            return (patches @ b.mT).mT.reshape(self.num_examples, *self.shape)
-        rows = (b @ patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1]))
+            return product(patches, b.mT).mT.reshape(self.num_examples, *self.shape)
+        rows = product(b, patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1]))
         return rows.movedim(-1, 2).reshape(self.num_examples, *self.shape)
 
     def _shifted_norms(self) -> Tensor:
@@ -199,7 +199,7 @@ class Conv(Op):
         for line, together in groupby(range(0, g.kernel[0] * dilation, dilation), lambda offset: offset // step):
             first, *others = (offset % step // apart for offset in together)
             chosen = slice(first, max(others, default=first) + 1, dilation // apart)
-            products = lines[:, chosen, :, line * length :][..., : b.shape[2]].flatten(1, 2) @ b.mT
+            products = product(lines[:, chosen, :, line * length :][..., : b.shape[2]].flatten(1, 2), b.mT)
             total += _by_example(products, g.groups).square_().sum(1)
         return total
 
@@ -259,13 +259,13 @@ class Conv(Op):
 
     def _gram(self) -> Tensor:
         patches = self._patches()
-        return self._norms_of(patches.mT @ patches)
+        return self._norms_of(product(patches.mT, patches))
 
     def _boxed_gram(self) -> Tensor:
         """The same without unfolding: inner products of patches sum those of cells, along the diagonals."""
         x = self._padded()
         cells = x.flatten(2)
-        gram, g = (cells.mT @ cells).view(x.shape[0], *x.shape[2:], *x.shape[2:]), self.geometry
+        gram, g = product(cells.mT, cells).view(x.shape[0], *x.shape[2:], *x.shape[2:]), self.geometry
         for dim, (kernel, stride, dilation) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
             axis = 1 + dim + (dim > 0)  # the images stand second
             gram = _box_filtered(gram, (axis, axis + x.ndim - 2), kernel, stride, dilation)
@@ -283,14 +283,9 @@ class Conv(Op):
 
     def _norms_of(self, gram: Tensor) -> Tensor:
         """Squared norms from the inner products of patches (n·groups, t, t); rows decide where terms cancel."""
-        b = _by_group(self.b, self.geometry.groups).flatten(2)
-        terms = _by_example((b.mT @ b).mul_(gram), self.geometry.groups)
-        squares = terms.sum(1)
-        rounding = torch.finfo(terms.dtype).eps * torch.linalg.vector_norm(terms, dim=1)
-        doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
-        for some in doubtful.split(max(1, CHUNK_FLOATS // self.shape.numel())):
-            squares[some] = self.select(some).rows().flatten(1).square().sum(1)
-        return squares
+        b, groups = _by_group(self.b, self.geometry.groups).flatten(2), self.geometry.groups
+        grams = [gram.unflatten(0, (self.num_examples, groups)) for gram in (product(b.mT, b), gram)]
+        return norms_from_gram(grams, [b.shape[1], self.shape[1:].numel()], self)
 
 
 @lru_cache(maxsize=4096)

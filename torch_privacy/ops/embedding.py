@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .._check import Refused
 from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
-from .dense import Rows
+from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight
-from .linear import GRAM_TOLERANCE, Linear
+from .gram import sure
+from .linear import Linear
 
 
 @dataclass(frozen=True)
@@ -161,19 +162,13 @@ class TiedEmbedding(Op):
 
     def _norms(self, of_product: Tensor) -> Tensor:
         """The rows themselves decide where the two all but cancel."""
-        apart, twice = of_product + self.looked_up._sum_per_token(), 2 * self._inner_products()
-        squares = apart + twice
-        rounding = torch.finfo(squares.dtype).eps * (apart + twice.abs())
-        doubtful = (rounding > GRAM_TOLERANCE * squares).nonzero().flatten()
-        if len(doubtful):
-            squares[doubtful] = self.select(doubtful).rows().square().sum((1, 2))
-        return squares
-
-    def _inner_products(self) -> Tensor:
-        """(n,): ⟨A, B⟩."""
-        ids, b, product = self.looked_up.ids, self.looked_up.b, self.product
-        columns = product.b.gather(2, ids.unsqueeze(1).expand(-1, product.b.shape[1], -1))  # (n, s, t)
-        return columns.mul_(product.x @ b.mT).sum((1, 2))
+        ids, b, output = self.looked_up.ids, self.looked_up.b, self.product.b
+        columns = output.gather(2, ids.unsqueeze(1).expand(-1, output.shape[1], -1)).flatten(1)  # (n, s·t)
+        lost = b.shape[2] * torch.linalg.vector_norm(columns, 1, dim=1) + columns.shape[1]  # in units of tiny
+        terms = columns.mul_(product(self.product.x, b.mT).flatten(1))  # that add up to ⟨A, B⟩
+        apart = of_product + self.looked_up._sum_per_token()
+        size = apart + 2 * torch.linalg.vector_norm(terms, 1, dim=1)
+        return sure(apart + 2 * terms.sum(1), size, 2 * torch.finfo(b.dtype).tiny * lost, self)
 
 
 @dataclass(frozen=True)

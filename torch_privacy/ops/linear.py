@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from ._base import Method, Op
-from .dense import squared_lengths
-
-# A norm from a Gram matrix is a sum of t² terms of both signs. Where they cancel so far that rounding could move
-# its square by more than this (relative), that example is computed again from its row. Networks have a third of it.
-GRAM_TOLERANCE = 5e-6
-UNDERFLOW = 2.0**30  # in units of the smallest normal number: below that, products may have lost what was in them
+from .dense import product
+from .gram import norms_from_gram, squares_of_factor
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Linear(Op):
         ]
 
     def rows(self) -> Tensor:
-        return self.b.mT @ self.x
+        return product(self.b.mT, self.x)
 
     def project(self, v: Tensor) -> Tensor:
         return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
@@ -77,13 +73,15 @@ class Linear(Op):
         return squares_of_factor(self.x) * squares_of_factor(self.b)
 
     def _gram(self) -> Tensor:  # Li et al. 2022 (arXiv:2110.05679), §4
-        if not _halves(self.x.shape[1]):
-            return norms_from_gram((self.x @ self.x.mT).mul_(self.b @ self.b.mT), self)
+        factors, (n, t) = (self.x, self.b), self.x.shape[:2]
+        sizes = [factor.shape[2] for factor in factors]
+        if not _halves(t):
+            return norms_from_gram([product(factor, factor.mT) for factor in factors], sizes, self)
         # The matrices are symmetric: two blocks on the diagonal and one beside it are three quarters of the work.
-        (x, b), half = (tensor.unflatten(1, (2, -1)) for tensor in (self.x, self.b)), self.x.shape[1] // 2
-        blocks = (x @ x.mT).mul_(b @ b.mT)
-        beside = (self.x[:, :half] @ self.x[:, half:].mT).mul_(self.b[:, :half] @ self.b[:, half:].mT)
-        return norms_from_gram(blocks, self, beside)
+        halves = [factor.reshape(2 * n, t // 2, -1) for factor in factors]
+        blocks = [product(half, half.mT).unflatten(0, (n, 2)) for half in halves]
+        x, b = (product(factor[:, : t // 2], factor[:, t // 2 :].mT) for factor in factors)
+        return norms_from_gram(blocks, sizes, self, twice=x.mul_(b))
 
     def _rows_norms(self) -> Tensor:
         return self.rows().square().sum((1, 2))
@@ -148,7 +146,7 @@ class GroupedLinear(Op):
         return [_per_matrix(method) for method in self._matrices().methods()]
 
     def rows(self) -> Tensor:
-        return self.arrangement.weights(self.b.mT @ self.x)
+        return self.arrangement.weights(self._matrices().rows().unflatten(0, self.x.shape[:2]))
 
     def project(self, v: Tensor) -> Tensor:
         v = self.arrangement.matrices(v, *self._form[0])
@@ -246,8 +244,8 @@ class Bilinear(Op):
         return b * x1 * x2
 
     def _gram(self) -> Tensor:
-        b, x1, x2 = (factor @ factor.mT for factor in self._factors)
-        return norms_from_gram(b.mul_(x1).mul_(x2), self)
+        grams = [product(factor, factor.mT) for factor in self._factors]
+        return norms_from_gram(grams, list(self.shape), self)
 
     def _rows_norms(self) -> Tensor:
         return self._as_linear()._rows_norms()
@@ -256,30 +254,3 @@ class Bilinear(Op):
 def _halves(t: int) -> bool:
     """Whether Gram matrices of t positions are made block by block: smaller blocks lose more than they save."""
     return t >= 128 and t % 2 == 0
-
-
-def squares_of_factor(factor: Tensor) -> Tensor:
-    """(n, ...) -> (n,): squared norms, and at least that: squares of numbers below 1e-19 vanish in float32.
-
-    The other factor may be as large as they are small, and the product any length.
-    """
-    flat = factor.flatten(1)
-    return squared_lengths(flat) + flat.shape[1] * torch.finfo(flat.dtype).tiny
-
-
-def norms_from_gram(terms: Tensor, op: Linear | Bilinear, twice: Tensor | None = None) -> Tensor:
-    """(n, ..) -> (n,): the sum of the terms; from the rows of ``op`` where the terms cancel too far.
-
-    ``twice`` (n, ..) are terms that count twice.
-    """
-    terms = terms.flatten(1)
-    squares, size = terms.sum(1), torch.linalg.vector_norm(terms, 1, dim=1)
-    if twice is not None:
-        twice = twice.flatten(1)
-        squares, size = squares + 2 * twice.sum(1), size + 2 * torch.linalg.vector_norm(twice, 1, dim=1)
-    limits = torch.finfo(terms.dtype)
-    unsure = (limits.eps * size > GRAM_TOLERANCE * squares) | (squares < UNDERFLOW * limits.tiny)
-    doubtful = unsure.nonzero().flatten()
-    if len(doubtful):
-        squares[doubtful] = op.select(doubtful)._rows_norms()
-    return squares

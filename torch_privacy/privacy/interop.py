@@ -95,7 +95,7 @@ def statement_schema() -> dict[str, Any]:
 
     Example:
         >>> statement_schema()["properties"]["format"]
-        {'const': 1}
+        {'const': 2}
     """
     return json.loads(
         resources.files("torch_privacy.privacy").joinpath("statement.schema.json").read_text(encoding="utf-8")
