@@ -609,7 +609,7 @@ def test_examples_that_meet_in_the_forward_are_refused(name):
     assert_refused(Program(FORWARDS[name](), points()))
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5])
 def test_a_condition_that_one_example_decides_is_refused_when_it_is_met(number):
     """As a mask that is made only where it is needed: the batches before run without, and so do their rehearsals."""
     examples = torch.randn(N, D)

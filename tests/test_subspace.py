@@ -398,15 +398,17 @@ def test_what_the_forward_keeps_of_the_auxiliary_data_is_put_back():
     assert model.seen == 0
 
 
-class Shrinks(nn.Linear):
-    """Writes into its weight."""
+class Learns(nn.Linear):
+    """Moves a frozen parameter towards its inputs."""
 
     def forward(self, input):
         with torch.no_grad():
-            self.weight *= 0.9
+            self.code.lerp_(input.mean(0), 0.1)
         return super().forward(input)
 
 
 def test_a_forward_that_writes_into_a_parameter_is_refused():
-    with pytest.raises(tp.Refused, match="the forward changed 'weight'"):
-        tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(Shrinks(4, 3))
+    model = Learns(4, 3)
+    model.code = nn.Parameter(torch.zeros(4), requires_grad=False)
+    with pytest.raises(tp.Refused, match="on the auxiliary data: the forward changed 'code'"):
+        tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
