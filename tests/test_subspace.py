@@ -410,5 +410,5 @@ class Learns(nn.Linear):
 def test_a_forward_that_writes_into_a_parameter_is_refused():
     model = Learns(4, 3)
     model.code = nn.Parameter(torch.zeros(4), requires_grad=False)
-    with pytest.raises(tp.Refused, match="on the auxiliary data: the forward changed 'code'"):
+    with pytest.raises(tp.Refused, match=r"on the auxiliary data: .*the forward changed 'code'"):
         tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
