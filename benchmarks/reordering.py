@@ -8,12 +8,13 @@
 Where data may reorder the examples, or where a forward takes a new course every time, what earlier batches taught of
 the examples' places holds only if this batch bears it out. Both sides get the same batches and take turns, batch by
 batch; the private one includes sampling, noise, ledger and rehearsals. Printed are milliseconds of processor time in
-one thread, which other programs hardly disturb: of an ordinary step, the median of the ratios batch by batch, the ratio of
-the two minima, that of the sums (rehearsals included), and how many backwards a private step made on average. The first steps,
-in which everything is new, stand apart: the ratio of the sums over these.
+one thread, which other programs hardly disturb: of an ordinary step, the median of the ratios batch by batch, the ratio
+of the two minima, that of the sums (rehearsals included), and how many backwards a private step made on average. The
+first steps, in which everything is new, stand apart: the ratio of the sums over these.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -94,7 +95,7 @@ class CNN(nn.Module):
         self.layers = nn.Sequential(
             *(
                 layer
-                for k, (d, e) in enumerate(zip(widths, widths[1:], strict=False))
+                for k, (d, e) in enumerate(itertools.pairwise(widths))
                 for layer in (nn.Conv2d(d, e, 3, stride=1 + (k > 0), padding=1), nn.GroupNorm(8, e), nn.ReLU())
             ),
         )
@@ -222,7 +223,9 @@ CASES = {
         256,
     ),
     "mlp": Case(
-        lambda: nn.Sequential(*(nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))),
+        lambda: nn.Sequential(
+            *(nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
+        ),
         lambda: table(784, 10),
         "MLP 784-1000-1000-10, batch 256",
         256,
@@ -275,7 +278,9 @@ def private_steps(case: Case, model: nn.Module, data: tuple[Tensor, ...]) -> Ite
             start = time.process_time()
 
 
-def recorded_steps(case: Case, model: nn.Module, data: tuple[Tensor, ...]) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
+def recorded_steps(
+    case: Case, model: nn.Module, data: tuple[Tensor, ...]
+) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
     """The same of a loop of one's own: clipped sum and update, without noise."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     while True:

@@ -68,7 +68,7 @@ class Batches:
         loader = DataLoader(
             _Fetching(self),
             batch_size=None,
-            sampler=noted(),  # type: ignore[arg-type]
+            sampler=noted(),
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state

@@ -172,9 +172,12 @@ def _fill(value: Any, content: Any) -> None:
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = content
-    elif isinstance(content, int) and not isinstance(value, (int, float)):
-        return
-    elif isinstance(value, dict):
+    elif not isinstance(content, int):  # of a long container, whose content was not kept
+        _fill_container(value, content)
+
+
+def _fill_container(value: Any, content: Any) -> None:
+    if isinstance(value, dict):
         for key in [key for key in value if key not in content]:
             del value[key]
         _fill_each(value, content)

@@ -275,7 +275,7 @@ class Sketch(TorchFunctionMode):
         self.code.note(node.name() for node in self.nodes_before_calls(graph))
         if self._sketching.is_new(graph, len(losses)):
             self._check_reached(graph, set(may_miss))
-            self._check_precision(Reached(losses, graph, [], 0).dtypes())
+            self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
         jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions, self._ahead)
         (label,) = groups  # `check_rule` lets no other rule through
         if observe is not None:

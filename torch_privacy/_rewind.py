@@ -64,6 +64,9 @@ def begin_random_numbers(seed: bytes) -> int:
     return mark
 
 
+# numpy has them since 1.24, and its type stubs do not.
+_get_bit_generator: Any = vars(np.random)["get_bit_generator"]
+_set_bit_generator: Any = vars(np.random)["set_bit_generator"]
 _WORDS = 624  # of the Mersenne twister
 _BEGINNING = torch.Generator().manual_seed(0).get_state()  # no word was drawn yet
 
@@ -121,9 +124,9 @@ class OwnRandomNumbers:
 
     def __init__(self, seed: bytes):
         self._torch = torch_generators()
-        self._numpy = np.random.get_bit_generator()
+        self._numpy = _get_bit_generator()
         self._python = random.getstate()
-        np.random.set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937(0))
+        _set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937(0))
         self._mark: int | None = begin_random_numbers(seed)
 
     @property
@@ -138,8 +141,8 @@ class OwnRandomNumbers:
         self._mark = None
         for generator, state in self._torch:
             generator.set_state(state)
-        _SPARE.append(np.random.get_bit_generator())
-        np.random.set_bit_generator(self._numpy)
+        _SPARE.append(_get_bit_generator())
+        _set_bit_generator(self._numpy)
         random.setstate(self._python)
 
 

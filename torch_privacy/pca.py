@@ -185,7 +185,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             raise ValueError("PrivatePCA.spent: delta=None; pass one below 1/n here or to PrivatePCA.")
         profile = privacy.compose([(self.release_.event, 1)])
         warning = f"{self.release_.warning}: " if self.release_.warning else ""
-        return Spent(profile.epsilon(delta), delta, warning + profile.statement(delta))
+        epsilon = profile.epsilon(delta)
+        return Spent(epsilon, delta, warning + profile.statement(delta), planned=epsilon)
 
     def _num_components(self, num_features: int) -> int:
         if self.n_components is None:

@@ -438,10 +438,10 @@ class PrivateTraining:
 
     def _check_learning_rates(self) -> None:
         """Refuse a loop that advances its scheduler on rehearsals, too."""
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        rates = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
         if self._part.rates is None:
             self._part.rates = rates
-        elif [float(rate) for rate in rates] != [float(rate) for rate in self._part.rates]:
+        elif rates != self._part.rates:
             raise Refused(
                 "PrivateTraining: the learning rate changed before the step was made, at a rehearsal of its batch. "
                 "Advance the scheduler where training.step(losses) returns True, or pass it as scheduler=."
@@ -523,9 +523,11 @@ class PrivateTraining:
         Raises:
             ValueError: no delta was given, or it is 1/n or more.
         """
-        if delta is None and self.delta is None:
+        if delta is not None:
+            return spent(self, check_delta(self, delta))
+        if self.delta is None:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
-        return spent(self, self.delta if delta is None else check_delta(self, delta))
+        return spent(self, self.delta)
 
     def declare_stop(self, reason: str) -> None:
         """Declares that training stops for a reason that has nothing to do with the data, such as a time limit.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -283,20 +284,22 @@ def new_training(settings: Any, task: Task, run_folder: Path | None, **more: Any
     num_steps = number_of_steps(settings, _length(task.train))
     model, optimizer, scheduler = _new_parts(task, num_steps)
     arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model), **more}
-    return tp.PrivateTraining(
-        model,
-        optimizer,
-        task.train,
-        expected_batch_size=settings.expected_batch_size,
-        num_steps=num_steps,
-        noise_multiplier=settings.noise_multiplier,
-        target_epsilon=settings.target_epsilon,
-        delta=settings.delta,
-        views=task.views,
-        scheduler=scheduler,
-        run_folder=run_folder,
-        **arguments,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="delta=")  # the papers' own is close to 1/n for some data
+        return tp.PrivateTraining(
+            model,
+            optimizer,
+            task.train,
+            expected_batch_size=settings.expected_batch_size,
+            num_steps=num_steps,
+            noise_multiplier=settings.noise_multiplier,
+            target_epsilon=settings.target_epsilon,
+            delta=settings.delta,
+            views=task.views,
+            scheduler=scheduler,
+            run_folder=run_folder,
+            **arguments,
+        )
 
 
 def new_average(task: Task, model: nn.Module, optimizer: Optimizer) -> tp.MovingAverage | None:
