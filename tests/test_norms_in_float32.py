@@ -14,7 +14,7 @@ from torch_privacy._floored import norm_bounds
 from torch_privacy._plan import squared_norms
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
-from torch_privacy.ops.dense import RUN, SUMMED, product
+from torch_privacy.ops.dense import RUN, SUMMED, product, squared_lengths
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
@@ -101,19 +101,40 @@ def test_positions_of_unlike_sizes_leave_no_row_unclipped():
     assert_not_too_short(Linear(x, b))
 
 
-@pytest.mark.parametrize("k", [100, 129, 2048, 2049, 5000, 40_000, 1_000_000])
+LONG = [100, 129, 1023, 2048, 2049, 5000, 200_000]
+
+
+def hard_to_add(kind: str, k: int) -> Tensor:
+    """(k,) numbers whose squares, added in a row in float32, sum up to less than they should.
+
+    Those that follow a one are too small by a hair for a sum of one to notice: all of them are lost.
+    """
+    numbers = torch.full((k,), 0.3 if kind == "all the same" else (0.98 * HALF_A_UNIT) ** 0.5)
+    numbers[0] = 1.0
+    return numbers
+
+
+@pytest.mark.parametrize("k", LONG)
 @pytest.mark.parametrize("kind", ["all the same", "rounded down"])
 def test_products_have_no_long_sums(k, kind):
-    """The largest error is the number of additions in a row times that of one, on any processor.
-
-    The squares that follow a one are too small by a hair to be noticed by a sum of one: added in a row, all are lost.
-    """
+    """The largest error is the number of additions in a row times that of one, on any processor."""
     torch.set_default_dtype(torch.float32)
-    x = torch.full((1, 2, k), 0.3 if kind == "all the same" else (0.98 * HALF_A_UNIT) ** 0.5)
-    x[:, :, 0] = 1.0
-    exact = x.double() @ x.double().mT
     additions = SUMMED + RUN + math.log2(k)
-    torch.testing.assert_close(product(x, x.mT).double(), exact, rtol=additions * HALF_A_UNIT, atol=0)
+    for n, m in ((1, 1), (1, 2), (3, 20)):  # torch has other loops for small products
+        repeated = hard_to_add(kind, k).expand(n, m, k)
+        for x in (repeated, repeated.contiguous()):
+            exact = x.double() @ x.double().mT
+            torch.testing.assert_close(product(x, x.mT).double(), exact, rtol=additions * HALF_A_UNIT, atol=0)
+
+
+@pytest.mark.parametrize("k", LONG)
+@pytest.mark.parametrize("kind", ["all the same", "rounded down"])
+def test_lengths_have_no_long_sums(k, kind):
+    torch.set_default_dtype(torch.float32)
+    x = hard_to_add(kind, k).expand(2, k).contiguous()
+    torch.testing.assert_close(squared_lengths(x).double().sqrt(), x.double().norm(dim=1), rtol=1e-5, atol=0)
+    norms = squared_norms(Linear(x[:, None], x[:, None])).double().sqrt()
+    assert (norms >= x.double().square().sum(1) * (1 - 1e-5)).all()
 
 
 @pytest.mark.parametrize("k", [100, 129, 2048, 2049, 5000])

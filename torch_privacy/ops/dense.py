@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ._base import Method, Op
 
-PIECE = 1024  # numbers whose squares are added in a row, by eight or more adders side by side
+PIECE = 512  # numbers whose squares are added in a row, by four adders or more side by side
 SUMMED, RUN = 128, 16  # products that are added in a row, and such sums
+CACHED = 2**16  # numbers of such a sum that lie in the cache until the next is added
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,27 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     A matrix product adds one number after the other, and where all have one sign and size it loses up to k/2 units in
     the last place: how many depends on the processor. Here sums are no longer than 128, added by 16 and then by pairs.
+    Sums are added while they are in the cache; ``baddbmm`` would add their terms to the sum before, one by one.
     """
     k = a.shape[2]
     if k <= SUMMED:
         return a @ b
+    total = a.new_empty(len(a), a.shape[1], b.shape[2])
+    step = max(1, CACHED // max(1, a.shape[1] * b.shape[2]))
+    for i in range(0, len(a), step):
+        total[i : i + step] = _in_pieces(a[i : i + step], b[i : i + step])
+    return total
+
+
+def _in_pieces(a: Tensor, b: Tensor) -> Tensor:
+    k = a.shape[2]
     if k > RUN * SUMMED:
         half = k // 2 // SUMMED * SUMMED
-        return product(a[:, :, :half], b[:, :half]).add_(product(a[:, :, half:], b[:, half:]))
+        return _in_pieces(a[:, :, :half], b[:, :half]).add_(_in_pieces(a[:, :, half:], b[:, half:]))
     step = -(-k // -(-k // SUMMED))
     total = a[:, :, :step] @ b[:, :step]
     for i in range(step, k, step):
-        total.baddbmm_(a[:, :, i : i + step], b[:, i : i + step])
+        total += a[:, :, i : i + step] @ b[:, i : i + step]
     return total
 
 

@@ -12,8 +12,8 @@ from ._base import CHUNK_FLOATS, Op
 from .dense import Rows, squared_lengths
 
 # A norm from a Gram matrix is a sum of t² terms of both signs. Where rounding, and numbers too small for the type,
-# could move its square by more than this (relative), that example is computed again from its row. Networks reach a
-# third.
+# could move its square by more than this (relative), that example is computed again from its row. In networks a third
+# of it was seen.
 GRAM_TOLERANCE = 5e-6
 
 
