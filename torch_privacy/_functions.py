@@ -46,7 +46,10 @@ _REORDERING = {
     *("_pack_padded_sequence", "_pad_packed_sequence"),
 }
 # Products in which one operand may say where rows of the other go, as a graph's adjacency does.
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
+_OF_MATRICES = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm}
+_OF_MATRICES |= {torch.sparse.mm}
+_PRODUCTS = {*_OF_MATRICES, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
+_PRODUCTS |= {torch.einsum, torch.functional.einsum, torch.tensordot, torch.functional.tensordot}
 # By which data leave torch, in whatever form they may come back.
 LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _TELLING = {
@@ -202,17 +205,40 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
 def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
     """Whether the function may move examples about as its data say: then what is known of layouts must be verified."""
     moves = traits(func).moves
-    return _may_reorder(func, args, data) if moves is None else moves
+    if moves is None:
+        moves = _may_reorder(func, args, data)
+    return moves or (len(data) > 1 and _spreads(data))
 
 
 def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
-    """The same of one whose arguments decide."""
+    """Of one whose arguments decide."""
     if func in _PRODUCTS:
-        return all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
+        held = [t.requires_grad for t in data]
+        matrices = all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
+        return (any(held) and not all(held)) or (func in _OF_MATRICES and matrices)
     if func is F.embedding:
         return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
     keys = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(isinstance(key, Tensor) for key in keys)
+
+
+def _spreads(data: Sequence[Tensor]) -> bool:
+    """Whether data without a gradient are broadcast against one that has one, and repeat it: as (n, m, 1) does (m, d).
+
+    So a mask may hand the entries of a tensor to the examples they belong to.
+    """
+    masks = [t.shape for t in data if not t.requires_grad]
+    if not masks or len(masks) == len(data):
+        return False
+    for t in data:
+        if t.requires_grad:
+            shape = t.shape
+            for mask in masks:
+                if len(mask) > len(shape) and any([size > 1 for size in mask[: len(mask) - len(shape)]]):
+                    return True
+                if any([a == 1 < b for a, b in zip(reversed(shape), reversed(mask), strict=False)]):
+                    return True
+    return False
 
 
 def rearranges(func: Callable, args: tuple) -> bool:
