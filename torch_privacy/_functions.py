@@ -76,6 +76,14 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+_Kind = tuple[Callable, torch.Size]  # what made it, and its shape
+
+
+def _holds_none(shape: torch.Size, num_examples: int) -> bool:
+    """Whether no dimension can hold so many examples."""
+    return all(size % max(num_examples, 1) for size in shape)
+
+
 class Filled:
     """Which tensors that are filled with numbers may stand for an input, such as a first hidden state (n, d).
 
@@ -84,18 +92,27 @@ class Filled:
     """
 
     def __init__(self) -> None:
-        self._of_any_batch: set[tuple[Callable, torch.Size]] = set()  # met in batches whose examples they cannot hold
+        self._of_any_batch: set[_Kind] = set()  # met in batches whose examples they cannot hold
+        self._met: set[_Kind] = set()  # in the batch under way, whose size is not known yet
+
+    def learn(self, num_examples: int) -> None:
+        """The batch under way was of this size."""
+        met, self._met = self._met, set()
+        self._of_any_batch |= {kind for kind in met if _holds_none(kind[1], num_examples)}
+
+    def _is_of_any_batch(self, kind: _Kind, num_examples: int | None) -> bool:
+        """Whether it was met in a batch whose examples it cannot hold, be it this one."""
+        if num_examples is None:
+            self._met.add(kind)
+        elif _holds_none(kind[1], num_examples):
+            self._of_any_batch.add(kind)
+        return kind in self._of_any_batch
 
     def stands_for_input(self, func: Callable, out: Tensor, num_examples: int | None) -> bool:
         """Whether it is large, has a dimension of n, and was not met where n was another."""
-        if num_examples is None:
-            return True
-        key = func, out.shape
-        if all(size % max(num_examples, 1) for size in out.shape):
-            self._of_any_batch.add(key)
+        if self._is_of_any_batch((func, out.shape), num_examples):
             return False
-        large = num_examples * out.numel() > LARGE
-        return large and num_examples in out.shape and key not in self._of_any_batch
+        return num_examples is None or (num_examples * out.numel() > LARGE and num_examples in out.shape)
 
     def makes_constant(self, func: Callable, out: Any, num_examples: int | None) -> bool:
         """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
@@ -107,12 +124,7 @@ class Filled:
 
     def is_cached(self, tensor: Tensor, num_examples: int | None) -> bool:
         """Whether whole numbers that nothing made, as of a cache in the model's code, have no part for examples."""
-        if num_examples is None or tensor.is_floating_point():
-            return False
-        key = Tensor, tensor.shape
-        if all(size % max(num_examples, 1) for size in tensor.shape):
-            self._of_any_batch.add(key)
-        return key in self._of_any_batch
+        return not tensor.is_floating_point() and self._is_of_any_batch((Tensor, tensor.shape), num_examples)
 
     def makes_new(self, func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
         """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: an input."""
