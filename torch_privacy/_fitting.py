@@ -51,7 +51,7 @@ class Rounding:
         eps = max(info.eps for info in infos)
         grain = max(info.smallest_normal * info.eps for info in infos)
         exponents = 4 if torch.float16 in dtypes else 16
-        nothing = 64 * grain if grain < 1e-30 else 0.0  # in float16 small gradients are not far above
+        nothing = 2**13 * grain if grain < 1e-30 else 0.0  # in float16 small gradients are not far above
         most = 0.02 if eps < 1e-5 else 0.002
         return Rounding(min(OWN * eps, 0.02), OTHERS * eps, most, 16 * grain, exponents, nothing)
 
@@ -210,8 +210,10 @@ class Fitting:
         size = in_pieces(length, plain)
         error = in_pieces(lambda a, b, c: length(b / c[:, None] - a), plain, scaled, factor)
         rounding, factor = self._rounding, factor.abs()
-        others = (rounding.others * _largest(factor * size) / factor).clamp(max=rounding.most * _largest(size))
-        own = rounding.own * size + rounding.grain * plain.shape[1] ** 0.5 / factor
+        largest = _largest(size)
+        others = rounding.others * (_largest(factor * size) / factor + largest)
+        others = others.clamp(max=rounding.most * largest)
+        own = rounding.own * size + rounding.grain * plain.shape[1] ** 0.5 * (1 + 1 / factor)
         return (error <= own).cpu(), (error <= own + others).cpu()
 
     def _digit(self, dim: int, scaled: Tensor) -> Tensor:
@@ -233,7 +235,8 @@ class Fitting:
 def _unit(b: Tensor) -> float:
     """1; or a power of two that brings numbers so small that their squares vanish to where they do not."""
     largest = float(b.abs().max()) if b.numel() else 0.0
-    return 2.0 ** min(-math.frexp(largest)[1], 100) if 0 < largest < SMALL else 1.0
+    most = 1000 if b.dtype == torch.float64 else 100
+    return 2.0 ** min(-math.frexp(largest)[1], most) if 0 < largest < SMALL else 1.0
 
 
 def _not_finite(layout: Layout, b: Tensor) -> Tensor:

@@ -46,7 +46,10 @@ _REORDERING = {
     *("_pack_padded_sequence", "_pad_packed_sequence"),
 }
 # Products in which one operand may say where rows of the other go, as a graph's adjacency does.
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.sparse.mm}
+_OF_MATRICES = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm}
+_OF_MATRICES |= {torch.sparse.mm}
+_PRODUCTS = {*_OF_MATRICES, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
+_PRODUCTS |= {torch.einsum, torch.functional.einsum, torch.tensordot, torch.functional.tensordot}
 # By which data leave torch, in whatever form they may come back.
 LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _TELLING = {
@@ -73,6 +76,14 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+_Kind = tuple[Callable, torch.Size]  # what made it, and its shape
+
+
+def _holds_none(shape: torch.Size, num_examples: int) -> bool:
+    """Whether no dimension can hold so many examples."""
+    return all(size % max(num_examples, 1) for size in shape)
+
+
 class Filled:
     """Which tensors that are filled with numbers may stand for an input, such as a first hidden state (n, d).
 
@@ -81,18 +92,27 @@ class Filled:
     """
 
     def __init__(self) -> None:
-        self._of_any_batch: set[tuple[Callable, torch.Size]] = set()  # met in batches whose examples they cannot hold
+        self._of_any_batch: set[_Kind] = set()  # met in batches whose examples they cannot hold
+        self._met: set[_Kind] = set()  # in the batch under way, whose size is not known yet
+
+    def learn(self, num_examples: int) -> None:
+        """The batch under way was of this size."""
+        met, self._met = self._met, set()
+        self._of_any_batch |= {kind for kind in met if _holds_none(kind[1], num_examples)}
+
+    def _is_of_any_batch(self, kind: _Kind, num_examples: int | None) -> bool:
+        """Whether it was met in a batch whose examples it cannot hold, be it this one."""
+        if num_examples is None:
+            self._met.add(kind)
+        elif _holds_none(kind[1], num_examples):
+            self._of_any_batch.add(kind)
+        return kind in self._of_any_batch
 
     def stands_for_input(self, func: Callable, out: Tensor, num_examples: int | None) -> bool:
         """Whether it is large, has a dimension of n, and was not met where n was another."""
-        if num_examples is None:
-            return True
-        key = func, out.shape
-        if all(size % max(num_examples, 1) for size in out.shape):
-            self._of_any_batch.add(key)
+        if self._is_of_any_batch((func, out.shape), num_examples):
             return False
-        large = num_examples * out.numel() > LARGE
-        return large and num_examples in out.shape and key not in self._of_any_batch
+        return num_examples is None or (num_examples * out.numel() > LARGE and num_examples in out.shape)
 
     def makes_constant(self, func: Callable, out: Any, num_examples: int | None) -> bool:
         """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
@@ -104,12 +124,7 @@ class Filled:
 
     def is_cached(self, tensor: Tensor, num_examples: int | None) -> bool:
         """Whether whole numbers that nothing made, as of a cache in the model's code, have no part for examples."""
-        if num_examples is None or tensor.is_floating_point():
-            return False
-        key = Tensor, tensor.shape
-        if all(size % max(num_examples, 1) for size in tensor.shape):
-            self._of_any_batch.add(key)
-        return key in self._of_any_batch
+        return not tensor.is_floating_point() and self._is_of_any_batch((Tensor, tensor.shape), num_examples)
 
     def makes_new(self, func: Callable, out: Any, args: tuple, num_examples: int | None) -> bool:
         """Whether the result only takes type and device of its argument, as in ``weight.new_zeros(n, d)``: an input."""
@@ -202,17 +217,40 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
 def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
     """Whether the function may move examples about as its data say: then what is known of layouts must be verified."""
     moves = traits(func).moves
-    return _may_reorder(func, args, data) if moves is None else moves
+    if moves is None:
+        moves = _may_reorder(func, args, data)
+    return moves or (len(data) > 1 and _spreads(data))
 
 
 def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
-    """The same of one whose arguments decide."""
+    """Of one whose arguments decide."""
     if func in _PRODUCTS:
-        return all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
+        held = [t.requires_grad for t in data]
+        matrices = all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
+        return (any(held) and not all(held)) or (func in _OF_MATRICES and matrices)
     if func is F.embedding:
         return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
     keys = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(isinstance(key, Tensor) for key in keys)
+
+
+def _spreads(data: Sequence[Tensor]) -> bool:
+    """Whether data without a gradient are broadcast against one that has one, and repeat it: as (n, m, 1) does (m, d).
+
+    So a mask may hand the entries of a tensor to the examples they belong to.
+    """
+    masks = [t.shape for t in data if not t.requires_grad]
+    if not masks or len(masks) == len(data):
+        return False
+    for t in data:
+        if t.requires_grad:
+            shape = t.shape
+            for mask in masks:
+                if len(mask) > len(shape) and any([size > 1 for size in mask[: len(mask) - len(shape)]]):
+                    return True
+                if any([a == 1 < b for a, b in zip(reversed(shape), reversed(mask), strict=False)]):
+                    return True
+    return False
 
 
 def rearranges(func: Callable, args: tuple) -> bool:

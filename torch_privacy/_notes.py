@@ -241,9 +241,7 @@ class Notes(TorchFunctionMode):
 
     def _look_for_moves(self, step: Step, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor]) -> None:
         """Before a step is run: may its data decide which entries of tensors with a gradient go where?"""
-        step.moves = (step.known.moves is not False and may_reorder(step.func, args, data)) or any(
-            [behind.moves for behind in step.made_of]
-        )
+        step.moves = may_reorder(step.func, args, data) or any([behind.moves for behind in step.made_of])
         if not step.moves:
             return
         self._moved = True

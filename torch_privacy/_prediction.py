@@ -115,7 +115,7 @@ class Prediction:
     def _agree(self, plain: Tensor, coded: Tensor, factor: Tensor, grain: Tensor | float) -> tuple[Tensor, Tensor]:
         """Whether sketches ``coded`` (.., 2, m) are of ``factor`` times what ``plain`` are; where none are finite."""
         size, scaled = plain[..., 1, :], coded[..., 1, :] / factor.abs()
-        most = self._rounding.own * size + grain / factor.abs()
+        most = self._rounding.own * size + grain * (1 + 1 / factor.abs())
         product = (coded[..., 0, :] / factor - plain[..., 0, :]).abs() <= most
         return product & ((scaled - size).abs() <= most), ~size.isfinite() & ~scaled.isfinite()
 

@@ -8,8 +8,10 @@ gives every use its b, the gradient in its output y.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +20,13 @@ from torch.autograd.graph import Node
 
 from ._autocast import without_autocast
 from ._calls import Call, Reached
-from ._check import Refused
+from ._check import Refused, whole
 from ._collect import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
 from ._fitting import Rounding
 from ._functions import without_numbers
 from ._graph import Graph, saved_bytes
 from ._layout import Footprint, Layouts, Measurement, Merging, kind_of_call
-from ._model import check_not_compiled
+from ._model import Attributes, Census, check_not_compiled
 from ._notes import Notes
 from ._plan import Budget, distinct_bytes, least_bytes
 from ._prediction import Disagreement, Expected, Prediction
@@ -206,6 +208,7 @@ class Tape(Notes):
     def _reach(self, losses: Tensor, may_miss: Iterable[str]) -> Reached:
         """The calls between losses and parameters."""
         check_losses(losses)
+        self.layouts.filled.learn(len(losses))
         graph = Graph(losses)
         calls = self._reached_calls(graph)
         self._check_all_reached(calls, set(may_miss))
@@ -446,11 +449,61 @@ class _Proof:
         self.layouts[number] = self._prediction.layout(number, b)
 
 
+class _Known:
+    """What is remembered of a model between recordings."""
+
+    def __init__(self, model: nn.Module):
+        self.layouts, self.attributes = Layouts(), Attributes(model)
+
+
+class _Memory:
+    """What is known of every model that was recorded, for as long as the model is there; nothing is kept on models."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._lock = threading.Lock()
+
+    def of(self, model: nn.Module) -> _Known:
+        """What is known of a model."""
+        with self._lock:
+            known = self._known.get(id(model))
+            if known is None:
+                known = self._known[id(model)] = _Known(model)
+                weakref.finalize(model, self._known.pop, id(model), None).atexit = False
+            return known
+
+
+_MEMORY = _Memory()
+
+
+class _Inputs:
+    """Lets a tape note what the model is called with. In copies of the model it does nothing."""
+
+    def __init__(self, tape: Tape | None = None):
+        self._tape = tape
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._tape is not None:
+            self._tape.note_inputs(args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> _Inputs:
+        return _Inputs()
+
+    def __reduce__(self) -> tuple:
+        return _Inputs, ()
+
+
 class record(Tape):
     """Notes every use of the model's trainable parameters inside the ``with`` block.
 
+    What batches teach of where their examples lie is remembered for as long as the model is there, so that from the
+    third one on a batch costs one backward.
+
     Args:
-        model: any module; its parameters with ``requires_grad`` are recorded.
+        model: any module; its parameters with ``requires_grad`` are recorded. Buffers, frozen parameters and tensors
+            that are plain attributes when the model is recorded first count as constants.
+        num_examples: size of the batch. Tensors of whole numbers that the model's code makes once and keeps are
+            constants if they cannot hold so many examples; without it that is known from the second batch on.
 
     Example:
         >>> import torch
@@ -461,12 +514,28 @@ class record(Tape):
         tensor([4., 4.])
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, num_examples: int | None = None):
         check_not_compiled(model)
+        if num_examples is not None:
+            whole("record", num_examples=num_examples)
+        known = _MEMORY.of(model)
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
-        frozen = [p for p in named.values() if not p.requires_grad]
-        super().__init__(trainable, constants=(*frozen, *model.buffers()))
+        frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        census = Census(trainable, {**frozen, **dict(model.named_buffers())}, known.attributes.unchanged())
+        super().__init__(census.trained, census.constants, known.layouts, num_examples)
+        self._model, self._hook = model, None
+
+    def __enter__(self) -> Self:
+        if self._hook is None and getattr(self._model, "_compiled_call_impl", None) is None:  # else compiled anew
+            self._hook = self._model.register_forward_pre_hook(_Inputs(self), with_kwargs=True, prepend=True)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if not self._entered and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _advice(node: Node) -> str:

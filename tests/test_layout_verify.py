@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts that earlier batches taught are borne out by this batch, or measured anew; and none is guessed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import flat, rows_of_one_graph
+from parts import trained
+from torch import Tensor, nn
+
+import torch_privacy as tp
+from torch_privacy._calls import Call, Output
+from torch_privacy._fitting import Rounding
+from torch_privacy._layout import PROOFS, Layouts, Merging
+from torch_privacy._prediction import Disagreement, Prediction
+from torch_privacy._tape import Tape
+from torch_privacy.ops import Layout
+
+N, T = 6, 4
+
+
+class Counted(Layouts):
+    """Counts the batches that were measured; never looks again by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = 0
+
+    def measure(self, *args, **kwargs):
+        self.measured += 1
+        return super().measure(*args, **kwargs)
+
+    def spot_check_is_due(self) -> bool:
+        return False
+
+
+class Model(nn.Module):
+    """Two layers on tokens (n, t, 3), with ``between`` them and losses of what comes out (n, ..)."""
+
+    def __init__(self, between, parts=None):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(3, 5), nn.Linear(5, 4), between
+        self.parts = parts or nn.ModuleList()
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        y = self.last(self.between(self.first(x).tanh(), *others))
+        y = y.reshape(len(x), -1)
+        return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1])).sum(1)
+
+
+def recorded(model, layouts, *inputs) -> tuple[Tape, Tensor]:
+    with Tape(trained(model), model.buffers(), layouts, len(inputs[0])) as tape:
+        losses = model(*inputs)
+    return tape, losses
+
+
+def clipped(model, layouts, *inputs, clip_norm=1.0, groups=None, merging=None, **settings) -> dict[str, Tensor]:
+    """The clipped sum of a batch by the tape."""
+
+    def clip(jacobian, group):
+        return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
+
+    tape, losses = recorded(model, layouts, *inputs)
+    return tape.clipped_sum(losses, groups or {"all": tuple(trained(model))}, clip, merging=merging, **settings)
+
+
+def oracle(model, *inputs) -> Tensor:
+    return rows_of_one_graph(model(*inputs), model)
+
+
+def clipped_rows(rows: Tensor, clip_norm=1.0) -> Tensor:
+    return (rows.norm(dim=1) / clip_norm).clamp(min=1).reciprocal() @ rows
+
+
+def assert_exact(model, layouts, *inputs, **settings) -> None:
+    """Rows and clipped sum against one backward for each example."""
+    rows = oracle(model, *inputs)
+    tape, losses = recorded(model, layouts, *inputs)
+    torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
+    total = flat(clipped(model, layouts, *inputs, **settings), 0)
+    torch.testing.assert_close(total, clipped_rows(rows))
+
+
+def last_token(h: Tensor, lengths: Tensor) -> Tensor:
+    return h[torch.arange(len(h)), lengths - 1]
+
+
+def by_gather(h: Tensor, lengths: Tensor) -> Tensor:
+    return h.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, h.shape[2]))[:, 0]
+
+
+def in_place(h: Tensor, lengths: Tensor) -> Tensor:
+    picked = h.new_zeros(len(h), h.shape[2])
+    return picked.index_add_(0, torch.arange(len(h)), last_token(h, lengths))
+
+
+class Unseen(torch.autograd.Function):
+    """A gather that shows nothing of itself."""
+
+    @staticmethod
+    def forward(ctx, h, order):
+        ctx.save_for_backward(order)
+        return h[order]
+
+    @staticmethod
+    def backward(ctx, b):
+        (order,) = ctx.saved_tensors
+        return torch.zeros_like(b).index_add(0, order, b), None
+
+
+POOLS = {"last token": last_token, "gather": by_gather, "written in place": in_place}
+
+
+def batches(count: int, n=N, t=T):
+    for _ in range(count):
+        yield torch.randn(n, t, 3), torch.randint(1, t + 1, (n,))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_batches_that_the_data_reorder_are_exact_and_measured_only_at_first(pool):
+    model, layouts = Model(POOLS[pool]), Counted()
+    for x, lengths in batches(6):
+        assert_exact(model, layouts, x, lengths)
+    assert layouts.measured == PROOFS
+
+
+def backwards_through(model, monkeypatch) -> list[int]:
+    """Counts the backwards that come as far down as the first layer."""
+    count = []
+    forward = model.first.forward
+
+    def watched(x):
+        y = forward(x).clone()
+        y.grad_fn.register_prehook(lambda grads: count.append(1))
+        return y
+
+    monkeypatch.setattr(model.first, "forward", watched)
+    return count
+
+
+@pytest.mark.parametrize(("pool", "most"), [("last token", 1), ("written in place", 2)])
+def test_a_batch_that_is_borne_out_takes_one_further_backward_or_none_below_the_cut(pool, most, monkeypatch):
+    parts = nn.Sequential(*(nn.Linear(5, 5) for _ in range(12)))
+    model, layouts = Model(lambda h, lengths: POOLS[pool](parts(h), lengths), parts), Counted()
+    count = backwards_through(model, monkeypatch)
+    for x, lengths in batches(PROOFS):
+        clipped(model, layouts, x, lengths)
+    for x, lengths in batches(3):
+        count.clear()
+        clipped(model, layouts, x, lengths)
+        assert len(count) == most
+
+
+class Reordered(nn.Module):
+    """Tokens (n·t, d) behind the first layer, brought to the order that the data say."""
+
+    def __init__(self, reorder):
+        super().__init__()
+        self.first, self.last, self.reorder = nn.Linear(3, 5), nn.Linear(5, 4), reorder
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        h = self.first(x.flatten(0, 1)[order.argsort()]).tanh()
+        return self.last(self.reorder(h, order)).view(len(x), -1).sin().sum(1)
+
+
+def written(h: Tensor, order: Tensor) -> Tensor:
+    return torch.zeros_like(h).index_copy_(0, order.argsort(), h)
+
+
+CONSECUTIVE = torch.arange(N * T)
+ORDERS = {
+    "interleaved": CONSECUTIVE.view(N, T).t().flatten(),
+    "rolled": CONSECUTIVE.roll(1),
+    "two changed": CONSECUTIVE.clone().index_copy_(0, torch.tensor([0, 7]), torch.tensor([7, 0])),
+}
+REORDERINGS = {
+    "index": lambda h, order: h[order],
+    "hidden": lambda h, order: Unseen.apply(h, order.argsort().argsort()),
+    "in place": written,
+    "product": lambda h, order: torch.einsum("ab,bd->ad", F.one_hot(order).to(h.dtype), h),
+    "mask": lambda h, order: (F.one_hot(order).to(h.dtype)[:, :, None] * h).sum(1),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", REORDERINGS)
+def test_other_layouts_than_before_are_found_out_and_measured(how, order, groups):
+    """On one path the data put the tokens in their order, and later in another."""
+    model, layouts, order = Reordered(REORDERINGS[how]), Counted(), ORDERS[order]
+    names = tuple(trained(model))
+    split = {"all": names} if groups == 1 else {"weights": names[::2], "biases": names[1::2]}
+    for _ in range(PROOFS + 1):
+        clipped(model, layouts, torch.randn(N, T, 3), CONSECUTIVE, groups=split)
+    assert layouts.measured == PROOFS
+    x = torch.randn(N, T, 3)
+    asked = []
+
+    def clip(jacobian, group):
+        asked.append(group)
+        return jacobian.weighted_sum(torch.arange(N) + 1.0)
+
+    tape, losses = recorded(model, layouts, x, order)
+    total = tape.clipped_sum(losses, split, clip)
+    assert layouts.measured == PROOFS + 1
+    rows = oracle(model, x, order)
+    torch.testing.assert_close(flat({name: total[name] for name in names}, 0), (torch.arange(N) + 1.0) @ rows)
+    assert sorted(asked) == sorted(split), "a group was clipped before its layouts were proved"
+    tape, losses = recorded(model, layouts, x, order)
+    torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
+
+
+class Dropped(nn.Module):
+    """Leaves out the layers that it is told to; a layer may be given the tokens time first."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(layers))
+        self.kept, self.time_first = set(range(layers)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number in self.kept:
+                x = layer(x.transpose(0, 1) if self.time_first else x).tanh()
+                x = x.transpose(0, 1) if self.time_first else x
+        return x.flatten(1).sin().sum(1)
+
+
+def test_a_new_path_of_known_calls_is_not_measured():
+    model, layouts = Dropped(), Counted()
+    for kept in ({0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 3}, {1}, {0, 3}):
+        model.kept = kept
+        x = torch.randn(N, T, 3)
+        tape, losses = recorded(model, layouts, x)
+        rows = tape.jacobian(losses, may_miss=trained(model)).rows()
+        expected = torch.autograd.grad(model(x).sum(), [*model.layers[1].parameters()], allow_unused=True)
+        if expected[0] is not None:
+            torch.testing.assert_close(rows["layers.1.weight"].sum(0), expected[0])
+    assert layouts.measured == PROOFS
+
+
+def test_a_new_path_becomes_known_once_batches_have_borne_it_out():
+    model, layouts = Dropped(), Counted()
+    count = []
+    for kept in ({0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 3}, {0, 2, 3}, {0, 2, 3}):
+        model.kept = kept
+        tape, losses = recorded(model, layouts, torch.randn(N, T, 3))
+        tape.jacobian(losses, may_miss=trained(model))
+        count.append(tape.measured)
+    assert count == [True, True, True, True, False]
+
+
+def test_a_new_path_with_other_layouts_is_measured():
+    model, layouts = Dropped(), Counted()
+    for time_first in (False, False, True):
+        model.time_first = time_first
+        assert_exact_rows(model, layouts, torch.randn(N, N, 3))
+    assert layouts.measured == PROOFS + 1
+
+
+def assert_exact_rows(model, layouts, *inputs) -> None:
+    rows = oracle(model, *inputs)
+    tape, losses = recorded(model, layouts, *inputs)
+    torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
+
+
+def test_a_batch_that_is_borne_out_gives_the_bits_of_one_that_is_measured():
+    """Else a run that was resumed, which has to learn anew, could not repeat its releases."""
+    for pool in POOLS.values():
+        model, layouts = Model(pool), Counted()
+        for inputs in batches(PROOFS):
+            clipped(model, layouts, *inputs)
+        for inputs in batches(3):
+            ours, anew = clipped(model, layouts, *inputs), clipped(model, Layouts(), *inputs)
+            assert all(torch.equal(ours[name], anew[name]) for name in ours)
+
+
+def test_micro_batches_are_borne_out_under_their_weights():
+    model, layouts = Model(in_place), Counted()
+    merging = Merging(torch.tensor([0, 1, 1, 0, 2, 1]), 4)
+    for x, lengths in batches(5):
+        total = clipped(model, layouts, x, lengths, merging=merging)
+        rows = oracle(model, x, lengths)
+        means = torch.zeros(4, rows.shape[1]).index_add(0, merging.assignment, rows * merging.weights()[:, None])
+        torch.testing.assert_close(flat(total, 0), clipped_rows(means))
+    assert layouts.measured == PROOFS
+
+
+def test_a_bad_example_is_set_aside_where_layouts_are_borne_out():
+    model, layouts = Model(in_place), Counted()
+    for x, lengths in batches(PROOFS):
+        clipped(model, layouts, x, lengths)
+    for x, lengths in batches(2):
+        good, rows = torch.arange(N) != 1, oracle(model, x, lengths)
+        x[1] = torch.inf
+        tape, losses = recorded(model, layouts, x, lengths)
+        norms = tape.jacobian(losses).squared_norms()
+        assert not norms[1].isfinite()
+        torch.testing.assert_close(norms[good], rows[good].square().sum(1))
+    assert layouts.measured == PROOFS
+
+
+@pytest.mark.parametrize("crop", ["sliced", "indexed", "stacked"])
+def test_what_is_moved_before_any_parameter_takes_no_further_backward(crop, monkeypatch):
+    def cropped(x):
+        starts = torch.randint(0, 3, (len(x),))
+        if crop == "sliced":
+            return x[:, int(starts[0]) :][:, :T]
+        if crop == "indexed":
+            return x[torch.arange(len(x))[:, None], starts[:, None] + torch.arange(T)]
+        return torch.stack([tokens[start : start + T] for tokens, start in zip(x, starts.tolist(), strict=True)])
+
+    model, layouts = Model(lambda h: h), Counted()
+    count = backwards_through(model, monkeypatch)
+    for number in range(8):
+        count.clear()
+        tape, losses = recorded(model, layouts, cropped(torch.randn(N, T + 3, 3)))
+        tape.jacobian(losses)
+        assert len(count) == 1 or number < PROOFS
+
+
+def pooled_by_product(h: Tensor, numbers: Tensor) -> Tensor:
+    """Sums of tokens (10, d) by the number of each, by a matrix that no gradient goes back to."""
+    pool = torch.zeros(3, len(h)).scatter(0, numbers[None], 1.0)
+    return torch.einsum("gn,nd->gd", pool, h)
+
+
+def pooled_without_gradient(h: Tensor, numbers: Tensor) -> Tensor:
+    with torch.no_grad():
+        pool = torch.zeros(3, len(h)).scatter(0, numbers[None], 1.0)
+    return (pool[:, :, None] * h).sum(1)
+
+
+@pytest.mark.parametrize("pool", [pooled_by_product, pooled_without_gradient])
+def test_what_the_data_moved_is_followed_to_where_it_meets_a_gradient(pool):
+    class Graphs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 4)
+
+        def forward(self, x, numbers):
+            return self.last(pool(self.first(x).tanh(), numbers)).sin().sum(1)
+
+    model, layouts = Graphs(), Counted()
+    even, uneven = torch.arange(9) // 3, torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2])
+    for numbers in (even, even, even, uneven, even):
+        x = torch.randn(9, 3)
+        with Tape(trained(model), (), layouts, 3) as tape:
+            losses = model(x, numbers)
+        torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), oracle(model, x, numbers))
+
+
+class Experts(nn.Module):
+    """Each token goes through the expert that its data choose."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(count))
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen = rows.argmax(1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (places,) = torch.where(chosen == number)
+            out = out.index_add(0, places, expert(rows[places]).tanh())
+        return self.last(out.view_as(x)).flatten(1).sin().sum(1)
+
+
+@pytest.mark.parametrize("n", [N, 40])
+def test_irregular_orders_are_read_from_the_codes(n):
+    """Up to 32 examples by one further backward, up to 1024 by two."""
+    model, layouts, counts = Experts(), Counted(), []
+    for _ in range(5):
+        x = torch.randn(n, T, 3)
+        tape, losses = recorded(model, layouts, x)
+        count = []
+        losses.grad_fn.register_prehook(lambda grads, count=count: count.append(1))
+        rows = tape.jacobian(losses, may_miss=trained(model)).rows()
+        torch.testing.assert_close(flat(rows, 1), oracle(model, x))
+        counts.append(len(count))
+    assert layouts.measured == PROOFS
+    assert counts[PROOFS:] == [2 if n <= 32 else 3] * 3
+
+
+@pytest.mark.parametrize("mix", ["product", "mask"])
+def test_coupling_that_comes_later_is_refused(mix):
+    """A mixture over examples, on the path that was taken before."""
+
+    def mixed(h, weights):
+        if mix == "product":
+            return torch.einsum("nm,mtd->ntd", weights, h)
+        return (weights[:, :, None, None] * h).sum(1)
+
+    model, layouts = Model(mixed), Counted()
+    for _ in range(PROOFS + 1):
+        clipped(model, layouts, torch.randn(N, T, 3), torch.eye(N))
+    assert layouts.measured == PROOFS
+    with pytest.raises(tp.Refused, match="cannot be told apart"):
+        clipped(model, layouts, torch.randn(N, T, 3), torch.rand(N, N))
+
+
+def test_two_examples_that_changed_places_slip_through_as_rarely_as_the_docstring_says():
+    """Of 64 examples two share a code with 1/32; of 32 none do."""
+    rates = {}
+    for n in (32, 64):
+        slipped = 0
+        x = torch.randn(n, 7)
+        call = Call.cut(torch.relu, _edge_of(x), 0)
+        for _ in range(400):
+            layout = _batch_first(n)
+            prediction = Prediction([call], [layout], torch.ones(n), Rounding.of({torch.float64}))
+            (c,) = prediction.coded
+            owner = torch.arange(n)
+            owner[:2] = torch.tensor([1, 0])
+            prediction.note(0, 0, x * c[owner][:, None])
+            prediction.layout(0, x)
+            try:
+                prediction.conclude()
+                slipped += 1
+            except Disagreement:
+                pass
+        rates[n] = slipped / 400
+    assert rates[32] == 0
+    assert rates[64] <= 0.07
+
+
+def _batch_first(n):
+    return Layout(0, 1, n, 1)
+
+
+def _edge_of(x):
+    return Output(None, x.shape, x.dtype, None)  # type: ignore[arg-type]
+
+
+class Ordered(nn.Module):
+    """A layer on tokens (n, t, 3) in some order, and losses that weigh each token.
+
+    With ``noise`` what other tokens add cancels up to rounding only.
+    """
+
+    ORDERS = ("examples first", "time first", "examples first, flat", "time first, flat")
+
+    def __init__(self, order: str, *, noise: bool = False):
+        super().__init__()
+        self.layer, self.order, self.noise = nn.Linear(3, 4), order, noise
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if "time" in self.order else x
+        first = x.shape[:2]
+        y = self.layer(x.flatten(0, 1) if "flat" in self.order else x)
+        if self.noise:
+            total = y.cumsum(0)
+            y = torch.cat([total[:1], total[1:] - total[:-1]])
+        y = y.view(*first, 4)
+        y = y.transpose(0, 1) if "time" in self.order else y
+        return (y.sin().sum(2) * weights).sum(1)
+
+
+def weights_of(outlier: str, n: int, t: int, size: float) -> Tensor:
+    weights = torch.ones(n, t)
+    if outlier == "one example":
+        weights[1] = size
+    elif outlier == "one token":
+        weights[1, 1] = size
+    elif outlier == "one example alone":
+        weights *= 0
+        weights[1] = size
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1e7, 1e9])
+@pytest.mark.parametrize("outlier", ["one example", "one token", "one example alone"])
+@pytest.mark.parametrize("shape", [(5, 5), (6, 3), (4, 8)], ids=str)
+@pytest.mark.parametrize("order", Ordered.ORDERS)
+def test_an_outlier_hides_no_layout(order, shape, outlier, size, dtype):
+    torch.set_default_dtype(dtype)
+    model, x, weights = Ordered(order), torch.randn(*shape, 3), weights_of(outlier, *shape, size)
+    rows = oracle(model, x, weights)
+    tape, losses = recorded(model, Layouts(), x, weights)
+    off = (flat(tape.jacobian(losses, verify=True).rows(), 1).double() - rows).norm(dim=1)
+    assert (off <= 100 * torch.finfo(dtype).eps * rows.norm(dim=1)).all()
+    total = flat(clipped(model, Layouts(), x, weights), 0).double()
+    torch.testing.assert_close(total, clipped_rows(rows), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outlier", ["one example", "one token"])
+@pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
+def test_where_several_layouts_fit_the_losses_are_weighted_until_one_is_left(order, outlier):
+    """What the outlier leaves behind by rounding hides all the other examples."""
+    model, x, weights = Ordered(order, noise=True), torch.randn(5, 5, 3), weights_of(outlier, 5, 5, 1e11)
+    rows = oracle(_like(model, Ordered(order)), x, weights)
+    tape, losses = recorded(model, Layouts(), x, weights)
+    off = (flat(tape.jacobian(losses).rows(), 1) - rows).norm(dim=1)
+    assert (off <= 1e-2 * rows.norm(dim=1)).all()
+
+
+def _like(model: nn.Module, other: nn.Module) -> nn.Module:
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
+def test_where_no_weights_leave_one_layout_it_is_the_one_known_from_before_or_none(order):
+    model, x = Ordered(order, noise=True), torch.randn(5, 5, 3)
+    weights = torch.ones(5, 5) + 1e22 * torch.eye(5)
+    tape, losses = recorded(model, Layouts(), x, weights)
+    with pytest.raises(
+        tp.Refused, match=r"op 'linear' .* several orders of the 5 examples fit .* Nothing was released"
+    ):
+        tape.jacobian(losses)
+    layouts = Counted()
+    for _ in range(PROOFS):
+        tape, losses = recorded(model, layouts, torch.randn(5, 5, 3), torch.ones(5, 5))
+        tape.jacobian(losses)
+    tape, losses = recorded(model, layouts, x, weights)
+    tape.layouts._proofs.clear()
+    tape._told = lambda reached, cotangent: tape._measure(reached)
+    tape.jacobian(losses)
+
+
+SMALL = {torch.float32: [1e-20, 1e-24, 1e-30, 1e-42, 0.0], torch.float64: [1e-30, 1e-200, 1e-310, 0.0]}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in SMALL.items() for size in sizes])
+@pytest.mark.parametrize("order", Ordered.ORDERS)
+def test_converged_models_are_not_refused(order, dtype, size):
+    """Gradients whose squares vanish, that vanish themselves, or that are nothing; of all examples or of one alone."""
+    torch.set_default_dtype(dtype)
+    for alone in (False, True):
+        model, x = Ordered(order), torch.randn(5, 4, 3)
+        weights = torch.full((5, 4), size)
+        if alone:
+            weights[torch.arange(5) != 3] = 0
+        for layouts in (Layouts(), Counted()):
+            for _ in range(PROOFS + 1):
+                tape, losses = recorded(model, layouts, x, weights)
+                rows = flat(tape.jacobian(losses, verify=True).rows(), 1).double()
+                torch.testing.assert_close(rows, oracle(model, x, weights), rtol=1e-4, atol=1e-43)
+                clipped(model, layouts, x, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_that_are_rounding_only_are_not_refused(dtype):
+    torch.set_default_dtype(dtype)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    for scale in (20, 40, 100):
+        layouts = Counted()
+        for _ in range(PROOFS + 2):
+            x = torch.randn(6, 3)
+            y = model(x).argmax(1)
+            with Tape(trained(model), (), layouts, 6) as tape:
+                losses = F.cross_entropy(scale * model(x), y, reduction="none")
+            names = {"all": tuple(trained(model))}
+            tape.clipped_sum(losses, names, lambda jacobian, _: jacobian.weighted_sum(torch.ones(6)))
