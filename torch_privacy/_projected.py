@@ -273,8 +273,8 @@ class Sketch(TorchFunctionMode):
         check_losses(losses)
         graph = Graph(losses)
         self.code.note(node.name() for node in self.nodes_before_calls(graph))
+        self._check_reached(graph, set(may_miss))
         if self._sketching.is_new(graph, len(losses)):
-            self._check_reached(graph, set(may_miss))
             self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
         jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions, self._ahead)
         (label,) = groups  # `check_rule` lets no other rule through

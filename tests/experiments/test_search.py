@@ -19,7 +19,7 @@ LAW = {"mean_runs": 2.0, "distribution": "geometric", "score_noise": 10.0}
 
 
 @pytest.fixture(autouse=True)
-def float32(float64_and_seed):
+def float32(float64_and_seeds):
     torch.set_default_dtype(torch.float32)
 
 

@@ -152,8 +152,11 @@ def ours(projections: int, problem: Problem) -> Step:
     batches = iter(training)
 
     def step() -> None:
-        x, y = next(batches)
-        training.step(F.cross_entropy(model(x), y, reduction="none"))
+        """A step and its rehearsals, if it has some."""
+        made = training.step_count
+        while training.step_count == made:
+            x, y = next(batches)
+            training.step(F.cross_entropy(model(x), y, reduction="none"))
 
     return step
 
