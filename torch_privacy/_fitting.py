@@ -185,6 +185,8 @@ class Fitting:
         return gradient.detach() if self._unit == 1 else gradient.detach() * self._unit
 
     def _agree_on_owners(self, one: AnyLayout, other: AnyLayout) -> bool:
+        if not self._b.numel():  # an expert that no token reached
+            return True
         across = [dim for dim in range(self._b.ndim) if dim not in (one.dim, other.dim)]
         largest = self._b.abs().amax(across) if across else self._b.abs()
         some = ~(largest <= self._rounding.nothing).cpu()
