@@ -288,7 +288,7 @@ def recorded_steps(
         start = time.process_time()
         with tp.record(model) as tape:
             losses = losses_of(model, *batch)
-        jacobian = tape.jacobian(losses)
+        jacobian = tape.jacobian(losses, may_miss=dict(model.named_parameters()))
         total = jacobian.weighted_sum((1 / jacobian.squared_norms().sqrt()).clamp(max=1) / len(losses))
         for name, p in model.named_parameters():
             p.grad = total[name]

@@ -555,3 +555,19 @@ def test_gradients_that_are_rounding_only_are_not_refused(dtype):
                 losses = F.cross_entropy(scale * model(x), y, reduction="none")
             names = {"all": tuple(trained(model))}
             tape.clipped_sum(losses, names, lambda jacobian, _: jacobian.weighted_sum(torch.ones(6)))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_native_backwards_are_compared_on_the_first_batches_only(groups, monkeypatch):
+    """Also where groups of parameters are clipped inside of the backward, which lets go of what calls noted."""
+    model, layouts = Model(lambda h: h), Counted()
+    names = tuple(trained(model))
+    split = {str(k): names[k::groups] for k in range(groups)}
+    count = backwards_through(model, monkeypatch)
+    taken = []
+    for _ in range(5):
+        count.clear()
+        clipped(model, layouts, torch.randn(N, T, 3), groups=split)
+        taken.append(len(count))
+    measured = 1 + 1 + 3 + 1  # plain, coded, three native ones, and that of the sum
+    assert taken == [measured] * PROOFS + [1] * 3

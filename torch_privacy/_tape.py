@@ -188,7 +188,9 @@ class Tape(Notes):
 
     def _has_room(self, reached: Reached) -> bool:
         """Whether the graph may stay while the rows come, since it is small."""
-        return self._estimates is None and self._activations(reached) + sum([c.size for c in reached.calls]) < ROOM
+        known = self.layouts.footprint(reached.path, len(reached.losses))
+        activations = known.activations if known is not None else self._activations(reached)
+        return self._estimates is None and activations + sum([call.size for call in reached.calls]) < ROOM
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)
@@ -254,8 +256,8 @@ class Tape(Notes):
         self.measured = True
         n = len(reached.losses)
         prediction = Prediction(places, expected, cotangent, Rounding.of(reached.dtypes()))
-        activations, least = self._activations(reached), 0.0
-        is_new = self.layouts.footprint(reached.path, n) is None
+        is_new, least = self.layouts.footprint(reached.path, n) is None, 0.0
+        activations = self._activations(reached) if is_new else 0
 
         def look(number: int, g: Tensor) -> None:
             nonlocal least
