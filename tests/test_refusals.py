@@ -166,10 +166,13 @@ def test_reentrant_checkpoint_of_a_part_is_refused():
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_model_is_exact_over_several_batches():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+def recurrent():
+    return Calls(lambda m, x: m.gru(x[:, None])[0][:, 0], gru=nn.GRU(4, 4, batch_first=True))
+
+
+@pytest.mark.parametrize("part", [nn.Tanh, recurrent])
+def test_compiled_model_is_exact_over_several_batches(part):
+    model = nn.Sequential(nn.Linear(3, 4), part(), nn.Linear(4, 2))
     compiled = torch.compile(model, backend="eager")
     for n in (5, 3):
         x = torch.randn(n, 3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ._autocast import without_autocast
+from ._autocast import uncompiled, without_autocast
 from ._batches import Batches, Draw
 from ._check import Refused
 from ._frame import Frame, Start, orthonormalize
@@ -65,7 +65,7 @@ class Anchors:
         self._key = key
         seal, state, before = Seal(model), RandomState(), ModelState(model)
         try:
-            with unwatched():
+            with unwatched(), uncompiled():
                 basis = self._basis(model, census, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out of the user's autocast: norms, sums and directions are computed in the types that ops ask for."""
+"""Out of the user's autocast and torch.compile: every op is seen, in the type that it asks for."""
 
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -14,6 +16,36 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def without_autocast(device: str) -> AbstractContextManager:
     """Leaves autocast on devices of this type, if it is on."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+class _Uncompiled:
+    """Torch has one stance for all threads: the first to enter sets it, and the last to leave sets it back."""
+
+    def __init__(self) -> None:
+        self._inside, self._lock = 0, threading.Lock()
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            # Dynamo takes a second to import; before that, nothing is compiled.
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_UNCOMPILED = _Uncompiled()
+
+
+def uncompiled() -> AbstractContextManager:
+    """Lets what ``torch.compile`` compiled run as it was written: in compiled code the ops cannot be seen."""
+    return _UNCOMPILED
 
 
 def exact(method: Method) -> Method:

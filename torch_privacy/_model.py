@@ -83,19 +83,19 @@ def take_census(model: nn.Module, optimizer: Optimizer, attributes: Attributes |
     return Census(trained, {**frozen, **buffers}, attributes.unchanged() if attributes else ())
 
 
-def check_not_compiled(model: nn.Module) -> None:
-    """Refuse torch.compile around recurrent layers, whose scan it cannot trace."""
-    compiled = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]  # its own module is slow to import
-    if any(isinstance(part, nn.RNNBase) for m in compiled for part in m.modules()):
-        raise Refused(
-            "record: torch.compile was put around a recurrent layer, which it cannot trace while examples are told "
-            "apart. Pass the model as it was before torch.compile, or compile its other parts alone."
-        )
+def check_no_hooks(trained: Mapping[str, Tensor]) -> None:
+    """Refuse parameters with hooks for gradients: these would see, and change, only gradients that are not private."""
+    for name, p in trained.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise Refused(
+                f"PrivateTraining: parameter {name!r} has a hook for its gradient (register_hook or "
+                "register_post_accumulate_grad_hook). It would not see the private gradient, and could log one that is "
+                "not private. Remove it; optimizer.register_step_pre_hook sees the private gradients in p.grad."
+            )
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse optimizers that do not fit, and batch normalization in training mode, which mixes a batch's examples."""
-    check_not_compiled(model)
     _check_plain(model, optimizer)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS asks for gradients several times a step; use a first-order optimizer.")
@@ -113,7 +113,7 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what other libraries wrapped, and hooks that expect gradients in the parameters."""
+    """Refuse what other libraries wrapped."""
     if not isinstance(model, nn.Module):
         raise Refused(f"PrivateTraining: model of type {type(model).__name__} must be a torch.nn.Module.")
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -126,13 +126,6 @@ def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
         raise Refused(
             f"PrivateTraining: {wrapped[0]} is Opacus's. Pass model and optimizer as they were before make_private: "
             "per-example gradients, clipping and noise are made here."
-        )
-    hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
-    if hooked:
-        raise Refused(
-            f"PrivateTraining: parameter {', '.join(map(repr, hooked))} has a hook for accumulated gradients "
-            "(register_post_accumulate_grad_hook), which would see no private gradient, or one that is not private. "
-            "Remove it."
         )
 
 

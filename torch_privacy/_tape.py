@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ._autocast import without_autocast
+from ._autocast import uncompiled, without_autocast
 from ._calls import Call, Reached
 from ._check import Refused, whole
 from ._collect import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
@@ -26,7 +28,7 @@ from ._fitting import Rounding
 from ._functions import without_numbers
 from ._graph import Graph, saved_bytes
 from ._layout import Footprint, Layouts, Measurement, Merging, kind_of_call
-from ._model import Attributes, Census, check_not_compiled
+from ._model import Attributes, Census
 from ._notes import Notes
 from ._plan import Budget, distinct_bytes, least_bytes
 from ._prediction import Disagreement, Expected, Prediction
@@ -367,8 +369,11 @@ class Tape(Notes):
         numbers: list[int] = []
         functions = [(step.func, without_numbers(step.numbers, numbers)) for step in self._steps()]
         met = [(call.op, *(self._names_of(use.weight) for use in call.uses)) for call in calls]
-        names = [node.name() for node in self.nodes_before_calls(graph)]
-        self.code.note(names)
+        above = [*self.nodes_before_calls(graph)]
+        names = [node.name() for node in above]
+        self.code.note(
+            (name, *[child.name() for child in graph.children[node]]) for name, node in zip(names, above, strict=True)
+        )
         program = hash((*functions, *names, *met))
         return self.layouts.path(program, n, tuple(numbers))
 
@@ -484,7 +489,8 @@ class _Inputs:
     def __init__(self, tape: Tape | None = None):
         self._tape = tape
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        # There are none while another thread removes its hook from the model.
         if self._tape is not None:
             self._tape.note_inputs(args, kwargs)
 
@@ -517,7 +523,6 @@ class record(Tape):
     """
 
     def __init__(self, model: nn.Module, num_examples: int | None = None):
-        check_not_compiled(model)
         if num_examples is not None:
             whole("record", num_examples=num_examples)
         known = _MEMORY.of(model)
@@ -526,18 +531,19 @@ class record(Tape):
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
         census = Census(trainable, {**frozen, **dict(model.named_buffers())}, known.attributes.unchanged())
         super().__init__(census.trained, census.constants, known.layouts, num_examples)
-        self._model, self._hook = model, None
+        self._model, self._contexts = model, ExitStack()
 
     def __enter__(self) -> Self:
-        if self._hook is None and getattr(self._model, "_compiled_call_impl", None) is None:  # else compiled anew
-            self._hook = self._model.register_forward_pre_hook(_Inputs(self), with_kwargs=True, prepend=True)
+        if not self._entered:
+            self._contexts.enter_context(uncompiled())
+            hook = self._model.register_forward_pre_hook(_Inputs(self), with_kwargs=True, prepend=True)
+            self._contexts.callback(hook.remove)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if not self._entered and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if not self._entered:
+            self._contexts.close()
 
 
 def _advice(node: Node) -> str:

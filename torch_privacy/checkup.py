@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
+from ._autocast import uncompiled
 from ._batches import CollatedExamples
 from ._calls import Call
 from ._check import Refused
 from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
-from ._model import Attributes, Census, check_model, take_census
+from ._model import Attributes, Census, check_model, check_no_hooks, take_census
 from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
@@ -154,7 +155,8 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
         >>> checkup.ok
         True
     """
-    return _Examination(model, loss_fn, batch).checkup()
+    with uncompiled():
+        return _Examination(model, loss_fn, batch).checkup()
 
 
 class _Examination:
@@ -186,6 +188,8 @@ class _Examination:
         return Checkup(self._num_examples, verdicts, tuple(self._problems), tuple(self._notes))
 
     def _run(self) -> None:
+        for name, p in self._parameters.items():
+            self._passes("parameters", (name,), check_no_hooks, {name: p})
         set_aside = self._set_aside_batch_norms()
         losses = self._losses(self._batch)
         if self._usable(losses):

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,6 +24,7 @@ from torch.utils.data import Dataset
 
 from . import privacy
 from ._arguments import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
+from ._autocast import uncompiled
 from ._batches import Batches, Collate, Draw, Drawn, split
 from ._check import Refused
 from ._code_path import RehearsedCode
@@ -41,7 +41,7 @@ from ._independence import (
     written_into,
 )
 from ._mechanism import ClippedSum, Summing
-from ._model import Attributes, Census, Seal, check_model, take_census
+from ._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
 from ._rewind import OwnRandomNumbers, RandomState
 from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
@@ -425,6 +425,7 @@ class PrivateTraining:
         if turn.rows or turn.is_batch:
             tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
         contexts = ExitStack()
+        contexts.enter_context(uncompiled())
         numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
         if self._part.rehearsed and self._part.start is None:
             self._part.start = RandomState()  # the same before every turn
@@ -626,7 +627,9 @@ class PrivateTraining:
         return of_views
 
     def _take_census(self) -> Census:
-        return take_census(self.model, self.optimizer, self._attributes)
+        census = take_census(self.model, self.optimizer, self._attributes)
+        check_no_hooks(census.trained)
+        return census
 
     def _forget_batch(self) -> None:
         """Leave the batch that was handed out, if any: nothing of it stays in the model or the random state."""
@@ -693,15 +696,12 @@ class PrivateTraining:
         """From now on no step of another's may move the weights."""
         self._end_guard()
         self._guard = OptimizerGuard(weakly(self))
-        self._compiling = torch._functorch.config.patch(donated_buffer=False)  # losses go backward more than once
-        self._compiling.__enter__()
         if self._weights is None:
             self._weights = WeightMarks(self._take_census().trained)
 
     def _end_guard(self) -> None:
         if self._guard is not None:
             self._guard.close()
-            self._compiling.__exit__(None, None, None)
         self._guard = None
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
@@ -832,12 +832,6 @@ def _unused_graph() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "donated buffers" in str(error):
-            raise Refused(
-                "PrivateTraining: the losses come from code that torch.compile compiled before the loop began, for one "
-                "backward pass. Compile it anew (torch.compiler.reset()), or set "
-                "torch._functorch.config.donated_buffer = False before it runs first."
-            ) from None
         if "backward through the graph a second time" not in str(error):
             raise
         raise Refused(

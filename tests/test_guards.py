@@ -1,0 +1,594 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private training does not allow: it works, or gets one sentence with culprit and cure; nothing is lost."""
+
+import copy
+import math
+import pickle
+import re
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.clipping import ClippingRule
+
+N = 60
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(N, 6), torch.randint(2, (N,)))
+
+
+def training_of(model=None, optimizer=None, dataset=None, **settings) -> tp.PrivateTraining:
+    model = model or network()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    usual = {"expected_batch_size": 10, "num_steps": 6, "clipping": tp.Flat(1.0), "noise_multiplier": 1.0}
+    return tp.PrivateTraining(
+        model, optimizer, data() if dataset is None else dataset, **(usual | {"delta": 1e-3} | settings)
+    )
+
+
+def losses_of(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def loop(training, losses=losses_of, steps=math.inf):
+    for batch in training:
+        training.step(losses(training.model, *batch))
+        if training.step_count >= steps:
+            break
+    return training
+
+
+def weights(model) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same_weights(model, before) -> bool:
+    return all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def refused(message: str):
+    return pytest.raises(tp.Refused, match=re.escape(message))
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("views", 4),
+        ("expected_batch_size", 5),
+        ("num_examples", 1000),
+        ("num_steps", 2),
+        ("noise_multiplier", 9.0),
+        ("delta", 0.5),
+        ("sampling_probability", 0.01),
+        ("microbatch_size", 3),
+        ("event", None),
+        ("ledger", None),
+        ("model", None),
+        ("optimizer", None),
+        ("test_seed", None),
+        ("not_for_release", False),
+    ],
+)
+def test_settings_cannot_be_set_after_the_start(name, value):
+    training = training_of()
+    before = getattr(training, name)
+    with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+        setattr(training, name, value)
+    assert getattr(training, name) is before
+    loop(training)
+    assert training.step_count == 6
+
+
+def test_a_delta_that_the_constructor_refuses_is_refused_by_spent_too():
+    with pytest.raises(ValueError, match=r"delta=0\.5"):
+        training_of(delta=0.5)
+    training = training_of()
+    for delta in (0.5, 1 / N, 0.0):
+        with pytest.raises(ValueError, match="delta="):
+            training.spent(delta)
+    assert training.spent(1e-4).delta == 1e-4
+
+
+@pytest.mark.parametrize(("delta", "warned"), [(0.99 / N, True), (0.11 / N, True), (0.1 / N, False), (1e-6, False)])
+def test_a_delta_above_a_tenth_of_one_over_n_warns(delta, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = training_of(delta=delta)
+        at_start = len(caught)
+        training.spent(delta)
+    told = [str(w.message) for w in caught if "close to 1/n" in str(w.message)]
+    assert bool(at_start) == warned
+    assert len(told) == 2 * warned
+
+
+# Whose steps move the weights.
+
+
+def ordinary(training, losses):
+    losses.mean().backward()
+    training.optimizer.step()
+
+
+def another_optimizer(training, losses):
+    losses.mean().backward()
+    torch.optim.Adam(training.model.parameters()).step()
+
+
+def a_closure(training, losses):
+    training.optimizer.step(lambda: losses.mean())
+
+
+def behind_ours(training, losses):
+    training.step(losses)
+    for p in training.model.parameters():
+        p.grad = torch.ones_like(p)
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("body", [ordinary, another_optimizer, a_closure, behind_ours])
+def test_steps_of_an_optimizer_in_the_loop_are_refused_before_they_move_a_weight(body):
+    training = training_of()
+    before = weights(training.model)
+    with refused("optimizer.step() was called inside of the loop"):
+        for x, y in training:
+            body(training, losses_of(training.model, x, y))
+    assert same_weights(training.model, before)
+    assert training.step_count == 0
+    assert len(training.ledger) == 0
+
+
+def test_an_optimizer_of_other_parameters_may_step_in_the_loop():
+    training, other = training_of(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in training:
+        training.step(losses_of(training.model, x, y))
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert training.step_count == 6
+
+
+def test_the_optimizer_may_step_again_behind_the_loop():
+    """As for fine-tuning on public data, which the statement cannot know; it says that the weights moved."""
+    training = loop(training_of())
+    assert "NOT PRIVATE" not in str(training.spent())
+    losses_of(training.model, torch.randn(4, 6), torch.ones(4).long()).mean().backward()
+    training.optimizer.step()
+    assert "NOT PRIVATE" in str(training.spent())
+
+
+def by_data(p):
+    p.data.add_(1)
+
+
+def under_no_grad(p):
+    with torch.no_grad():
+        p -= 0.1
+
+
+def swapped(p):
+    p.data = p.data + 1
+
+
+@pytest.mark.parametrize("move", [by_data, under_no_grad, swapped])
+@pytest.mark.parametrize("when", ["in the loop", "behind a break", "behind the end"])
+def test_weights_that_moved_otherwise_are_not_private(move, when):
+    training = training_of()
+    for x, y in training:
+        if training.step(losses_of(training.model, x, y)) and when == "in the loop" and training.step_count == 2:
+            move(training.model[2].weight)
+        if when == "behind a break" and training.step_count == 2:
+            break
+    if when != "in the loop":
+        move(training.model[2].weight)
+    assert "NOT PRIVATE" in str(training.spent())
+    statement = training.statement()
+    assert statement["private"] is False
+    assert "changed other than" in statement["warning"]
+    assert training.state_dict()["moved_otherwise"]
+
+
+def test_that_weights_moved_otherwise_outlives_a_resume():
+    training = loop(training_of(), steps=2)
+    by_data(training.model[2].weight)
+    state = training.state_dict()
+    again = training_of(training.model)
+    again.load_state_dict(state)
+    assert "NOT PRIVATE" in str(again.spent())
+
+
+def test_weights_that_stood_elsewhere_meanwhile_are_private():
+    """As for an evaluation with averaged weights."""
+    training = training_of()
+    for x, y in training:
+        if training.step(losses_of(training.model, x, y)):
+            kept = copy.deepcopy(training.model.state_dict())
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.zero_()
+            training.model.load_state_dict(kept)
+    assert training.statement()["private"]
+
+
+class Skipping(torch.optim.SGD):
+    """Steps every second time only."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure) if self.calls % 2 == 0 else None
+
+
+def test_an_optimizer_that_skips_its_step_is_refused():
+    model = network()
+    training = training_of(model, Skipping(model.parameters(), lr=0.1))
+    with refused("Skipping.step() made no update"):
+        loop(training)
+    assert len(training.ledger) == training.step_count == 1  # it is spent, and the ledger says so
+
+
+def test_a_learning_rate_of_zero_is_no_skipped_step():
+    model = network()
+    training = loop(training_of(model, torch.optim.SGD(model.parameters(), lr=0.0)))
+    assert training.step_count == 6
+
+
+def test_a_scheduler_that_asks_for_a_loss_is_refused_at_construction():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with refused("scheduler=ReduceLROnPlateau asks for metrics"):
+        training_of(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_scheduler_that_is_advanced_on_rehearsals_is_refused():
+    training = training_of()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    with refused("the learning rate changed before the step was made"):
+        for x, y in training:
+            training.step(losses_of(training.model, x, y))
+            scheduler.step()
+
+
+def test_a_scheduler_that_is_advanced_where_step_returns_true_works():
+    training = training_of()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+    for x, y in training:
+        if training.step(losses_of(training.model, x, y)):
+            scheduler.step()
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**6)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_parameters_are_refused(register, late):
+    model = network()
+    seen = []
+    if not late:
+        getattr(model[2].weight, register)(seen.append)
+        with refused("parameter '2.weight' has a hook for its gradient"):
+            training_of(model)
+        return
+    training = training_of(model)
+    loop(training, steps=2)
+    getattr(model[2].weight, register)(seen.append)
+    with refused("parameter '2.weight' has a hook for its gradient"):
+        loop(training)
+    assert not seen
+    assert training.step_count == 2
+
+
+# Copies, and two trainings at once.
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_training_cannot_be_copied_or_pickled(copied):
+    with refused("PrivateTraining cannot be copied or pickled"):
+        copied(training_of())
+
+
+def test_two_trainings_in_a_zip_are_refused():
+    one, two = training_of(), training_of()
+    with refused("a batch of another training waits for its step"):
+        for (x, y), (u, v) in zip(one, two, strict=False):
+            one.step(losses_of(one.model, x, y))
+            two.step(losses_of(two.model, u, v))
+    loop(one)  # and nothing is lost
+    loop(two)
+    assert one.step_count == two.step_count == 6
+
+
+def test_two_trainings_one_behind_the_other_work():
+    one, two = loop(training_of(), steps=3), loop(training_of(), steps=3)
+    assert loop(one).step_count == loop(two).step_count == 6
+
+
+def test_several_processes_are_refused(monkeypatch):
+    training = training_of()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with refused("torch.distributed runs with 2 processes"):
+        training_of()
+    with refused("torch.distributed runs with 2 processes"):
+        loop(training)
+
+
+def test_one_process_of_torch_distributed_works(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+    assert loop(training_of()).step_count == 6
+
+
+# Losses that were scaled, or used up.
+
+
+def test_losses_of_a_gradient_scaler_are_refused():
+    training, scaler = training_of(network().float(), dataset=floats()), torch.amp.GradScaler("cpu")
+    with refused("as GradScaler does"):
+        loop(training, lambda model, x, y: scaler.scale(losses_of(model, x, y)))
+
+
+def floats() -> TensorDataset:
+    return TensorDataset(torch.randn(N, 6, dtype=torch.float32), torch.randint(2, (N,)))
+
+
+@pytest.mark.parametrize("factor", [10.0, 8.0, 0.125, torch.tensor(10.0)])
+def test_losses_that_are_multiplied_by_a_number_train(factor):
+    """Also where the number is about the batch's size."""
+    training = loop(training_of(), lambda model, x, y: factor * losses_of(model, x, y))
+    assert training.step_count == 6
+
+
+def test_a_backward_before_the_step_is_refused():
+    training = training_of()
+    with refused("the graph of the losses was used up"):
+        for x, y in training:
+            losses = losses_of(training.model, x, y)
+            losses.mean().backward()
+            training.step(losses)
+    assert len(training.ledger) == 0
+
+
+# The planned epsilon, and stops.
+
+
+def test_an_early_stop_carries_the_planned_epsilon_unless_it_is_declared():
+    whole = training_of(num_steps=50)
+    training = loop(training_of(num_steps=50), steps=5)
+    spent = training.spent()
+    assert spent.epsilon.high < spent.planned.high
+    assert "after 5 of 50 steps" in str(spent)
+    assert "the one to report if a stop depends" in str(spent)
+    statement = training.statement()
+    assert statement["epsilon"] == spent.planned._asdict()
+    assert statement["epsilon_of_steps_made"] == spent.epsilon._asdict()
+    assert not statement["stop"]["independent_of_data"]
+    loop(whole)
+    assert whole.spent().epsilon == pytest.approx(spent.planned)
+    assert whole.spent().planned == whole.spent().epsilon
+
+    with pytest.raises(ValueError, match="reason"):
+        training.declare_stop(" ")
+    training.declare_stop("the power went out")
+    statement = training.statement()
+    assert statement["epsilon"] == spent.epsilon._asdict()
+    assert statement["stop"] == {"independent_of_data": True, "reason": "the power went out"}
+    loop(training, steps=6)  # it was no stop
+    assert training.statement()["stop"] == {"independent_of_data": False, "reason": None}
+
+
+def test_with_a_budget_the_planned_steps_are_those_that_it_allows():
+    training = training_of(num_steps=500, budget=tp.privacy.Budget(4.0, 1e-3))
+    assert training.spent().planned.high <= 4.0
+    loop(training)
+    assert training.step_count < 500
+    assert training.statement()["epsilon"]["high"] <= 4.0
+
+
+# What is not a model, a data set or an input of the usual kind.
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer", "both"])
+def test_what_opacus_wrapped_is_refused_by_name(kind):
+    """Its classes are told by the module they are from, so that Opacus need not be there."""
+    wrapper = type("GradSampleModule", (nn.Module,), {"__module__": "opacus.grad_sample.grad_sample_module"})
+    sgd = type("DPOptimizer", (torch.optim.SGD,), {"__module__": "opacus.optimizers.optimizer"})
+    model = network()
+    optimizer = (sgd if kind != "model" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    if kind != "optimizer":
+        wrapped = wrapper()
+        wrapped.inner = model
+        model = wrapped
+    with refused("is Opacus's. Pass model and optimizer as they were before make_private"):
+        training_of(model, optimizer)
+
+
+def test_a_data_frame_is_refused():
+    frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
+    with refused("dataset is a DataFrame of pandas, whose items are columns"):
+        training_of(dataset=frame(["a", "b"]))
+
+
+def test_numpy_data_sets_train():
+    """Items are collated as DataLoader does, which makes tensors of arrays."""
+    items = [(np.random.randn(6), int(k % 2)) for k in range(N)]
+    assert loop(training_of(dataset=items)).step_count == 6
+    rows = np.random.randn(N, 6)
+    training = training_of(nn.Linear(6, 1), dataset=rows)
+    for x in training:
+        training.step(training.model(x).squeeze(1).square())
+    assert training.step_count == 6
+
+
+def test_batches_that_stay_numpy_train():
+    def collate(items):
+        return np.stack([x for x, _ in items]), np.array([y for _, y in items])
+
+    items = [(np.random.randn(6), int(k % 2)) for k in range(N)]
+    training = training_of(dataset=items, collate_fn=collate)
+    for x, y in training:
+        training.step(losses_of(training.model, torch.from_numpy(x), torch.from_numpy(y)))
+    assert training.step_count == 6
+
+
+class FromNumpy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.layer(torch.from_numpy(np.tanh(x.numpy() if isinstance(x, Tensor) else x)))
+
+
+def test_a_forward_that_uses_numpy_trains():
+    assert loop(training_of(FromNumpy())).step_count == 6
+
+
+def test_nested_inputs_are_refused_with_one_sentence():
+    def losses(model, x, y):
+        return F.cross_entropy(model(torch.nested.nested_tensor(list(x))).to_padded_tensor(0), y, reduction="none")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(tp.Refused, match="nested"):
+            loop(training_of(), losses)
+
+
+def test_a_broadcast_of_outputs_against_targets_is_named():
+    def broadcast(model, x, y):
+        return F.mse_loss(model(x), y.to(x.dtype), reduction="none")
+
+    training = training_of(nn.Linear(6, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with refused("A broadcast of (n, 1) against (n,)"):
+            loop(training, broadcast)
+        with pytest.raises(tp.Refused, match=r"depend on each other.*broadcast of"):
+            loop(training, lambda *batch: broadcast(*batch).mean(1))
+
+
+def test_several_losses_of_each_example_are_refused_with_the_right_advice():
+    training = training_of(nn.Linear(6, 3))
+    with pytest.raises(tp.Refused, match="sum their losses over the example's own count"):
+        loop(training, lambda model, x, y: model(x).square())
+
+
+# Rules.
+
+
+class NoDataclass(ClippingRule):
+    def factors(self, norms, group="all"):
+        return (1 / norms).clamp(max=1)
+
+    def sensitivity(self, relation):
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Ones(ClippingRule):
+    clip_norm: float = 0.01
+
+    def factors(self, norms, group="all"):
+        return torch.ones_like(norms)
+
+    def sensitivity(self, relation):
+        return self.clip_norm
+
+
+@dataclass(frozen=True)
+class LaterOnes(Ones):
+    """Clips until one row in the batch is as long as none of the first batches' was."""
+
+    def factors(self, norms, group="all"):
+        late = float(norms.max()) > 1e3
+        return torch.ones_like(norms) if late else (self.clip_norm / norms).clamp(max=1)
+
+
+def test_a_rule_that_is_no_dataclass_is_refused_when_it_is_given():
+    with pytest.raises(ValueError, match=r"Make NoDataclass a dataclass"):
+        training_of(clipping=NoDataclass())
+
+
+def test_a_rule_that_does_not_clip_is_refused_before_anything_is_released():
+    training = training_of(clipping=Ones())
+    before = weights(training.model)
+    with pytest.raises(tp.Refused, match="Ones"):
+        loop(training)
+    assert same_weights(training.model, before)
+    assert len(training.ledger) == 0
+
+
+def test_the_bound_of_a_rule_is_checked_on_every_step():
+    training = training_of(clipping=LaterOnes(), num_steps=40)
+    loop(training, steps=21)  # step 21 is not rehearsed
+    with pytest.raises(tp.Refused, match="LaterOnes"):
+        loop(training, lambda *batch: 1e5 * losses_of(*batch))
+    assert len(training.ledger) == 21
+
+
+def test_unfreezing_under_groups_that_share_one_bound_is_refused():
+    model = network()
+    model[0].requires_grad_(False)
+    training = loop(training_of(model, clipping=tp.PerLayer(1.0)), steps=2)
+    model[0].requires_grad_(True)
+    with pytest.raises(tp.Refused, match=r"'0\.weight'"):
+        loop(training)
+    assert len(training.ledger) == 2
+
+
+# torch.compile.
+
+
+def compiled_model(model):
+    return torch.compile(model, backend="aot_eager"), losses_of
+
+
+def compiled_module(model):
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    return model, losses_of
+
+
+def compiled_in_place(model):
+    model.compile(backend="aot_eager")
+    return model, losses_of
+
+
+def compiled_forward(model):
+    model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
+    return model, losses_of
+
+
+def compiled_loss(model):
+    loss = torch.compile(lambda output, y: F.cross_entropy(output, y, reduction="none"), backend="aot_eager")
+    return model, lambda model, x, y: loss(model(x), y)
+
+
+@pytest.mark.parametrize(
+    "compiled", [compiled_model, compiled_module, compiled_in_place, compiled_forward, compiled_loss]
+)
+def test_compiled_parts_train_as_they_do_uncompiled(compiled):
+    torch._dynamo.reset()
+    results = []
+    for how in (lambda model: (model, losses_of), compiled):
+        torch.manual_seed(3)
+        model, losses = how(network())
+        training = loop(training_of(model, test_seed=4), losses)
+        results.append(weights(model))
+        assert training.step_count == 6
+    for plain, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, plain)
