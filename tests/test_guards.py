@@ -524,6 +524,17 @@ def test_a_rule_that_is_no_dataclass_is_refused_when_it_is_given():
         training_of(clipping=NoDataclass())
 
 
+@pytest.mark.parametrize("part", ["embedding_clipping", "residual_clipping"])
+def test_rules_of_embedding_perturbation_are_checked_too(part):
+    subspace = tp.AnchorSubspace(torch.randn(30, 6), 8)
+    with pytest.raises(ValueError, match=f"{part}=.*Make NoDataclass a dataclass"):
+        tp.GEP(subspace, **{part: NoDataclass()})
+    training = training_of(clipping=None, perturbation=tp.GEP(subspace, **{part: Ones()}))
+    with pytest.raises(tp.Refused, match="Ones"):
+        loop(training)
+    assert len(training.ledger) == 0
+
+
 def test_a_rule_that_does_not_clip_is_refused_before_anything_is_released():
     training = training_of(clipping=Ones())
     before = weights(training.model)

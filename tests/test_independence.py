@@ -1151,3 +1151,43 @@ def test_a_reason_in_place_of_rehearsals_is_in_the_statement():
     program.run(training)
     assert training.step_count == 6
     assert "tested elsewhere" in repr(training.statement())
+
+
+class AlwaysRandom(nn.Module):
+    """Random in eval mode, too, by a function that has no known mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x) + 0.1 * torch.empty(len(x), 2).geometric_(0.5)
+
+
+def flat(items):
+    """All values in a row, and where each example begins: of another length in every batch."""
+    return torch.cat(items), torch.tensor([0, *np.cumsum([len(item) for item in items])])
+
+
+class SumsOfFlat(AlwaysRandom):
+    def forward(self, batch):
+        values, starts = batch
+        return super().forward(torch.stack([p.sum() * torch.ones(3) for p in torch.tensor_split(values, starts[1:-1])]))
+
+
+def test_the_statement_says_what_rehearsals_could_not_compare():
+    program = Program(AlwaysRandom(), points())
+    program.run(program.training())
+    (note,) = program.running.statement()["independence"]["not_compared"]
+    assert "random even in eval mode" in note
+
+
+def test_what_can_be_neither_replaced_nor_left_out_is_refused():
+    lengths = np.random.default_rng(0).integers(1, 2**20, N)
+    examples = [torch.randn(int(length)) for length in lengths]
+    program = Program(SumsOfFlat(), examples, lambda model, b: model(b).square().sum(1), flat, "nothing can be shown")
+    assert_refused(program)
+    program.running = None
+    free = program.training(assume_independent="values are summed within an example alone")
+    program.run(free)
+    assert free.step_count == 6

@@ -18,7 +18,7 @@ from ._check import Refused, positive, whole
 from ._embedded import EmbeddedSum
 from ._mechanism import ClippedSum, Mechanism, SketchedSum
 from ._statement import check_delta
-from .clipping import ClippingRule, MicroBatches
+from .clipping import ClippingRule, MicroBatches, check_rule
 from .embedding import BGEP, GEP
 
 if TYPE_CHECKING:
@@ -52,16 +52,7 @@ def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trai
     sketched, names = training.jacobian, list(trained)
     if training.perturbation is not None:
         return _embedded_sum(training, clipping, trained)
-    if not isinstance(clipping, ClippingRule):
-        raise ValueError(f"{WHERE}: clipping={clipping!r} must be a clipping rule such as Flat(clip_norm=1.0).")
-    try:
-        clipping.statement()
-    except TypeError:
-        kind = type(clipping).__name__
-        raise ValueError(
-            f"{WHERE}: clipping={clipping!r} cannot say its settings, which the privacy statement prints. Make {kind} "
-            "a dataclass, with @dataclass(frozen=True), or define statement()."
-        ) from None
+    clipping = check_rule(WHERE, "clipping", clipping)
     if isinstance(clipping, MicroBatches) and training.microbatch_size is not None:
         raise ValueError(
             f"{WHERE}: microbatch_size={training.microbatch_size!r} would cut through the groups of {clipping!r}. "

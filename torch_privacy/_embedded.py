@@ -15,7 +15,7 @@ from . import privacy
 from ._anchors import Anchors
 from ._check import Refused
 from ._layout import Merging
-from ._mechanism import RELATION, Mechanism, Summing, sums_or_zeros, views_of
+from ._mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
 from ._model import Census
 from ._subspace import Basis
 from .clipping import ClippingRule
@@ -54,11 +54,13 @@ class Part:
         """Largest L2 change of the sum between neighboring data sets."""
         return self.rule.sensitivity(RELATION)
 
-    def factors(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The factors (n,) in every group of the subspace, from squared lengths (n,) there."""
+    def factors(self, squares: Mapping[str, Tensor], bound: Bound) -> dict[str, Tensor]:
+        """The factors (n,) in every group of the subspace, from squared lengths (n,) there; the bound notes them."""
         factors = {}
         for label, groups in self.members.items():
-            c = self.rule.factors(sum(squares[group] for group in groups).sqrt(), label)  # pyright: ignore
+            norms = torch.stack([squares[group] for group in groups]).sum(0).sqrt()
+            c = factors_of(self.rule, norms, label)
+            bound.note(label, c, norms)
             factors |= dict.fromkeys(groups, c)
         return factors
 
@@ -219,6 +221,7 @@ class _Embedding(Summing):
         super().__init__()
         self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
+        self._bounds: list[Bound] = []
         self._left_out = 0
 
     @property
@@ -238,17 +241,24 @@ class _Embedding(Summing):
             self._left_out = len(finite) - len(kept)
             jacobian = jacobian.select(kept)
             w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
-        a = self._embedding.factors(inside)
+        a = self._factors(self._embedding, inside)
         self._note("embedding", a, finite)
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
             return sums
         slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self._basis.groups.items()}
-        c = self._residual.factors(
-            {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
-        )
+        outside = {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
+        c = self._factors(self._residual, outside)
         self._note("residual", c, finite)
         return sums | self._residual_sum(jacobian, w, c)
+
+    def check_bound(self) -> None:
+        for bound in self._bounds:
+            bound.check()
+
+    def _factors(self, part: Part, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._bounds.append(Bound(part.rule))
+        return part.factors(squares, self._bounds[-1])
 
     def _note(self, part: str, factors: Mapping[str, Tensor], finite: Tensor) -> None:
         for group, values in factors.items():

@@ -177,6 +177,7 @@ class Rehearsal:
             the weights; they are put back, too. More are added when they are seen.
         overwritten: names of attributes that take in data, but are written anew before they are read, such as the last
             attention weights. Before the batch itself they are not put back: were they read, answers would move.
+        notes: what could not be compared is added here, in words.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Rehearsal:
         units: np.ndarray | None = None,
         moving: set[str] | None = None,
         overwritten: set[str] | None = None,
+        notes: set[str] | None = None,
     ):
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
@@ -198,7 +200,7 @@ class Rehearsal:
         self._moving = set() if moving is None else moving
         self._overwritten = set() if overwritten is None else overwritten
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
-        self.notes: list[str] = []
+        self._notes = set() if notes is None else notes
 
     def turns(self) -> Generator[Turn, Answers, None]:
         """Asks for one run after the other, and is sent the answers; refuses, or ends behind the batch itself."""
@@ -245,6 +247,8 @@ class Rehearsal:
             batch = self._examples.with_others(keep)
             if batch is not None:
                 replaced.append((keep, batch, (yield from run(Turn(batch, self._examples.count)))))
+        if not replaced and self._examples.count > 1:
+            self._notes.add("No other examples were put in the places of some, for none made a batch of equal shapes.")
         removed = yield from self._removals(run, replaced)
         own = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
         if moved:
@@ -293,7 +297,13 @@ class Rehearsal:
             if whole is None or not whole.drew:
                 return (yield from self._parts_alone(run, whole, rows, random))
         if self._alone:
-            self.notes.append("Parts of the batch were not compared, for the forward is random even in eval mode.")
+            if not replaced:
+                raise Refused(
+                    "rehearsal: no examples fit in the places of others, and the forward is random even in eval mode, "
+                    "so nothing can be shown about the examples' independence. Turn the random numbers off in eval "
+                    "mode, let collate_fn give batches of equal shapes, or pass assume_independent='reason'."
+                )
+            self._notes.add("Parts of the batch were not compared, for the forward is random even in eval mode.")
         return []
 
     def _parts_alone(

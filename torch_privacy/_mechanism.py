@@ -53,6 +53,43 @@ class Summing(ABC):
         """Refuse sums in which a row is longer than the clipping rule says; asked when all groups are done."""
 
 
+def factors_of(rule: ClippingRule, norms: Tensor, group: str) -> Tensor:
+    """The rule's factors, one for each row."""
+    factors = rule.factors(norms, group)
+    if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+        shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
+        raise Refused(
+            f"PrivateTraining: {type(rule).__name__}.factors gave {shape} for {len(norms)} norms: must be a tensor "
+            "with one factor for each."
+        )
+    return factors
+
+
+class Bound:
+    """Checks that no clipped row is longer than its rule says."""
+
+    def __init__(self, rule: ClippingRule):
+        self._rule = rule
+        self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
+
+    def note(self, group: str, factors: Tensor, norms: Tensor) -> None:
+        """The rows of one group of parameters have these factors and norms (rows,)."""
+        self._squares[group] = (factors.double() * norms.double()).square()
+
+    def check(self) -> None:
+        """Refuse if a row is longer than ``largest_norm``; all groups were noted."""
+        squares = torch.stack([*self._squares.values()]).sum(0)
+        if not len(squares):
+            return
+        bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
+        if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "
+                f"largest_norm() says at most {bound:.7g}, from which the noise follows. Return factors with "
+                "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
+            )
+
+
 class Mechanism(ABC):
     """What one step releases, under add/remove-one.
 
@@ -273,7 +310,7 @@ class _Clipping(Summing):
         super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
-        self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
+        self._bound = Bound(rule)
 
     @property
     def num_left_out(self) -> int:
@@ -297,41 +334,22 @@ class _Clipping(Summing):
         """The factors of the rows that are finite, and the numbers of these rows; None for all."""
         finite = norms.isfinite()
         if finite.all():
-            factors = self._factors(norms, group)
+            factors = factors_of(self._rule, norms, group)
             self._note(group, factors, norms)
             return factors, None
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
-        factors = self._factors(norms[kept], group)
+        factors = factors_of(self._rule, norms[kept], group)
         zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
         self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
         return factors, kept
 
-    def _factors(self, norms: Tensor, group: str) -> Tensor:
-        factors = self._rule.factors(norms, group)
-        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
-            shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
-            raise Refused(
-                f"PrivateTraining: {type(self._rule).__name__}.factors gave {shape} for {len(norms)} norms: must be a "
-                "tensor with one factor for each."
-            )
-        return factors
-
     def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
         self.factors[group] = factors
-        self._squares[group] = (factors.double() * norms.double()).square()
+        self._bound.note(group, factors, norms)
 
     def check_bound(self) -> None:
-        squares = torch.stack([*self._squares.values()]).sum(0)
-        if not len(squares):
-            return
-        bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
-        if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
-            raise Refused(
-                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "
-                f"largest_norm() says at most {bound:.7g}, from which the noise follows. Return factors with "
-                "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
-            )
+        self._bound.check()
 
 
 def views_of(size: int, views: int) -> Merging | None:

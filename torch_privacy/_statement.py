@@ -109,6 +109,7 @@ def statement(training: PrivateTraining) -> dict[str, Any]:
         "independence": {
             "shown_by": "rehearsal" if training.assume_independent is None else "assumption",
             "assumed_because": training.assume_independent,
+            "not_compared": sorted(training._not_compared),
         },
         "clipping": mechanism.statement(),
         "sensitivity": mechanism.sensitivity,

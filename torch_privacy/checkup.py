@@ -282,14 +282,14 @@ class _Examination:
             return
         kept = halves(n, generator)
         first = np.arange(n) == 0
-        rehearsal = Rehearsal(self._model, examples, kept, alone=[*kept, first])
-        turns = rehearsal.turns()
+        notes: set[str] = set()
+        turns = Rehearsal(self._model, examples, kept, alone=[*kept, first], notes=notes).turns()
         try:
             turn = next(turns)
             while True:
                 turn = turns.send(self._answers(turn))
         except StopIteration:
-            self._notes += rehearsal.notes
+            self._notes += sorted(notes)
         except Refused as error:
             self._blame("examples", _words(error), _named_in(str(error), self._all_names()))
         finally:

@@ -72,6 +72,21 @@ class ClippingRule(ABC):
         return {"rule": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
 
 
+def check_rule(where: str, name: str, rule: Any) -> ClippingRule:
+    """Raise a ``ValueError`` unless this is a clipping rule that can say its settings."""
+    if not isinstance(rule, ClippingRule):
+        raise ValueError(f"{where}: {name}={rule!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+    try:
+        rule.statement()
+    except TypeError:
+        kind = type(rule).__name__
+        raise ValueError(
+            f"{where}: {name}={rule!r} cannot say its settings, which the privacy statement prints. Make {kind} a "
+            "dataclass, with @dataclass(frozen=True), or define statement()."
+        ) from None
+    return rule
+
+
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """``min(1, clip_norm / norm)``, and 0 where the norm is not finite."""
     return _or_zero((clip_norm / in_sum_dtype(norms)).clamp(max=1))

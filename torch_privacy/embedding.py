@@ -23,7 +23,7 @@ from ._batches import Collate, check_map_style
 from ._check import Refused, strictly_between, whole
 from ._model import Census
 from ._subspace import Basis
-from .clipping import Adaptive, ClippingRule, Flat, MicroBatches
+from .clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
 
 PAPERS_EMBEDDING, PAPERS_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in its experiments
 Labels = Callable[[Any, Any, torch.Generator], Any]  # (batch, the model's outputs, generator) -> labels
@@ -260,8 +260,7 @@ def _check_subspace(where: str, subspace: Any) -> None:
 
 
 def _check_rule(where: str, name: str, rule: Any) -> None:
-    if not isinstance(rule, ClippingRule):
-        raise ValueError(f"{where}: {name}={rule!r} must be a clipping rule such as Flat(clip_norm=1.0).")
+    check_rule(where, name, rule)
     if isinstance(rule, (Adaptive, MicroBatches)):
         raise Refused(
             f"{where}: {name}={rule!r}: {type(rule).__name__} releases or groups more than the accountant's event of a "

@@ -233,6 +233,7 @@ class PrivateTraining:
         self._rehearsed = RehearsedCode()
         self._moving: set[str] = set()  # frozen parameters that the loop changes, as those of a teacher
         self._overwritten: set[str] = set()  # attributes that take in data, and are written before they are read
+        self._not_compared: set[str] = set()  # by rehearsals, in words
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._part: Any = None  # the (micro)batch under way
         self._turn: Turn | None = None  # to be handed out next
@@ -408,6 +409,7 @@ class PrivateTraining:
             units=units,
             moving=self._moving,
             overwritten=self._overwritten,
+            notes=self._not_compared,
         ).turns()
 
     def _hand_out(self, turn: Turn) -> Any:
