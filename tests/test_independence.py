@@ -1014,6 +1014,27 @@ def test_independent_examples_train_by_workers():
     assert training.step_count == 10
 
 
+class OwnGenerator(torch.utils.data.Dataset):
+    """Noise from a generator of the data set's own, as some libraries for augmentation keep one."""
+
+    def __init__(self):
+        self.x, self.generator = torch.randn(N, D), np.random.default_rng(0)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i] + torch.from_numpy(self.generator.normal(size=D))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_with_a_generator_of_its_own_train(num_workers):
+    """The very items of a batch are there for its rehearsal, also where workers fetched them."""
+    program = Program(nn.Linear(D, 2), OwnGenerator())
+    program.run(training := program.training(num_workers=num_workers, num_steps=10))
+    assert training.step_count == 10
+
+
 # Rehearsals leave no trace
 
 

@@ -29,6 +29,7 @@ class Draw:
     numbers: np.ndarray
     views: int = 1
     seed: bytes | None = None  # None leaves the user's random numbers as they are
+    keeps_items: bool = False  # whether a worker gives the items beside the batch, as they will be asked for
 
     def seed_for(self, purpose: str) -> bytes:
         """A seed of its own for fetching, collating, ..."""
@@ -73,8 +74,8 @@ class Batches:
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state
         )
-        for batch in loader:
-            yield Drawn(self, waiting.popleft(), batch, None)
+        for batch, items in loader:
+            yield Drawn(self, waiting.popleft(), batch, items)
 
     def plain(self, numbers: Iterable[np.ndarray]) -> Iterator[Any]:
         """The collated batch of every array of example numbers, with the user's own random numbers."""
@@ -110,7 +111,8 @@ class _Fetching(Dataset):
         self._batches = batches
 
     def __getitem__(self, draw: Draw) -> Any:
-        return self._batches.collate(self._batches.items(draw), draw)
+        items = self._batches.items(draw)
+        return self._batches.collate(items, draw), items if draw.keeps_items else None
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -167,7 +169,7 @@ class Drawn:
         return self._batches.collate(some, self._draw)
 
     def _own_items(self) -> Any:
-        if self._items is None:  # they were fetched by a worker: the seed makes them the same ones
+        if self._items is None:  # a worker fetched them: the seed makes them the same ones
             self._items = self._batches.items(self._draw)
         return self._items
 

@@ -379,14 +379,13 @@ class PrivateTraining:
     def _begin_part(self, drawn: Drawn, number: int, count: int) -> None:
         """A (micro)batch of this step begins: its first turn."""
         self._part = _Part(drawn, number, number == count - 1)
-        rehearsed, thorough = self._rehearsal_is_due(number, count)
+        rehearsed, thorough = self._rehearsal_is_due(self.step_count, number, count)
         script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
         self._part.script, self._part.rehearsed, self._part.thorough = script, rehearsed, rehearsed and thorough
         self._turn = next(script)
 
-    def _rehearsal_is_due(self, number: int, count: int) -> tuple[bool, bool]:
-        """Whether this microbatch of the step is to be rehearsed, and whether thoroughly."""
-        step = self.step_count
+    def _rehearsal_is_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
+        """Whether this microbatch of a step is to be rehearsed, and whether thoroughly."""
         early = step <= THOROUGH
         chance = int.from_bytes(self._secret(b"rehearsal", step)[:8], "little")
         if self.assume_independent is not None or number != chance // 64 % count:
@@ -760,8 +759,10 @@ class PrivateTraining:
 
     def _draws(self, step: int, end: int) -> Iterator[Draw]:
         for later in range(step, end):
-            for number, part in enumerate(self._parts(later)):
-                yield Draw(part, self.views, self._secret(b"data", later, number))
+            parts = self._parts(later)
+            for number, part in enumerate(parts):
+                rehearsed, _ = self._rehearsal_is_due(later, number, len(parts))
+                yield Draw(part, self.views, self._secret(b"data", later, number), rehearsed)
 
     def _num_steps_allowed(self) -> int:
         """Steps in all: as many as planned, or as the budget allows."""
