@@ -163,9 +163,8 @@ class Drawn:
 
     def without(self, keep: np.ndarray) -> Any:
         """As of `Examples`."""
-        items, views = self._own_items(), self._draw.views
-        places = [views * i + k for i in np.flatnonzero(keep) for k in range(views)]
-        some = items[np.array(places, dtype=np.int64)] if isinstance(items, np.ndarray) else [items[k] for k in places]
+        items, kept = self._own_items(), np.repeat(keep, self._draw.views)
+        some = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
         return self._batches.collate(some, self._draw)
 
     def _own_items(self) -> Any:
@@ -175,7 +174,11 @@ class Drawn:
 
 
 def _mixed(items: Any, others: Any, places: np.ndarray, views: int) -> Any:
-    mixed = items.copy() if isinstance(items, np.ndarray) else list(items)
+    if isinstance(items, np.ndarray):
+        mixed = items.copy()
+        mixed.reshape(-1, views)[places] = others.reshape(-1, views)
+        return mixed
+    mixed = list(items)
     for k, place in enumerate(places):
         for view in range(views):
             mixed[views * place + view] = others[views * k + view]

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from ._check import Refused
 from ._model_state import ModelState, ParameterMarks, same
 from ._plan import projections
-from ._rewind import RandomState, in_eval, torch_generators
+from ._rewind import in_eval, torch_generators
 from .jacobian import Block, Jacobian
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
@@ -77,7 +77,7 @@ class Answers:
     losses: Tensor  # (count, views)
     rows: RowAnswers | None
     changes: dict[str, Any]  # buffers and attributes that the user's code changed
-    random: RandomState | None  # at the end
+    random: Any  # where the random numbers stood at the end
     later: dict[str, Any] | None = None  # those that changed in the backward passes; None where these were others
     drew: bool = False  # whether random numbers were drawn
     shapes: int = 0  # tells whether all results in the forward had the same shapes
@@ -363,7 +363,6 @@ class Rehearsal:
         if not len(kept):
             return []
         found: list[Finding] = []
-        scaled = _scaled_alike(answers.losses[places], own.losses[kept], self._examples.count)
 
         def compare(name: str, a: Tensor, b: Tensor, scale: Tensor, eps: float, numbers: np.ndarray) -> None:
             worst = _worst(a, b, scale, _tolerance(eps, loose))
@@ -373,6 +372,7 @@ class Rehearsal:
                 what = (
                     f"{name} of example {example} of {self._examples.count} changed from {was:.7g} to {now:.7g} {how}"
                 )
+                scaled = _scaled_alike(answers.losses[places], own.losses[kept], self._examples.count)
                 found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
         a, b = answers.losses.double().cpu()[places], own.losses.double().cpu()[kept]
@@ -444,12 +444,12 @@ def halves(count: int, generator: np.random.Generator, units: np.ndarray | None 
 
     Examples of one unit stay together.
     """
-    units = np.arange(count) if units is None else units
-    numbers = np.unique(units)
+    numbers = np.arange(count) if units is None else np.unique(units)
     if len(numbers) < 2:
         return [np.zeros(count, bool)]
     chosen = generator.permutation(numbers)[: len(numbers) // 2]
-    keep = np.isin(units, chosen)
+    keep = np.zeros(count, bool)
+    keep[chosen if units is None else np.isin(units, chosen)] = True
     return [keep, ~keep]
 
 
@@ -486,6 +486,8 @@ def _tolerance(eps: float, loose: bool) -> float:
 
 def _worst(a: Tensor, b: Tensor, scale: Tensor, tolerance: float) -> int | None:
     """Number of the entry that differs the most, beyond what is allowed; None where there is none."""
+    if torch.equal(a, b):
+        return None
     undefined = a.isnan() & b.isnan()
     off = (
         torch.where((a == b) | undefined, 0, (a - b).abs() / (tolerance * scale + 1e-300))

@@ -28,11 +28,12 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
-        self._model, self._parameters = model, frozenset(parameters)
+        self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
         self._slots = [(slot, _copied(slot[3])) for slot in self._now()]
 
-    def _now(self) -> Iterator[_Slot]:
-        return chain(_slots(self._model), _parameter_slots(self._model, self._parameters))
+    def _now(self, *, with_parameters: bool = True) -> Iterator[_Slot]:
+        frozen = _parameter_slots(self._modules, self._parameters if with_parameters else ())
+        return chain(_slots(self._modules), frozen)
 
     def restore(self, but: Collection[str] = ()) -> None:
         """Put everything back, but what has these names: the same objects, with the same content."""
@@ -49,32 +50,38 @@ class ModelState:
 
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Dotted name -> content, of all that holds something else now."""
-        before = {name: content for (name, *_), content in self._slots}
-        now = {name: value for name, _, _, value in (self._now() if with_parameters else _slots(self._model))}
-        if not with_parameters:
-            before = {name: content for name, content in before.items() if name not in self._parameters}
+        but = () if with_parameters else self._parameters
+        before = {name: content for (name, *_), content in self._slots if name not in but}
+        now = {name: value for name, _, _, value in self._now(with_parameters=with_parameters)}
         changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
         return changed | {name: _MISSING for name in before if name not in now}
 
 
 class ParameterMarks:
-    """What a model's parameters held, remembered by a few numbers each, whether they are trained or not."""
+    """What a model's parameters held, trained or not: copies as long as these are small, else a few numbers each."""
 
     def __init__(self, model: nn.Module):
-        self._marks = _marks(model)
+        self._small, self._names, self._marks = _marks(model)
 
     def changed(self, model: nn.Module) -> list[str]:
         """Names of the parameters that hold something else now."""
-        now = _marks(model)
-        return [name for name, mark in now.items() if not same(mark, self._marks.get(name, _MISSING))]
+        small, names, now = _marks(model)
+        changed = [name for name, mark in now.items() if not same(mark, self._marks.get(name, _MISSING))]
+        if names != self._names or not all(same(small[kind], self._small[kind]) for kind in small):
+            before, after = _apart(self._small, self._names), _apart(small, names)
+            changed += [name for name, copy in after.items() if not same(copy, before.get(name, _MISSING))]
+        return changed
 
 
 _MISSING = object()
 
 
-def _slots(model: nn.Module) -> Iterator[_Slot]:
+_Modules = list[tuple[str, nn.Module]]
+
+
+def _slots(modules: _Modules) -> Iterator[_Slot]:
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
         for key, value in list(module._buffers.items()):
             yield start + key, module._buffers, key, value
@@ -102,8 +109,8 @@ _LIBRARIES = frozenset(
 )
 
 
-def _parameter_slots(model: nn.Module, names: Collection[str]) -> Iterator[_Slot]:
-    for prefix, module in model.named_modules() if names else ():
+def _parameter_slots(modules: _Modules, names: Collection[str]) -> Iterator[_Slot]:
+    for prefix, module in modules if names else ():
         for key, value in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
             if name in names:
@@ -209,21 +216,47 @@ def _fits(value: Tensor, content: Any) -> bool:
 
 
 _PIECE = 2**18  # entries at a time
+_SMALL = 2**20  # entries that are copied, of all parameters together
+
+_Kind = tuple[torch.dtype, torch.device]
 
 
 @torch.no_grad()
-def _marks(model: nn.Module) -> dict[str, Tensor | None]:
-    """Random products with a parameter's entries, which hardly any change leaves as they are."""
-    found: dict[str, Tensor | None] = {}
+def _marks(
+    model: nn.Module,
+) -> tuple[dict[_Kind, Tensor], dict[str, tuple[_Kind, int]], dict[str, Tensor | None]]:
+    """Copies of small parameters in a row; their names, with the number of entries; of all others random products.
+
+    Hardly any change leaves products with its entries as they are. Parameters that cannot be looked into have None.
+    """
+    flat: dict[_Kind, list[Tensor]] = {}
+    names: dict[str, tuple[_Kind, int]] = {}
+    products: dict[str, Tensor | None] = {}
+    room = _SMALL
     for name, p in model.named_parameters():
         if not _has_entries(p) or nn.parameter.is_lazy(p):
-            found[name] = None
+            products[name] = None
             continue
         entries = p.detach().reshape(-1)
+        if entries.numel() <= min(room, _PIECE):
+            kind = entries.dtype, entries.device
+            flat.setdefault(kind, []).append(entries)
+            names[name] = kind, entries.numel()
+            room -= entries.numel()
+            continue
         entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
         weights = _weights(p.device)
-        found[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
-    return found
+        products[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
+    return {kind: torch.cat(parts) for kind, parts in flat.items()}, names, products
+
+
+def _apart(copies: Mapping[_Kind, Tensor], names: Mapping[str, tuple[_Kind, int]]) -> dict[str, Tensor]:
+    """The copies of parameters by name."""
+    parts = {
+        kind: iter(copy.split([size for other, size in names.values() if other == kind]))
+        for kind, copy in copies.items()
+    }
+    return {name: next(parts[kind]) for name, (kind, _) in names.items()}
 
 
 @cache

@@ -22,7 +22,7 @@ from ._check import Refused
 from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
 from ._model import Attributes, Census, check_model, check_no_hooks, take_census
-from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen
+from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen, next_numbers
 from ._tape import Tape, check_losses
 from .jacobian import Jacobian, PlanRow
 from .ops import AnyLayout, Layout
@@ -300,12 +300,13 @@ class _Examination:
         turn.prepare()
         numbers = OwnRandomNumbers(b"check")
         try:
-            start = RandomState()
+            start = next_numbers()
+            numbers.begin(b"check")
             with without_random_numbers(self._model, turn.random), torch.enable_grad():
                 trace = nullcontext() if turn.trace is None else turn.trace.watching(turn.count)
                 with trace:
                     losses, rows, shapes = self._losses_and_rows(turn)
-            end = RandomState()
+            end = next_numbers()
         finally:
             numbers.close()
         changes = {} if turn.state is None else turn.state.changes()

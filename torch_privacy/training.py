@@ -42,7 +42,7 @@ from ._independence import (
 )
 from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
-from ._rewind import OwnRandomNumbers, RandomState
+from ._rewind import OwnRandomNumbers, next_numbers
 from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
 from ._tape import MEMORY_BUDGET, check_losses
@@ -427,9 +427,11 @@ class PrivateTraining:
             tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
-        numbers = OwnRandomNumbers(self._secret(b"random numbers", step, number))
+        seed = self._secret(b"random numbers", step, number)
+        numbers = OwnRandomNumbers(seed)
         if self._part.rehearsed and self._part.start is None:
-            self._part.start = RandomState()  # the same before every turn
+            self._part.start = next_numbers()  # the same before every turn
+            numbers.begin(seed)
         if turn.random != AS_IT_IS:
             contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
@@ -484,7 +486,7 @@ class PrivateTraining:
             self._seen |= tape.reached  # layers that are left out at random are reached when they are not
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
-        end = RandomState() if self._part.rehearsed else None
+        end = next_numbers() if self._part.rehearsed else None
         settled = tape is not None and not tape.measured and turn.state is not None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.views),
@@ -797,7 +799,7 @@ class _Part:
     rehearsed: bool = False
     thorough: bool = False  # whether it is rehearsed in full
     rates: list[Any] | None = None  # learning rates when it began
-    start: RandomState | None = None  # of its random numbers, where it is rehearsed
+    start: Any = None  # where its random numbers begin, if it is rehearsed
 
 
 def _check_unscaled(losses: Tensor) -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._base import Method, Op
@@ -56,6 +57,8 @@ class Linear(Op):
         return product(self.b.mT, self.x)
 
     def project(self, v: Tensor) -> Tensor:
+        if len(v) == 1:  # of three factors einsum looks for the best order, which takes longer than a small layer
+            return (F.linear(self.x, v[0]) * self.b).flatten(1).sum(1, keepdim=True)
         return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -150,6 +153,8 @@ class GroupedLinear(Op):
 
     def project(self, v: Tensor) -> Tensor:
         v = self.arrangement.matrices(v, *self._form[0])
+        if len(v) == 1:
+            return (torch.einsum("ged,ngtd->ngte", v[0], self.x) * self.b).flatten(1).sum(1, keepdim=True)
         return torch.einsum("ngte,kged,ngtd->nk", self.b, v, self.x)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
