@@ -911,6 +911,15 @@ class Crops(torch.utils.data.Dataset):
         return self.x[i, start : start + D] * (1 if np.random.rand() < 0.5 else -1) + noise
 
 
+def some_masked(m, x):
+    """As many random places as the example says, one example behind the other: examples share the stream, no data."""
+    mask = torch.ones_like(x)
+    if m.training:
+        for i, count in enumerate((x[:, 0] > 0).long() + 1):
+            mask[i, np.random.randint(D, size=int(count))] = 0
+    return m.f(x * mask)
+
+
 def graphs(items):
     owner = torch.arange(len(items)).repeat_interleave(torch.tensor([len(x) for x in items]))
     return torch.cat(items), owner, len(items)
@@ -931,6 +940,7 @@ def dropped(p=0.5):
 
 INDEPENDENT = {
     "dropout": lambda: Program(dropped(), labeled(), cross_entropy),
+    "places masked at random": lambda: Program(linear(some_masked), points()),
     "layers left out": lambda: Program(LayerDrop(), labeled(), cross_entropy),
     "counts of calls": lambda: Program(Counting(), points()),
     "spectral norm": lambda: Program(spectral(), labeled(), cross_entropy),

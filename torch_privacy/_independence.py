@@ -138,6 +138,7 @@ def _direction(shape: torch.Size, device: torch.device) -> Tensor:
 _PATTERNS: dict[torch.device, Tensor] = {}
 
 
+MORE = 4  # times that others are drawn again, to see whether the random numbers go on elsewhere
 FACTOR = "the clip factor"
 REPLACED = "when other examples took the places of the rest"
 REMOVED = "when the rest was left out"
@@ -264,8 +265,10 @@ class Rehearsal:
             )
             raise Refused(_depend(what, "", STATE_CURE))
         findings = self._findings(replaced, removed, own)
-        if findings and any(answers.random != own.random for _, _, answers in replaced):
+        if findings and (yield from self._draws_depend_on_data(run, replaced, own)):
             findings = yield from self._without_random_numbers(run, replaced, removed, own)
+            if not findings:
+                own = yield from self._batch_again(run, own)
         if learnt and not findings and not learnt & {name for name, _ in self._model.named_buffers()}:
             self._expected = {name: own.changes.get(name) for name in learnt}
             return set(), learnt
@@ -332,6 +335,27 @@ class Rehearsal:
             places = np.arange(part.turn.count)
             found += self._moved(part.keep, part.answers, part.whole or own, places, turn, True, REMOVED)
         return found
+
+    def _batch_again(self, run: Any, own: Answers) -> Generator[Turn, Answers, Answers]:
+        """The batch itself once more, which must come last; it must give the same answers."""
+        everyone = np.arange(self._examples.count)
+        again = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
+        found = self._moved(everyone >= 0, again, own, everyone, None, False, "when the batch was made again")
+        if found:
+            raise Refused(_not_repeating(found[0].what))
+        return again
+
+    def _draws_depend_on_data(self, run: Any, replaced: list, own: Answers) -> Generator[Turn, Answers, bool]:
+        """Whether the data decide how many random numbers are drawn; by chance that shows with some others only."""
+        if any(answers.random != own.random for _, _, answers in replaced):
+            return True
+        for keep, *_ in replaced * MORE if own.drew else ():
+            batch = self._examples.with_others(keep)
+            if batch is not None:
+                answers = yield from run(Turn(batch, self._examples.count, rows=False))
+                if answers.random != own.random:
+                    return True
+        return False
 
     def _without_random_numbers(
         self, run: Any, replaced: list, removed: Sequence[_Removed], own: Answers

@@ -366,6 +366,7 @@ class PrivateTraining:
         if self._turn is not None:
             self._is_rehearsal = True
             return False
+        assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
         if self._part.rehearsed:
             self._rehearsed.add(pending.tape.code, self._part.drawn.count)
