@@ -1222,3 +1222,23 @@ def test_what_can_be_neither_replaced_nor_left_out_is_refused():
     free = program.training(assume_independent="values are summed within an example alone")
     program.run(free)
     assert free.step_count == 6
+
+
+class Remembering(nn.Module):
+    """Looks at what it remembers of all examples, and remembers these."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.bank = nn.Linear(D, 4), torch.zeros(N, 4)
+
+    def forward(self, x, index):
+        h = self.f(x)
+        near = h.detach() @ self.bank.T @ self.bank
+        self.bank = self.bank.index_copy(0, index, h.detach())
+        return h + near
+
+
+def test_a_memory_of_all_examples_is_refused():
+    """What the data move about is another thing when the memory is empty: that is another path, and no crash."""
+    examples = TensorDataset(torch.randn(N, D), torch.arange(N))
+    assert_refused(Program(Remembering(), examples, lambda model, batch: model(*batch).square().sum(1)))

@@ -218,8 +218,8 @@ class Tape(Notes):
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             _check_versions(call)
-        cuts = {cut.edge: cut for cut in self._cuts if cut.edge.node in graph.children}
-        return Reached(losses, graph, calls, [*cuts.values()], self._path(graph, calls, len(losses)))
+        cuts = [*{cut.edge: cut for cut in self._cuts if cut.edge.node in graph.children}.values()]
+        return Reached(losses, graph, calls, cuts, self._path(graph, [*calls, *cuts], len(losses)))
 
     def _told(self, reached: Reached, cotangent: Tensor) -> Sequence[AnyLayout] | Prediction:
         """Where the examples sit in the calls' outputs, or where they should, by what earlier batches taught.
