@@ -5,12 +5,14 @@ import copy
 import gc
 import pickle
 import threading
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from oracle import flat, rows_of_one_graph
+from parts import Calls
 from torch import nn
 
 import torch_privacy as tp
@@ -132,26 +134,27 @@ def test_tensors_that_are_plain_attributes_are_constants():
         assert_exact(model, torch.randn(n, 5, 3))
 
 
-def test_attributes_that_come_later_or_are_written_into_are_data():
+def test_attributes_that_are_written_into_are_exact():
     model = Biased(lambda self: self.index)
     assert_exact(model, torch.randn(6, 5, 3))
-    model.index.copy_(model.index.clone())
-    with tp.record(model) as tape:
-        losses = losses_of(model, torch.randn(6, 5, 3))
-    with pytest.raises(tp.Refused):
-        tape.jacobian(losses)
+    model.index.copy_(model.index.flip(0))
+    assert_exact(model, torch.randn(6, 5, 3))
 
 
-def test_numbers_that_the_code_keeps_are_constants_once_the_batch_size_is_known():
-    model = Biased(lambda self: made_once(5))
-    assert_exact(model, torch.randn(6, 5, 3), num_examples=6)
-    model = Biased(lambda self: made_once(5))
-    with tp.record(model) as tape:
-        losses = losses_of(model, torch.randn(6, 5, 3))
-    with pytest.raises(tp.Refused):
-        tape.jacobian(losses)
-    for n in (6, 7):
-        assert_exact(model, torch.randn(n, 5, 3))
+@pytest.mark.parametrize("num_examples", [None, 6])
+def test_numbers_that_the_code_keeps_are_constants(num_examples):
+    """The size of the batch is that of the first input, unless it is given."""
+    assert_exact(Biased(lambda self: made_once(5)), torch.randn(6, 5, 3), num_examples=num_examples)
+
+
+def test_where_the_examples_lie_in_the_first_input_is_learned():
+    """Five positions of six, then seven examples: one batch is refused, and teaches that positions come first."""
+    model = Calls(lambda m, x: m.biased(x.transpose(0, 1)), biased=Biased(lambda self: made_once(5)))
+    for n, works in ((6, False), (6, True), (7, True)):
+        with tp.record(model) as tape:
+            y = model(torch.randn(5, n, 3))
+        with nullcontext() if works else pytest.raises(tp.Refused):
+            assert tape.jacobian(y.flatten(1).sum(1)).num_examples == n
 
 
 def test_tokens_are_no_constants_whatever_the_size_of_the_batch():

@@ -94,9 +94,18 @@ class Filled:
     def __init__(self) -> None:
         self._of_any_batch: set[_Kind] = set()  # met in batches whose examples they cannot hold
         self._met: set[_Kind] = set()  # in the batch under way, whose size is not known yet
+        self._shape: tuple[int, ...] = ()  # of the batch's first input
+        self._dims = {0}  # of first inputs in which the examples may lie
+
+    def guess(self, shape: tuple[int, ...]) -> int | None:
+        """The size of a batch whose first input has this shape, by what earlier batches taught."""
+        self._shape = shape
+        return next((shape[dim] for dim in sorted(self._dims) if dim < len(shape)), None)
 
     def learn(self, num_examples: int) -> None:
         """The batch under way was of this size."""
+        dims = {dim for dim, size in enumerate(self._shape) if size == num_examples}
+        self._dims, self._shape = self._dims & dims or dims or self._dims, ()
         met, self._met = self._met, set()
         self._of_any_batch |= {kind for kind in met if _holds_none(kind[1], num_examples)}
 

@@ -273,6 +273,8 @@ class Notes(TorchFunctionMode):
         """The model is called with these arguments: whole numbers among them hold data of the batch."""
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
+        if self._num_examples is None:  # a wrong guess costs time, never exactness
+            self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)
 
     def _is_cached(self, tensor: Tensor) -> bool:
         """Whether nothing that was seen made the tensor, and it has no part for each example: then it is a constant."""

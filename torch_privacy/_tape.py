@@ -510,8 +510,9 @@ class record(Tape):
     Args:
         model: any module; its parameters with ``requires_grad`` are recorded. Buffers, frozen parameters and tensors
             that are plain attributes when the model is recorded first count as constants.
-        num_examples: size of the batch. Tensors of whole numbers that the model's code makes once and keeps are
-            constants if they cannot hold so many examples; without it that is known from the second batch on.
+        num_examples: size of the batch, which tells apart what may hold a part for each example, and what cannot.
+            Without it the size of the model's first input is taken, along the dimension that held the examples of
+            earlier batches, at first the first one. A wrong size costs time, and may let a model be refused.
 
     Example:
         >>> import torch

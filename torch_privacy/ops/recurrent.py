@@ -109,8 +109,11 @@ def _detached(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _as_data(state: Tensor) -> Tensor:
     """The same; a state learned or made from parameters alone meets data here, by an addition that the tape notes."""
-    zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
-    return state + zeros if state.requires_grad else state
+    if not state.requires_grad:
+        return state
+    with torch._C.DisableTorchFunction():  # the tape would see zeros made, which are a constant
+        zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
+    return state + zeros
 
 
 OPTIONS = ("hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
