@@ -1202,7 +1202,9 @@ COUPLED = {
     "Nystromformer": "an inverse is scaled by the largest number of the whole batch",
     **dict.fromkeys(BATCH_NORM, "batch normalization"),
 }
-UNSUPPORTED = {
+UNSUPPORTED = {  # or coupled on some data alone
+    "Funnel": "pooling over positions sees the padding, which is as long as the longest text",
+    "NLLB-MoE": "in training an expert takes so many tokens of the whole batch, and no more",
     "LoHa on Llama": "a custom autograd.Function of parameters",
     "SEW-D": "dropout of a parameter by a custom autograd.Function",
     "Reformer": "reversible layers: a custom autograd.Function",

@@ -134,6 +134,13 @@ def test_tensors_that_are_plain_attributes_are_constants():
         assert_exact(model, torch.randn(n, 5, 3))
 
 
+def test_whole_numbers_in_containers_of_the_model_are_constants():
+    """Also where they have as many rows as there are examples."""
+    model = Biased(lambda self: self.kept["numbers"][0])
+    model.kept = {"numbers": [model.index]}
+    assert_exact(model, torch.randn(5, 5, 3))
+
+
 def test_attributes_that_are_written_into_are_exact():
     model = Biased(lambda self: self.index)
     assert_exact(model, torch.randn(6, 5, 3))

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils._pytree import tree_leaves
 
 from ._check import Refused
+from ._model_state import slots
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class Census:
 
 
 class Attributes:
-    """The tensors that a model keeps as plain attributes, such as the numbers of positions.
+    """The tensors that a model keeps as plain attributes, or in containers there, such as the numbers of positions.
 
     What is put there later, or written into, may be a batch's.
     """
 
     def __init__(self, model: nn.Module):
-        kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+        leaves = (leaf for _, _, _, value in slots([*model.named_modules()]) for leaf in tree_leaves(value))
+        kept = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         self._kept = [(t, t._version) for t in kept if not t.requires_grad and not t.is_inference()]
 
     def unchanged(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ class ModelState:
 
     def _now(self, *, with_parameters: bool = True) -> Iterator[_Slot]:
         frozen = _parameter_slots(self._modules, self._parameters if with_parameters else ())
-        return chain(_slots(self._modules), frozen)
+        return chain(slots(self._modules), frozen)
 
     def restore(self, but: Collection[str] = ()) -> None:
         """Put everything back, but what has these names: the same objects, with the same content."""
@@ -79,7 +79,8 @@ _MISSING = object()
 _Modules = list[tuple[str, nn.Module]]
 
 
-def _slots(modules: _Modules) -> Iterator[_Slot]:
+def slots(modules: _Modules) -> Iterator[_Slot]:
+    """The buffers and attributes of modules, and of the plain objects that these hold."""
     seen: set[int] = set()
     for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
