@@ -235,6 +235,25 @@ def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monk
     assert_rows(model, torch.randn(4, 3), layouts, n=4)
 
 
+@pytest.mark.parametrize("n", [4, 5])
+def test_parameters_written_into_zeros_are_repeated_for_each_example_or_not(n):
+    """A first token is, and the entries of a matrix of four by four are not, also where the batch has four examples."""
+
+    class FirstToken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.entries = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, x):
+            h, w = x.new_zeros(len(x), 7, 4), torch.zeros(4, 4)
+            h[:, 0] = self.token
+            h[:, 1:] = x
+            w[:, :2] = self.entries
+            return h @ w
+
+    assert_rows(FirstToken(), torch.randn(n, 6, 4), n=n)
+
+
 def test_a_first_state_of_zeros_is_an_input():
     model = Calls(lambda m, x: m.f(x) + m.g(torch.zeros(N, 4)).tanh(), f=nn.Linear(D, 4), g=nn.Linear(4, 4))
     assert_rows(model, torch.randn(N, D))

@@ -123,6 +123,14 @@ class Filled:
             return False
         return num_examples is None or (num_examples * out.numel() > LARGE and num_examples in out.shape)
 
+    def may_be_filled_by_examples(self, func: Callable, out: Any, num_examples: int | None) -> bool:
+        """Whether it is made to be written into, and may have a part for each example: (n, 7, 4) of zeros."""
+        if not isinstance(out, Tensor) or not out.is_floating_point() or num_examples not in out.shape:
+            return False
+        name = getattr(func, "__name__", "")
+        is_new = func in _FILLED or name.startswith("new_") or name.endswith("_like")
+        return is_new and (func, out.shape) not in self._of_any_batch
+
     def makes_constant(self, func: Callable, out: Any, num_examples: int | None) -> bool:
         """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
         if func in _CONSTANTS:

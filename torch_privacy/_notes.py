@@ -99,6 +99,7 @@ class Notes(TorchFunctionMode):
         self._expanded: dict[int, Tensor] = {}  # a source's id -> what the chain of ``expand`` that made it began with
         self._constants = {id(t): (t, t._version) for t in constants}
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
+        self._blank: dict[int, weakref.ref[Tensor]] = {}  # made to be filled, and with a dimension for the examples
         self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._program: list[Step] = []  # those that a gradient goes back through
@@ -152,6 +153,8 @@ class Notes(TorchFunctionMode):
             data = [t for t in data if t is not args[0]]
         if met and data and picks_one(func, args, self._source):
             data = []
+        if known.in_place and met and not data and self._takes_examples(func, args, met):
+            data = [args[0]]
         if self._views and known.in_place:
             self._hang_on_base(args[0])
         if met and (data or looks_up_examples(func, args)):
@@ -166,6 +169,8 @@ class Notes(TorchFunctionMode):
             if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
+        if self._filled.may_be_filled_by_examples(func, out, self._num_examples):
+            self._blank[id(out)] = weakref.ref(out)
         return out
 
     def _run_without_gradient(
@@ -283,6 +288,23 @@ class Notes(TorchFunctionMode):
         if is_made or not self._filled.is_cached(tensor, self._num_examples):
             return False
         self._constants[id(tensor)] = tensor, tensor._version
+        return True
+
+    def _takes_examples(self, func: Callable, args: tuple, met: Sequence[Tensor]) -> bool:
+        """Whether parameters are repeated in what was made to be filled by examples: then it holds their data.
+
+        As with a first token (d,) that is written into zeros (n, t, d), before the data are.
+        """
+        target = args[0]
+        owner = target if target._base is None else target._base
+        if id(owner) not in self._blank or self._blank[id(owner)]() is not owner:
+            return False
+        with torch._C.DisableTorchFunction():
+            written = target.detach()[args[1]] if func is Tensor.__setitem__ else target
+        if all([t.numel() == written.numel() for t in met]):
+            return False
+        self._constants.pop(id(target), None)
+        self._constants.pop(id(owner), None)
         return True
 
     def _source(self, tensor: Tensor) -> Source | None:
