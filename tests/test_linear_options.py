@@ -183,7 +183,7 @@ def in_order(uses: str, padding_idx: int | None) -> nn.Module:
     """A table looked up (l) and multiplied by (p) in this order."""
 
     def forward(m: Calls, ids: Tensor) -> Tensor:
-        h = torch.ones(*ids.shape, 4)
+        h = (ids[..., None] / 7).to(m.e.weight.dtype).expand(-1, -1, 4)
         for k, use in enumerate(uses):
             h = h * m.e((ids + k) % 7) if use == "l" else torch.tanh(F.linear(h, m.e.weight)[..., :4])
         return h
