@@ -137,7 +137,7 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "forward that writes into a weight": lambda: (
         *(Calls(lambda m, x: [m.w.data.mul_(0.9), x @ m.w][1], w=torch.randn(3, 4)), losses_of, torch.randn(X)),
-        *("examples", ["w"], r"the forward changed 'w', which would carry data past the noise"),
+        *("examples", ["w"], r"the forward changed 'w', or the loop did, which would carry data past the noise"),
     ),
     "custom function": lambda: (
         *(

@@ -202,6 +202,25 @@ def test_weights_that_moved_otherwise_are_not_private(move, when):
     assert training.state_dict()["moved_otherwise"]
 
 
+@pytest.mark.parametrize("move", [by_data, under_no_grad])
+@pytest.mark.parametrize("first", [True, False])
+def test_updates_by_hand_are_refused_and_taken_back(move, first):
+    """Before or behind ``training.step``: both are seen in the first rehearsal."""
+    training = training_of()
+    before = weights(training.model)
+    with refused("the forward changed '2.weight', or the loop did"):
+        for x, y in training:
+            losses = losses_of(training.model, x, y)
+            if first:
+                move(training.model[2].weight)
+            training.step(losses)
+            if not first:
+                move(training.model[2].weight)
+    assert same_weights(training.model, before)
+    assert len(training.ledger) == 0
+    assert training.statement()["private"]
+
+
 def test_that_weights_moved_otherwise_outlives_a_resume():
     training = loop(training_of(), steps=2)
     by_data(training.model[2].weight)

@@ -723,14 +723,25 @@ def test_a_branch_of_the_losses_that_is_taken_later_is_refused_when_it_is_taken(
 LOOP_LATER = {
     "standardized": lambda x: (x - x.mean(0)) / (1 + x.std(0, correction=0)),
     "mixup": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
+    "centered in place": lambda x: x.sub_(x.mean(0)),
+    "moved by one": lambda x: x.roll(1, 0),
 }
 
 
 @pytest.mark.parametrize("name", LOOP_LATER)
-def test_a_branch_of_the_loop_that_is_taken_later_is_refused_at_the_next_rehearsal(name):
+def test_a_branch_of_the_loop_that_changes_the_input_later_is_refused_when_it_is_taken(name):
     def losses(m, batch):
         x, y = batch
         return cross_entropy(m, (LOOP_LATER[name](x) if program.running.step_count >= 5 else x, y))
+
+    program = Program(linear(), labeled(), losses, step=5)
+    assert_refused(program, num_steps=8)
+
+
+def test_a_branch_of_the_loop_that_changes_only_targets_later_is_refused_at_the_next_rehearsal():
+    def losses(m, batch):
+        x, y = batch
+        return cross_entropy(m, (x, y.roll(1) if program.running.step_count >= 5 else y))
 
     program = Program(linear(), labeled(), losses, step=8)  # the next step that is rehearsed in any case
     assert_refused(program, num_steps=10)

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 SMALL = 4  # whole numbers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
 
@@ -32,9 +36,23 @@ class CodePath:
         """A result has this shape."""
         self.shapes = hash((self.shapes, shape))
 
+    def note_inputs(self, inputs: Any, batch: Any) -> None:
+        """The model is given tensors of the batch, views of them, or others that the loop made."""
+        own = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        storages = {_storage(t) for t in own}
+        for k, t in enumerate(tree_leaves(inputs)):
+            if isinstance(t, Tensor):
+                kind = 0 if any([t is one for one in own]) else 1 if _storage(t) in storages else 2
+                self.features.add(("input", k, kind))
+        self.features.update(("written into", k) for k, t in enumerate(own) if t._version)
+
     def note(self, features: Iterable[Any]) -> None:
         """Whatever else tells one path from another."""
         self.features.update(features)
+
+
+def _storage(t: Tensor) -> Any:
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else id(t)
 
 
 def _place(a: Any) -> int:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ._check import Refused
-from ._model_state import ModelState, ParameterMarks, same
+from ._model_state import ModelState, ParameterMarks, restore, same
 from ._plan import projections
 from ._rewind import in_eval, torch_generators
 from .jacobian import Block, Jacobian
@@ -179,6 +179,7 @@ class Rehearsal:
         overwritten: names of attributes that take in data, but are written anew before they are read, such as the last
             attention weights. Before the batch itself they are not put back: were they read, answers would move.
         notes: what could not be compared is added here, in words.
+        keep_weights: copy the trained parameters, and put them back should the loop have moved them by hand.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Rehearsal:
         moving: set[str] | None = None,
         overwritten: set[str] | None = None,
         notes: set[str] | None = None,
+        keep_weights: bool = False,
     ):
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
@@ -202,10 +204,13 @@ class Rehearsal:
         self._overwritten = set() if overwritten is None else overwritten
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
         self._notes = set() if notes is None else notes
+        self._keep_weights = keep_weights
 
     def turns(self) -> Generator[Turn, Answers, None]:
         """Asks for one run after the other, and is sent the answers; refuses, or ends behind the batch itself."""
         frozen = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        weights = [p for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
+        copies = [p.detach().clone() for p in weights]
         while True:
             before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
             passed = False
@@ -215,6 +220,7 @@ class Rehearsal:
             finally:
                 if not passed:
                     before.restore()
+                    restore(weights, copies)
             if passed:
                 return
             if not moved <= frozen - self._moving:
@@ -736,8 +742,8 @@ def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
 def written_into(names: Sequence[str]) -> str:
     """What to say where a forward changed parameters."""
     return (
-        f"rehearsal: the forward changed {_quoted(names)}, which would carry data past the noise. Write into no "
-        "parameter in the forward; change the model between the steps, not between a batch and its training.step."
+        f"rehearsal: the forward changed {_quoted(names)}, or the loop did, which would carry data past the noise. "
+        "Write into no parameter; training.step makes the updates."
     )
 
 

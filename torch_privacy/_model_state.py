@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -71,6 +71,14 @@ class ParameterMarks:
             before, after = _apart(self._small, self._names), _apart(small, names)
             changed += [name for name, copy in after.items() if not same(copy, before.get(name, _MISSING))]
         return changed
+
+
+@torch.no_grad()
+def restore(parameters: Iterable[Tensor], contents: Iterable[Tensor]) -> None:
+    """Put back what parameters held; what holds it still is not touched."""
+    for p, content in zip(parameters, contents, strict=True):
+        if not _equal(p, content):
+            p.copy_(content)
 
 
 _MISSING = object()

@@ -80,8 +80,9 @@ class Switch:
         self._active.append(tape)
         if isinstance(tape, Sketch):
             tape.begin(model, args, kwargs)
-        elif tape is not None:
+        elif tape is not None and pending is not None:
             tape.note_inputs(args, kwargs)
+            tape.code.note_inputs((args, kwargs), pending.turn.batch)
             tape.__enter__()
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:

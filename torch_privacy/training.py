@@ -410,6 +410,7 @@ class PrivateTraining:
             moving=self._moving,
             overwritten=self._overwritten,
             notes=self._not_compared,
+            keep_weights=thorough,
         ).turns()
 
     def _hand_out(self, turn: Turn) -> Any:
