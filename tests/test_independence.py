@@ -1050,10 +1050,19 @@ class OwnGenerator(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_data_with_a_generator_of_its_own_train(num_workers):
-    """The very items of a batch are there for its rehearsal, also where workers fetched them."""
+    """The very items of a batch are there for its rehearsal, also where workers fetched them. The statement says so."""
     program = Program(nn.Linear(D, 2), OwnGenerator())
     program.run(training := program.training(num_workers=num_workers, num_steps=10))
     assert training.step_count == 10
+    (note,) = training.statement()["independence"]["not_compared"]
+    assert "other items when it is asked again" in note
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_that_repeat_have_no_note_in_the_statement(num_workers):
+    program = INDEPENDENT["random crops"]()
+    program.run(training := program.training(num_workers=num_workers))
+    assert training.statement()["independence"]["not_compared"] == []
 
 
 # Rehearsals leave no trace

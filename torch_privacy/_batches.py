@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ._check import Refused
+from ._model_state import same
 from ._rewind import OwnRandomNumbers
 
 Collate = Callable[[list[Any]], Any]
@@ -51,6 +53,11 @@ class Batches:
         self._collate = collate_fn or default_collate
         self._tensors = _tensors_of(dataset) if collate_fn is None else None
         self._num_workers = num_workers
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the data set is nothing but tensors, whose rows are the items."""
+        return self._tensors is not None
 
     def __call__(self, draws: Iterator[Draw]) -> Iterator[Drawn]:
         """The batch of every draw, in order."""
@@ -166,6 +173,13 @@ class Drawn:
         items, kept = self._own_items(), np.repeat(keep, self._draw.views)
         some = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
         return self._batches.collate(some, self._draw)
+
+    def repeats(self) -> bool:
+        """Whether the data set gives the same items when it is asked again, with the same random numbers."""
+        if self._batches.holds_tensors:
+            return True
+        again = self._batches.collate(self._batches.items(self._draw), self._draw)
+        return all(same(a, b) for a, b in zip(tree_leaves(again), tree_leaves(self.batch), strict=False))
 
     def _own_items(self) -> Any:
         if self._items is None:  # a worker fetched them: the seed makes them the same ones

@@ -397,6 +397,11 @@ class PrivateTraining:
         drawn, step = self._part.drawn, self.step_count
         if thorough:
             self._overwritten.clear()  # to be shown again
+            if not drawn.repeats():
+                self._not_compared.add(
+                    "The data set gives other items when it is asked again, so whether they depend on items that were "
+                    "fetched before was not shown. It is harmless where random numbers of its own are the reason."
+                )
         units = self._mechanism.units(self._sampler, step, drawn.count)
         kept = halves(drawn.count, drawn.generator, units)
         alone = [few(drawn.count, drawn.generator), *(map(inner, kept) if thorough else ())]
