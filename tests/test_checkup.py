@@ -17,7 +17,7 @@ from parts import Hidden
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, check
+from torch_privacy.model_check import EXACT, NOT_CHECKED, REFUSED, Checkup, check
 
 DOCS = Path(__file__).parents[1] / "docs"
 

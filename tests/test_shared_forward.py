@@ -16,7 +16,7 @@ from torch_privacy import _pushforward
 from torch_privacy._directions import Directions
 from torch_privacy._projected import Sketching
 from torch_privacy._pushforward import Manner, Run
-from torch_privacy._rewind import RandomState
+from torch_privacy._replay import RandomState
 from torch_privacy._shared_forward import Unshared
 
 R = 3

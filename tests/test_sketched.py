@@ -17,7 +17,7 @@ from torch_privacy._directions import Directions
 from torch_privacy._graph import Graph
 from torch_privacy._projected import Sketch, Sketching
 from torch_privacy._pushforward import WAYS, Run, differentiable_twice
-from torch_privacy._rewind import RandomState
+from torch_privacy._replay import RandomState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 KEY = bytes(range(32))

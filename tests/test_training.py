@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 import torch_privacy as tp
-from torch_privacy._batches import Batches
-from torch_privacy._mechanism import COUNT
+from torch_privacy.batches import Batches
+from torch_privacy.mechanism import COUNT
 from torch_privacy.sampling import Poisson
 
 N = 40

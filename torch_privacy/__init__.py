@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import privacy as privacy
-    from ._check import Refused as Refused
     from ._statement import Spent as Spent
     from ._tape import record as record
+    from ._validate import Refused as Refused
     from .averaging import MovingAverage as MovingAverage
-    from .checkup import Checkup as Checkup
-    from .checkup import check as check
     from .clipping import Adaptive as Adaptive
     from .clipping import Automatic as Automatic
     from .clipping import ClippingRule as ClippingRule
@@ -25,9 +23,11 @@ if TYPE_CHECKING:
     from .embedding import GEP as GEP
     from .embedding import AnchorSubspace as AnchorSubspace
     from .jacobian import Jacobian as Jacobian
+    from .model_check import Checkup as Checkup
+    from .model_check import check as check
     from .pca import PrivatePCA as PrivatePCA
-    from .search import Found as Found
-    from .search import search_privately as search_privately
+    from .selection import Found as Found
+    from .selection import search_privately as search_privately
     from .sketched import Sketched as Sketched
     from .training import PrivateTraining as PrivateTraining
     from .vmapped import vmapped_jacobian as vmapped_jacobian
@@ -40,11 +40,11 @@ _HOME = {
     "AnchorSubspace": "embedding",
     "Automatic": "clipping",
     "BGEP": "embedding",
-    "Checkup": "checkup",
+    "Checkup": "model_check",
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
-    "Found": "search",
+    "Found": "selection",
     "GEP": "embedding",
     "Groups": "clipping",
     "Jacobian": "jacobian",
@@ -53,13 +53,13 @@ _HOME = {
     "PerLayer": "clipping",
     "PrivatePCA": "pca",
     "PrivateTraining": "training",
-    "Refused": "_check",
+    "Refused": "_validate",
     "Sketched": "sketched",
     "Spent": "_statement",
-    "check": "checkup",
+    "check": "model_check",
     "median_norm": "clipping",
     "record": "_tape",
-    "search_privately": "search",
+    "search_privately": "selection",
     "vmapped_jacobian": "vmapped",
 }
 __all__ = [

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ._autocast import uncompiled, without_autocast
-from ._batches import Batches, Draw
-from ._check import Refused
 from ._frame import Frame, Start, orthonormalize
 from ._independence import written_into
 from ._layout import Layouts
 from ._model import Census, Seal
 from ._model_state import ModelState
-from ._rewind import RandomState, begin_random_numbers, unwatched
+from ._replay import RandomState, begin_random_numbers, unwatched
 from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from ._tape import Tape, check_losses
+from ._torch_modes import uncompiled, without_autocast
+from ._validate import Refused
+from .batches import Batches, Draw
 from .jacobian import Jacobian
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import torch.distributed
 from torch import Tensor
 
 from . import privacy
-from ._batches import share_examples
-from ._check import Refused, positive, whole
 from ._embedded import EmbeddedSum
-from ._mechanism import ClippedSum, Mechanism, SketchedSum
 from ._statement import check_delta
+from ._validate import Refused, positive, whole
+from .batches import share_examples
 from .clipping import ClippingRule, MicroBatches, check_rule
 from .embedding import BGEP, GEP
+from .mechanism import ClippedSum, Mechanism, SketchedSum
 
 if TYPE_CHECKING:
     from .training import PrivateTraining

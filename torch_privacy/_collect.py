@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ._check import Refused
 from ._plan import Budget
 from ._prediction import Prediction
+from ._validate import Refused
 from .jacobian import Block, Jacobian, Native, NothingKept
 from .ops._base import is_half
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._check import whole
+from ._validate import whole
 from .noise import KEY_BYTES, Noise
 
 GROUP_SIZE = 8  # directions that are taken together, unless the user says otherwise

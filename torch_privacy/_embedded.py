@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from . import privacy
 from ._anchors import Anchors
-from ._check import Refused
 from ._layout import Merging
-from ._mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
 from ._model import Census
 from ._subspace import Basis
+from ._validate import Refused
 from .clipping import ClippingRule
 from .embedding import BGEP, GEP
 from .jacobian import Jacobian
+from .mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
 from .sampling import Poisson
 
 ROUNDING = 64  # in units of the type's: what is added to squared lengths of residuals, relative to the gradient's

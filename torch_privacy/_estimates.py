@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ._check import Refused
 from ._layout import PROOFS, Layouts
 from ._tape import Tape
+from ._validate import Refused
 
 if TYPE_CHECKING:
     from ._directions import Directions

@@ -34,10 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._check import Refused
 from ._estimates import Estimates
 from ._fitting import fresh_generator
 from ._plan import held_bytes, projections
+from ._validate import Refused
 from .jacobian import Block
 from .ops import Method, Op
 from .ops.conv import Conv

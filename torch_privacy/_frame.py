@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._autocast import without_autocast
+from ._torch_modes import without_autocast
 from .ops._base import CHUNK_FLOATS
 
 OVERSAMPLING = 16  # entries of a folded vector for each direction that is wanted

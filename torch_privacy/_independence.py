@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ._check import Refused
 from ._model_state import ModelState, ParameterMarks, restore, same
 from ._plan import projections
-from ._rewind import in_eval, torch_generators
+from ._replay import in_eval, torch_generators
+from ._validate import Refused
 from .jacobian import Block, Jacobian
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ._check import Refused
 from ._fitting import Codes, Fitting, Rounding, fresh_generator
 from ._functions import Filled
 from ._prediction import Expected, Irregular
+from ._validate import Refused
 from .ops import AnyLayout, Layout, Ragged
 
 if TYPE_CHECKING:

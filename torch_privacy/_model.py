@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils._pytree import tree_leaves
 
-from ._check import Refused
 from ._model_state import slots
+from ._validate import Refused
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._calls import SCAN, Call, Output
-from ._check import Refused
 from ._code_path import CodePath
 from ._functions import (
     EXPANSIONS,
@@ -37,6 +36,7 @@ from ._functions import (
     traits,
 )
 from ._graph import saves_elsewhere
+from ._validate import Refused
 from .ops import COMPOSED, OPS, Use
 from .ops._base import is_half
 from .ops.einsum import ContractionUse

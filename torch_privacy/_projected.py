@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from ._agreement import Check
 from ._calls import Reached
-from ._check import Refused
 from ._code_path import CodePath
 from ._directions import Directions
 from ._functions import numbers_in
@@ -26,8 +25,9 @@ from ._graph import Graph
 from ._layout import PROOFS, Merging, told_by
 from ._projections import SketchedJacobian
 from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice
-from ._rewind import RandomState
+from ._replay import RandomState
 from ._tape import check_losses
+from ._validate import Refused
 from .ops._base import is_half
 
 if TYPE_CHECKING:

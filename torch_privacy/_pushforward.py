@@ -26,7 +26,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from ._rewind import RandomState
+from ._replay import RandomState
 from ._shared_forward import SharedForward
 from .ops.recurrent_tangents import FastTangents
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from . import __version__, privacy
-from ._check import strictly_between
+from ._validate import strictly_between
 
 if TYPE_CHECKING:
     from .training import PrivateTraining

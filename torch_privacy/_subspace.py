@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._autocast import exact
 from ._frame import Frame
+from ._torch_modes import exact
 from .jacobian import Jacobian
 from .ops.dense import flat_in_order, memory_order
 

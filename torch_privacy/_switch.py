@@ -14,7 +14,7 @@ from torch import nn
 
 from ._independence import Turn
 from ._model import Seal
-from ._rewind import OwnRandomNumbers, is_unwatched
+from ._replay import OwnRandomNumbers, is_unwatched
 from ._tape import Tape
 from .sketched import Sketch
 

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ._autocast import uncompiled, without_autocast
 from ._calls import Call, Reached
-from ._check import Refused, whole
 from ._collect import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
 from ._fitting import Rounding
 from ._functions import without_numbers
@@ -32,6 +30,8 @@ from ._model import Attributes, Census
 from ._notes import Notes
 from ._plan import Budget, distinct_bytes, least_bytes
 from ._prediction import Disagreement, Expected, Prediction
+from ._torch_modes import uncompiled, without_autocast
+from ._validate import Refused, whole
 from ._verify import Checks
 from .jacobian import Block, Jacobian
 from .ops import OPS, AnyLayout, Layout

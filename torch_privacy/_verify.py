@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._check import Refused
 from ._fitting import fresh_generator
 from ._layout import Merging
+from ._validate import Refused
 from .jacobian import Jacobian
 
 PIECE = 2**16  # entries that are sketched at once

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._check import in_range, non_negative, positive, strictly_between, whole
+from ._validate import in_range, non_negative, positive, strictly_between, whole
 from .ops._base import in_sum_dtype
 from .privacy import NeighboringRelation
 

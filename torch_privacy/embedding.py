@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ._anchors import Anchors
-from ._batches import Collate, check_map_style
-from ._check import Refused, strictly_between, whole
 from ._model import Census
 from ._subspace import Basis
+from ._validate import Refused, strictly_between, whole
+from .batches import Collate, check_map_style
 from .clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
 
 PAPERS_EMBEDDING, PAPERS_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in its experiments

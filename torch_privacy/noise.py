@@ -23,7 +23,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from ._check import whole
+from ._validate import whole
 
 KEY_BYTES = 32
 _CHUNK = 2**17  # normal numbers made at a time: enough that torch's threads share the work

@@ -27,8 +27,8 @@ except ImportError as error:
     raise ImportError("PrivatePCA needs scikit-learn. Install it with: pip install 'torch-privacy[sklearn]'") from error
 
 from . import privacy
-from ._check import positive, strictly_between, whole
 from ._statement import NOT_PRIVATE, Spent
+from ._validate import positive, strictly_between, whole
 from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
 from .sampling import Poisson
 

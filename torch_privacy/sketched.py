@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ._check import Refused, in_range, one_of, whole
 from ._directions import Directions as Directions
 from ._estimates import Estimating
 from ._factored import FactoredNorms
@@ -17,6 +16,7 @@ from ._floored import FlooredNorms
 from ._layout import Layouts
 from ._projected import Sketch as Sketch
 from ._projected import Sketching as Sketching
+from ._validate import Refused, in_range, one_of, whole
 from .clipping import ClippingRule, Flat
 from .privacy import SubsampledJL, SubsampledSketch, compose
 

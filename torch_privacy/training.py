@@ -24,9 +24,6 @@ from torch.utils.data import Dataset
 
 from . import privacy
 from ._arguments import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
-from ._autocast import uncompiled
-from ._batches import Batches, Collate, Draw, Drawn, split
-from ._check import Refused
 from ._code_path import RehearsedCode
 from ._independence import (
     AS_IT_IS,
@@ -40,15 +37,18 @@ from ._independence import (
     without_random_numbers,
     written_into,
 )
-from ._mechanism import ClippedSum, Summing
 from ._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
-from ._rewind import OwnRandomNumbers, next_numbers
+from ._replay import OwnRandomNumbers, next_numbers
 from ._statement import Spent, check_delta, spent, statement
 from ._switch import Pending, Switch
 from ._tape import MEMORY_BUDGET, check_losses
+from ._torch_modes import uncompiled
+from ._validate import Refused
 from ._weights import OptimizerGuard, WeightMarks
+from .batches import Batches, Collate, Draw, Drawn, split
 from .clipping import ClippingRule
 from .embedding import BGEP, GEP
+from .mechanism import ClippedSum, Summing
 from .noise import Noise, key_from_test_seed
 from .sampling import Poisson
 from .sketched import Sketched

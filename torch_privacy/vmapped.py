@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._check import Refused, whole
+from ._validate import Refused, whole
 from .ops._base import in_sum_dtype
 
 LossesOf = Callable[[nn.Module, Any], Tensor]

@@ -12,15 +12,7 @@ import torch
 from drawn import draws
 from hypothesis import example, given
 
-from torch_privacy.data import (
-    DataError,
-    HashedWords,
-    TrainingWords,
-    Vocabulary,
-    encode,
-    load_imdb,
-    tokenize,
-)
+from torch_privacy.data import DataError, HashedWords, TrainingWords, Vocabulary, encode, load_imdb, tokenize
 
 TEXTS = {
     "It's GOOD!<br /><br />Not 'great', though: 7/10.": ["it's", "good", "not", "great", "though", "7", "10"],

@@ -12,7 +12,7 @@ from json_schema import violations
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy._check import Refused
+from torch_privacy._validate import Refused
 from torch_privacy.privacy import interop
 
 STEP = privacy.SubsampledGaussian(1.1, 0.01)

@@ -199,6 +199,6 @@ def _quiet_libraries() -> Iterator[None]:
 
 def _check_steps(where: str, steps: int) -> None:
     """Raise a ``ValueError`` unless there is a step."""
-    from torch_privacy import _check
+    from torch_privacy import _validate as _check
 
     _check.whole(where, at_least=1, num_steps=steps)

@@ -29,7 +29,7 @@ def explain(model: ModelName, as_json: AsJson = False) -> None:
     """
     from torch_privacy._display import checkup_view
     from torch_privacy._subjects import load_subject
-    from torch_privacy.checkup import check
+    from torch_privacy.model_check import check
 
     subject = load_subject(model)
     checkup = check(subject.model, subject.loss_fn, subject.batch)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data.arrays import unpickle
 from torch_privacy.data.dataset import Data, images, scaled
 from torch_privacy.data.files import File, Folder, Source, digests

@@ -4,7 +4,7 @@
 from importlib import import_module
 from typing import cast
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.experiments._protocol import Trainable
 from torch_privacy.experiments.catalog import CATALOG, Experiment
 from torch_privacy.experiments.rows import Reproducible

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.experiments import log
 
 NOISE_RANGE = 1e-3, 100.0  # beyond, float32 noise or the accountant's lattice ends

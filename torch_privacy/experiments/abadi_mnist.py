@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import torch_privacy as tp
-from torch_privacy import _check, privacy
+from torch_privacy import _validate as _check
+from torch_privacy import privacy
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments import networks
 from torch_privacy.experiments._protocol import Task

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data
 from torch_privacy.experiments._protocol import Task, seeded
 from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_adult
 from torch_privacy.data.synthetic import synthetic_adult
 from torch_privacy.experiments._protocol import Task, seeded

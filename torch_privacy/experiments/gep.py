@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 import torch_privacy as tp
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data
 from torch_privacy.embedding import random_labels
 from torch_privacy.experiments._protocol import Task, seeded

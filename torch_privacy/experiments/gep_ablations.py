@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_mnist
 from torch_privacy.experiments import gep, gep_mnist
 from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training

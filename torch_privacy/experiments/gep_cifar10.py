@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
 from torch_privacy.experiments import gep
 from torch_privacy.experiments.networks import ResNet20

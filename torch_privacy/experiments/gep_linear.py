@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
 from torch_privacy.experiments import gep
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_svhn
 from torch_privacy.experiments import gep_cifar10
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _check
+from torch_privacy import _validate as _check
 from torch_privacy.experiments import load_reproducible
 from torch_privacy.experiments.catalog import Experiment
 from torch_privacy.experiments.folder import RunFolder

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 import torch_privacy as tp
 from torch_privacy import privacy, report
-from torch_privacy._batches import Batches, split
+from torch_privacy.batches import Batches, split
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments._protocol import Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.folder import RunFolder

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._check import Refused
+from .._validate import Refused
 from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
 from .dense import Rows
 from .elementwise import MOST_ENTRIES, TermUse

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._check import positive, strictly_between
+from .._validate import positive, strictly_between
 from .bracket import Bracket
 from .calibrate import most_steps
 from .compose import compose

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from math import exp, log, log1p
 
-from .._check import in_range, positive, strictly_between, whole
+from .._validate import in_range, positive, strictly_between, whole
 from .compose import compose
 from .curve import bisect
 from .event import Event

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._check import one_of, strictly_between, whole
+from .._validate import one_of, strictly_between, whole
 from .bracket import Bracket
 from .curve import Curve, Value
 from .engine import METHODS, Between, curves

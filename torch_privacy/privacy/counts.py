@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from math import exp
 
-from .._check import in_range, positive
+from .._validate import in_range, positive
 from .discrete import Atoms, LaplacePair
 from .event import Event, NeighboringRelation, check_noise, check_relation, priced
 

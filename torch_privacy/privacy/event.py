@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._check import one_of, positive
+from .._validate import one_of, positive
 
 if TYPE_CHECKING:
     from .engine import Between

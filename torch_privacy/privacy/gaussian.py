@@ -9,7 +9,7 @@ noise over C under every relation: under replace-one halve their number, or ε c
 
 from dataclasses import dataclass
 
-from .._check import in_range
+from .._validate import in_range
 from .engine import Between
 from .event import Event, NeighboringRelation, check_noise, check_relation, priced
 from .law import Law, PlusMinus, Subsampled, SubsampledNormal, Symmetrised

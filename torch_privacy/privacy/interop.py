@@ -12,7 +12,7 @@ from importlib import resources
 from types import ModuleType
 from typing import Any
 
-from .._check import Refused
+from .._validate import Refused
 from .counts import Laplace
 from .discrete import LaplacePair
 from .event import LAWS, Event, NeighboringRelation

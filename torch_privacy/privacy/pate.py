@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erfc, log_ndtr
 
-from .._check import positive, strictly_between
+from .._validate import positive, strictly_between
 from .bracket import Array
 from .event import NeighboringRelation
 from .gaussian import Gaussian

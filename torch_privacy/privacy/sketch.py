@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from .._check import in_range, whole
+from .._validate import in_range, whole
 from .event import Event, NeighboringRelation, check_noise, priced
 from .gaussian import check_probability
 from .mixture import Estimate, SubsampledMixture

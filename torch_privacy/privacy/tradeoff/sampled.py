@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..._check import in_range
+from ..._validate import in_range
 from .base import Array, TradeOff
 from .dual import highest_line
 from .pieces import hull

@@ -12,7 +12,7 @@ from math import hypot
 
 import numpy as np
 
-from ..._check import whole
+from ..._validate import whole
 from ..bracket import Array, Bracket
 from .base import TradeOff
 from .bounds import FURTHEST, highest_of_lines

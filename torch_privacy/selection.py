@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ._check import Refused
+from ._validate import Refused
 from .privacy import Repeated
 
 Candidate = TypeVar("Candidate")

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from ._autocast import uncompiled
-from ._batches import CollatedExamples
 from ._calls import Call
-from ._check import Refused
 from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
 from ._layout import Layouts, Measurement
 from ._model import Attributes, Census, check_model, check_no_hooks, take_census
-from ._rewind import OwnRandomNumbers, RandomState, Snapshot, frozen, next_numbers
+from ._replay import OwnRandomNumbers, RandomState, Snapshot, frozen, next_numbers
 from ._tape import Tape, check_losses
+from ._torch_modes import uncompiled
+from ._validate import Refused
+from .batches import CollatedExamples
 from .jacobian import Jacobian, PlanRow
 from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse

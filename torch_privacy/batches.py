@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from ._check import Refused
 from ._model_state import same
-from ._rewind import OwnRandomNumbers
+from ._replay import OwnRandomNumbers
+from ._validate import Refused
 
 Collate = Callable[[list[Any]], Any]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
-from ._check import Refused
 from ._layout import Layouts, Merging
 from ._model import Census
 from ._switch import Watch
 from ._tape import Tape
+from ._validate import Refused
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .privacy import NeighboringRelation
 from .sampling import Poisson
