@@ -26,7 +26,8 @@ from opacus import accountants as opacus
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
 from torch_privacy import privacy
-from torch_privacy.privacy import lattice, mixture, tilt
+from torch_privacy.privacy.engines import lattice, tilt
+from torch_privacy.privacy.pairs import mixture
 
 Q, DELTA = 256 / 60000, 1e-5
 Events = list[tuple[privacy.Event, int]]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from torch_privacy import _display, comparison, privacy
+from torch_privacy import _display, privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.experiments.log import Metrics, Progress
-from torch_privacy.privacy import plots
-from torch_privacy.summary import round_down, round_up
+from torch_privacy.privacy import comparison, plots
+from torch_privacy.privacy.summary import round_down, round_up
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
 PROFILE = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 100)])
@@ -433,7 +433,7 @@ def test_price_out_of_range_of_floats_is_one_sentence(capsys, monkeypatch):
     def overflow(*_):
         raise OverflowError(34, "Numerical result out of range")
 
-    monkeypatch.setattr("torch_privacy.summary.summarize", overflow)
+    monkeypatch.setattr("torch_privacy.privacy.summary.summarize", overflow)
     assert run(["epsilon", *EVENTS]) == 2
     assert re.fullmatch(r"torch-privacy: a number given is too large or too small [^\n]*\.\n", capsys.readouterr().err)
 

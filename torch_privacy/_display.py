@@ -18,12 +18,12 @@ from rich.text import Text
 
 from torch_privacy.experiments.log import Progress as Step
 from torch_privacy.experiments.table import MISSING, duration, headings, lines, summary, title, what
-from torch_privacy.summary import round_down, round_up
+from torch_privacy.privacy.summary import round_down, round_up
 
 if TYPE_CHECKING:
-    from torch_privacy.comparison import Claim
     from torch_privacy.experiments.catalog import Experiment
     from torch_privacy.model_check import Checkup, Verdict
+    from torch_privacy.privacy.comparison import Claim
 
 ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers alone
 MARGIN = 4  # columns kept free, so that the terminal's ^C does not wrap the line, of which then a copy would stay

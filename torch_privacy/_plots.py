@@ -13,7 +13,14 @@ from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
 from torch_privacy.experiments.log import Measure, Metrics
-from torch_privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary, equal_steps, round_down, round_up
+from torch_privacy.privacy.summary import (
+    FALSE_POSITIVE_RATE,
+    FALSE_POSITIVES,
+    Summary,
+    equal_steps,
+    round_down,
+    round_up,
+)
 
 Point = tuple[float, float]
 

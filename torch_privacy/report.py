@@ -15,7 +15,7 @@ from torch_privacy import _overlays, _page, _plots, privacy
 from torch_privacy.experiments import table
 from torch_privacy.experiments.log import Measure, Metrics
 from torch_privacy.experiments.rows import folder_name, rows_folder
-from torch_privacy.summary import (
+from torch_privacy.privacy.summary import (
     FALSE_POSITIVES,
     RELATION,
     Summary,

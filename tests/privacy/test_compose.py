@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
 from torch_privacy import privacy
-from torch_privacy.privacy import engine
-from torch_privacy.privacy.curve import Bracket, ClosedForm, Nothing
-from torch_privacy.privacy.law import SubsampledNormal
+from torch_privacy.privacy.engines import dispatch as engine
+from torch_privacy.privacy.engines.curve import Bracket, ClosedForm, Nothing
+from torch_privacy.privacy.pairs.base import SubsampledNormal
 
 MNIST = 256 / 60000
 

@@ -13,12 +13,13 @@ from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 from scipy.special import ndtr
 
 from torch_privacy import privacy
-from torch_privacy.privacy import contour, fourier
-from torch_privacy.privacy.curve import ClosedForm, Unresolved
-from torch_privacy.privacy.decay import log_bound_beyond
-from torch_privacy.privacy.law import PlusMinus, SubsampledNormal
-from torch_privacy.privacy.mixture import Base, Estimate, SubsampledMixture, log_bessel
-from torch_privacy.privacy.tilt import refined, term, tilted
+from torch_privacy.privacy.engines import contour
+from torch_privacy.privacy.engines import fft as fourier
+from torch_privacy.privacy.engines.contour_tail import log_bound_beyond
+from torch_privacy.privacy.engines.curve import ClosedForm, Unresolved
+from torch_privacy.privacy.engines.tilt import refined, term, tilted
+from torch_privacy.privacy.pairs.base import PlusMinus, SubsampledNormal
+from torch_privacy.privacy.pairs.mixture import Base, Estimate, SubsampledMixture, log_bessel
 
 MNIST = 256 / 60000
 

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from torch_privacy.privacy import fourier
-from torch_privacy.privacy.fourier import Composed, Tilted
-from torch_privacy.privacy.lattice import Lattice
+from torch_privacy.privacy.engines import fft as fourier
+from torch_privacy.privacy.engines.fft import Composed, Tilted
+from torch_privacy.privacy.engines.lattice import Lattice
 
 
 def coins(spacing=0.5) -> Lattice:

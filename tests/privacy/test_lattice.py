@@ -3,9 +3,9 @@ import mpmath
 import numpy as np
 import pytest
 
-from torch_privacy.privacy.curve import ClosedForm
-from torch_privacy.privacy.lattice import Lattice, optimistic, pessimistic
-from torch_privacy.privacy.law import SubsampledNormal
+from torch_privacy.privacy.engines.curve import ClosedForm
+from torch_privacy.privacy.engines.lattice import Lattice, optimistic, pessimistic
+from torch_privacy.privacy.pairs.base import SubsampledNormal
 
 # noise multiplier, sampling probability, spacing / deviation of one step
 CASES = {

@@ -9,7 +9,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from torch_privacy import privacy
-from torch_privacy.privacy import pate
+from torch_privacy.privacy.events import pate
 
 
 def answers(votes, noise_stddev):

@@ -9,8 +9,8 @@ from scipy.special import ndtr
 from scipy.stats import chi2
 from tradeoff_cases import ALPHA, ANY, EPSILON, PROBABILITY, SAMPLED, SIMPLE, SYMMETRIC
 
-from torch_privacy.privacy import lattice
-from torch_privacy.privacy.law import SubsampledNormal
+from torch_privacy.privacy.engines import lattice
+from torch_privacy.privacy.pairs.base import SubsampledNormal
 from torch_privacy.privacy.tradeoff import (
     IDENTITY,
     JL,

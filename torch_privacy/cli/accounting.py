@@ -55,7 +55,7 @@ def epsilon(
 
     Poisson sampling; neighboring data sets differ by one example, added or removed.
     """
-    from torch_privacy.summary import equal_releases, privacy_lines, summarize
+    from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
     _check_steps("epsilon", steps)
     summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
@@ -78,7 +78,7 @@ def delta(
 ) -> None:
     """Delta of a private training at an epsilon, as a certified bracket."""
     from torch_privacy import privacy
-    from torch_privacy.summary import compose_steps, delta_lines
+    from torch_privacy.privacy.summary import compose_steps, delta_lines
 
     _check_steps("delta", steps)
     setting = noise_multiplier, sampling_probability, steps
@@ -109,7 +109,7 @@ def calibrate(
 ) -> None:
     """The smallest noise multiplier whose certified epsilon does not exceed a target."""
     from torch_privacy import privacy
-    from torch_privacy.summary import equal_releases, privacy_lines, summarize
+    from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
     _check_steps("calibrate", steps)
     noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling_probability, num_steps=steps)
@@ -133,7 +133,7 @@ def tradeoff(
 ) -> None:
     """What an attacker can do at best: how many members are missed at each rate of false positives."""
     from torch_privacy._display import tradeoff_view
-    from torch_privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
+    from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
     _check_steps("tradeoff", steps)
     profile = compose_steps(noise_multiplier, sampling_probability, steps)
@@ -159,8 +159,8 @@ def compare(
 
     dp-accounting and prv-accountant are asked if they are installed.
     """
-    from torch_privacy import comparison
     from torch_privacy._display import claims_table
+    from torch_privacy.privacy import comparison
 
     _check_steps("compare", steps)
     with _quiet_libraries():

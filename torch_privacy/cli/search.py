@@ -132,7 +132,7 @@ def _search_privately(
 ) -> None:
     from torch_privacy.experiments.folder import RunFolder
     from torch_privacy.experiments.private_search import PrivateSearch
-    from torch_privacy.summary import round_down, round_up
+    from torch_privacy.privacy.summary import round_down, round_up
 
     place = RunFolder(folder)
     place.check_new()

@@ -142,7 +142,7 @@ def train_in(
     """
     with DeferredSignals() as signals:
         from torch_privacy.experiments.runner import Run
-        from torch_privacy.summary import privacy_lines, score_lines
+        from torch_privacy.privacy.summary import privacy_lines, score_lines
 
         with (
             naming(folder),

@@ -29,7 +29,7 @@ from torch_privacy.experiments.rows import (
     Numbers,
 )
 from torch_privacy.privacy import Bracket, plots, tradeoff
-from torch_privacy.summary import compose_steps
+from torch_privacy.privacy.summary import compose_steps
 
 SUM_CLT, SUM_MOMENTS, SUM_EXACT = "errors_clt", "errors_moments", "errors"
 GAP = "gap"

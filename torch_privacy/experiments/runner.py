@@ -29,7 +29,7 @@ from torch_privacy.experiments._protocol import Task, check_names, check_numbers
 from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.log import Log, Progress
 from torch_privacy.experiments.rows import with_one_noise
-from torch_privacy.summary import Releases, Summary, summarize
+from torch_privacy.privacy.summary import Releases, Summary, summarize
 
 TEST_BATCH_SIZE = 4096
 CHECKPOINT_KEYS = {

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from torch_privacy.experiments.rows import Column
-from torch_privacy.summary import round_down, round_up, scientific
+from torch_privacy.privacy.summary import round_down, round_up, scientific
 
 MISSING = "-"
 

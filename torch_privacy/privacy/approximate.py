@@ -13,10 +13,10 @@ import numpy as np
 from .._validate import in_range, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
-from .curve import crossing
-from .event import LAWS, Event, check_noise
-from .gaussian import SubsampledGaussian
-from .law import LARGEST_SHIFT, SubsampledNormal
+from .engines.curve import crossing
+from .events.base import LAWS, Event, check_noise
+from .events.gaussian import SubsampledGaussian
+from .pairs.base import LARGEST_SHIFT, SubsampledNormal
 from .tradeoff import Gaussian
 
 

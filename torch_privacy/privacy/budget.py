@@ -9,8 +9,8 @@ from .._validate import positive, strictly_between
 from .bracket import Bracket
 from .calibrate import most_steps
 from .compose import compose
-from .event import Event
-from .gaussian import SubsampledGaussian
+from .events.base import Event
+from .events.gaussian import SubsampledGaussian
 
 Releases = Iterable[tuple[Event, int]]
 

@@ -7,10 +7,10 @@ from math import exp, log, log1p
 
 from .._validate import in_range, positive, strictly_between, whole
 from .compose import compose
-from .curve import bisect
-from .event import Event
-from .gaussian import SubsampledGaussian
-from .sketch import SubsampledJL
+from .engines.curve import bisect
+from .events.base import Event
+from .events.estimated_norms import SubsampledJL
+from .events.gaussian import SubsampledGaussian
 from .tradeoff import Gaussian
 
 Point = tuple[float, float]  # noise multiplier, log of ε over the target: nearly a straight line in log-log

@@ -10,11 +10,12 @@ import numpy as np
 
 from .._validate import one_of, strictly_between, whole
 from .bracket import Bracket
-from .curve import Curve, Value
-from .engine import METHODS, Between, curves
-from .event import LAWS, Event, NeighboringRelation
-from .law import Law
-from .tradeoff import PiecewiseLinear, of_profile, questions
+from .engines.curve import Curve, Value
+from .engines.dispatch import METHODS, Between, curves
+from .events.base import LAWS, Event, NeighboringRelation
+from .pairs.base import Law
+from .tradeoff import PiecewiseLinear, of_profile
+from .tradeoff import metrics as questions
 from .tradeoff.base import rates
 
 RELATION_NAMES = {

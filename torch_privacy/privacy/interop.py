@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from .._validate import Refused
-from .counts import Laplace
-from .discrete import LaplacePair
-from .event import LAWS, Event, NeighboringRelation
-from .gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
-from .law import SubsampledNormal
+from .events.base import LAWS, Event, NeighboringRelation
+from .events.counts import Laplace
+from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
 from .ledger import Ledger
+from .pairs.base import SubsampledNormal
+from .pairs.discrete import LaplacePair
 
 Releases = Iterable[tuple[Event, int]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._validate import Refused, whole
 from .compose import Profile, compose
-from .event import Event, event_from_dict, event_to_dict
+from .events.base import Event, event_from_dict, event_to_dict
 
 FORMAT = 1
 SECONDS_BETWEEN_SYNCS = 1.0

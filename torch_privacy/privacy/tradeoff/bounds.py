@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..bracket import Array, Bracket
-from .pieces import PiecewiseLinear, hull
+from .piecewise_linear import PiecewiseLinear, hull
 
 FURTHEST = 600.0  # largest threshold
 NEGLIGIBLE, TYPICAL = 1e-12, 1e-3  # δ beyond the last threshold, and up to where thresholds are about equally dense

@@ -16,8 +16,8 @@ from ..._validate import whole
 from ..bracket import Array, Bracket
 from .base import TradeOff
 from .bounds import FURTHEST, highest_of_lines
-from .closed import IDENTITY, Gaussian
-from .pieces import PiecewiseLinear, hull
+from .closed_form import IDENTITY, Gaussian
+from .piecewise_linear import PiecewiseLinear, hull
 
 TELLING = 1e-15  # δ beyond the last threshold
 

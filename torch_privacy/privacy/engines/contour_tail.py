@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .bracket import Array
+from ..bracket import Array
 from .curve import Unresolved
 from .tilt import Term, Tilted, refined
 

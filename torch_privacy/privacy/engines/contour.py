@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .bracket import Bracket
+from ..bracket import Bracket
+from ..pairs.base import Continuous, Law
+from .contour_tail import log_bound_beyond
 from .curve import Unresolved
-from .decay import log_bound_beyond
-from .law import Continuous, Law
 from .tilt import Term, Tilted, log_moments, refined, term, tilt_entropy, tilted
 
 ALIAS = 1e-12  # aliases, relative to δ

@@ -6,9 +6,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from .bracket import Array, inner
-from .bracket import Bracket as Bracket
-from .law import Law
+from ..bracket import Array, inner
+from ..bracket import Bracket as Bracket
+from ..pairs.base import Law
 
 Value = TypeVar("Value", float, Array, float | Array)
 

@@ -13,13 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from . import contour, fourier
-from .apart import Apart, AtLeastParts, StepByStep
-from .bracket import Bracket
+from ..bracket import Bracket
+from ..pairs.base import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
+from . import contour
+from . import fft as fourier
+from .combine import Apart, AtLeastParts, StepByStep
 from .curve import Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf
-from .cut import CutCurve, add_curve
-from .jumps import JumpCurve
-from .law import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
+from .heavy_tail import JumpCurve
+from .truncation import CutCurve, add_curve
 
 Steps = Sequence[tuple[Law, int]]
 Answer = TypeVar("Answer")

@@ -17,8 +17,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from scipy.special import gammaincc, gammaln, kve
 
-from .bracket import Array
-from .law import Nodes, Subsampled
+from ..bracket import Array
+from .base import Nodes, Subsampled
 
 NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
 LARGEST_LOSS = 3e4  # beyond, the lattice counts a loss as infinite

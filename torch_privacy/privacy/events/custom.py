@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .bracket import Array
-from .discrete import Atoms, allowed_by
-from .engine import Between
-from .event import Event, NeighboringRelation, check_relation, priced
+from ..bracket import Array
+from ..engines.dispatch import Between
+from ..pairs.discrete import Atoms, allowed_by
+from .base import Event, NeighboringRelation, check_relation, priced
 
 
 def _numbers(where: str, **values: tuple[float, ...]) -> None:

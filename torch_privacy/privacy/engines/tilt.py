@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .bracket import Array
+from ..bracket import Array
+from ..pairs.base import Continuous, Law, Nodes
 from .curve import Unresolved
-from .law import Continuous, Law, Nodes
 
 NOWHERE = -80.0  # log of the mass under any tilt of nodes that are left out of moments, which are at least about 1
 LARGEST_EXPONENT = 700.0  # e to this power is a finite number

@@ -17,9 +17,9 @@ from functools import cached_property, lru_cache, singledispatch
 
 import numpy as np
 
-from .bracket import Array
+from ..bracket import Array
+from ..pairs.base import Continuous, Law, Symmetrised
 from .curve import Unresolved
-from .law import Continuous, Law, Symmetrised
 
 CANCELLED = 1e-12  # relative error of a difference of masses that nearly cancel
 OVER = 1e-3  # by how much of the spacing, or of itself, the first height may lie too high

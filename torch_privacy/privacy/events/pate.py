@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erfc, log_ndtr
 
-from .._validate import positive, strictly_between
-from .bracket import Array
-from .event import NeighboringRelation
+from ..._validate import positive, strictly_between
+from ..bracket import Array
+from .base import NeighboringRelation
 from .gaussian import Gaussian
 
 ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 80, 96, 128, 192, 256, 512)

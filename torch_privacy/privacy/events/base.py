@@ -6,11 +6,11 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._validate import one_of, positive
+from ..._validate import one_of, positive
 
 if TYPE_CHECKING:
-    from .engine import Between
-    from .law import Law
+    from ..engines.dispatch import Between
+    from ..pairs.base import Law
 
 # Beyond these there is no privacy or no signal left, and floating point gives out.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6

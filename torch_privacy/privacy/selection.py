@@ -9,9 +9,9 @@ import numpy as np
 from .._validate import in_range, one_of, positive, whole
 from .bracket import Array
 from .compose import Profile, compose
-from .discrete import allowed_by
-from .engine import Between
-from .event import Event, NeighboringRelation, priced
+from .engines.dispatch import Between
+from .events.base import Event, NeighboringRelation, priced
+from .pairs.discrete import allowed_by
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
 NEAR, GRID = 24, 160  # points of the bound's table, up to the largest loss and beyond

@@ -7,7 +7,7 @@ from scipy.special import ndtri
 from ..._validate import strictly_between
 from ..bracket import Array, Bracket
 from .base import TradeOff
-from .closed import Gaussian
+from .closed_form import Gaussian
 from .tensor import enclosed
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from .bracket import Array
+from ..bracket import Array
 
 # P- and Q-mass beyond this many standard deviations is treated as truncated: 7.6e-24 on each side, per step.
 REACH = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .base import Array, TradeOff
-from .pieces import hull
+from .piecewise_linear import hull
 
 Delta = Callable[[Array], float | Array]
 LARGEST = 700.0  # |ε| beyond which e^ε overflows

@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from math import exp
 
-from .._validate import in_range, positive
-from .discrete import Atoms, LaplacePair
-from .event import Event, NeighboringRelation, check_noise, check_relation, priced
+from ..._validate import in_range, positive
+from ..pairs.discrete import Atoms, LaplacePair
+from .base import Event, NeighboringRelation, check_noise, check_relation, priced
 
 
 @priced(lambda event: LaplacePair(1 / event.noise_multiplier))

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from .bracket import Bracket, inner
+from ..bracket import Bracket, inner
+from ..pairs.base import Law
+from ..pairs.mixture import SubsampledMixture
 from .curve import Curve
-from .fourier import LatticeCurve, Shared
-from .jumps import JumpCurve
-from .law import Law
-from .mixture import SubsampledMixture
+from .fft import LatticeCurve, Shared
+from .heavy_tail import JumpCurve
 
 Steps = Sequence[tuple[Law, int]]
 

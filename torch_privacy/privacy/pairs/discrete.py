@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from .bracket import Array
-from .law import Continuous, Nodes, Tails
+from ..bracket import Array
+from .base import Continuous, Nodes, Tails
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .bracket import Bracket
+from ..bracket import Bracket
+from ..pairs.base import Law
 from .curve import ClosedForm, Curve
-from .law import Law
 
 SHARES = (1e-6, 1e-3, 0.03, 0.5, 0.97, 0.999, 1 - 1e-6)  # of δ, for the second part
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .bracket import Array, Bracket
+from ..bracket import Array, Bracket
+from ..pairs.base import Continuous, Law
 from .curve import Unresolved, bisect
-from .law import Continuous, Law
 
 EXPONENTS = np.geomspace(0.05, 60, 40)  # candidates for c ε
 SMALLEST, LARGEST = 1e-6, 1e30  # ε between which to search

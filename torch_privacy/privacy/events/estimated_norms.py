@@ -3,10 +3,10 @@
 
 from dataclasses import dataclass
 
-from .._validate import in_range, whole
-from .event import Event, NeighboringRelation, check_noise, priced
+from ..._validate import in_range, whole
+from ..pairs.mixture import Estimate, SubsampledMixture
+from .base import Event, NeighboringRelation, check_noise, priced
 from .gaussian import check_probability
-from .mixture import Estimate, SubsampledMixture
 
 MOST = 10_000_000  # projections beyond which the estimate is as good as exact, and floating point no better
 

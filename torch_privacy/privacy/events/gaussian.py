@@ -9,10 +9,10 @@ noise over C under every relation: under replace-one halve their number, or ε c
 
 from dataclasses import dataclass
 
-from .._validate import in_range
-from .engine import Between
-from .event import Event, NeighboringRelation, check_noise, check_relation, priced
-from .law import Law, PlusMinus, Subsampled, SubsampledNormal, Symmetrised
+from ..._validate import in_range
+from ..engines.dispatch import Between
+from ..pairs.base import Law, PlusMinus, Subsampled, SubsampledNormal, Symmetrised
+from .base import Event, NeighboringRelation, check_noise, check_relation, priced
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..._validate import in_range
 from .base import Array, TradeOff
-from .dual import highest_line
-from .pieces import hull
+from .duality import highest_line
+from .piecewise_linear import hull
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
-from .bracket import Array
+from ..bracket import Array
+from ..pairs.base import Law, Subsampled
 from .curve import Bracket, Unresolved, bisect, crossing
 from .lattice import Lattice, optimistic, pessimistic
-from .law import Law, Subsampled
 from .tilt import tilt_entropy
 
 TAIL = 1e-17  # tilted mass outside the window, per side
