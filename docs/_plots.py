@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.privacy import plots
 from torch_privacy.privacy.tradeoff import (
     JL,
     EpsilonDelta,
@@ -17,6 +16,7 @@ from torch_privacy.privacy.tradeoff import (
     tensor,
     true_positive_rate,
 )
+from torch_privacy.report import figures as plots
 
 IMAGES = Path(__file__).parent / "img"
 MNIST = 256 / 60000

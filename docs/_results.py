@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_privacy.experiments import table
 from torch_privacy.experiments.catalog import CATALOG
+from torch_privacy.runs import table
 
 HERE = Path(__file__).parent
 KEPT, PAGE = HERE / "results", HERE / "results.md"

@@ -13,9 +13,10 @@ from rich.console import Console
 from torch_privacy import _display, privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import TRAININGS, load_trainable
-from torch_privacy.experiments.log import Metrics, Progress
-from torch_privacy.privacy import comparison, plots
+from torch_privacy.privacy import comparison
 from torch_privacy.privacy.summary import round_down, round_up
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.metrics import Metrics, Progress
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
 PROFILE = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 100)])

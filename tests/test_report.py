@@ -4,11 +4,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from torch_privacy import _overlays, _plots
-from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.log import Measure, Metrics
 from torch_privacy.privacy.summary import compose_steps, equal_releases, privacy_lines, round_down, round_up, summarize
-from torch_privacy.report import render
+from torch_privacy.report import overlays as _overlays
+from torch_privacy.report import training_plots as _plots
+from torch_privacy.report.render import render
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.metrics import Measure, Metrics
 
 EVENTS = 1.1, 0.01, 100
 ROWS = [

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from torch_privacy.experiments.log import Progress as Step
-from torch_privacy.experiments.table import MISSING, duration, headings, lines, summary, title, what
 from torch_privacy.privacy.summary import round_down, round_up
+from torch_privacy.runs.metrics import Progress as Step
+from torch_privacy.runs.table import MISSING, duration, headings, lines, summary, title, what
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.catalog import Experiment

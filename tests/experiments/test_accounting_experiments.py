@@ -6,8 +6,8 @@ import pytest
 from torch_privacy import privacy
 from torch_privacy.experiments import accountant_q001, gdp_calibration, gdp_figures
 from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY, TABLE
-from torch_privacy.experiments.rows import CLT, EXACT, MOMENTS, MU, Context
 from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, Context
 
 CONTEXT = Context(quick=True, seed=0, data=None)
 

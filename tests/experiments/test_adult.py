@@ -23,10 +23,10 @@ from torch_privacy.data.adult import load_adult
 from torch_privacy.experiments import gdp_adult as adult
 from torch_privacy.experiments import runner
 from torch_privacy.experiments._protocol import number_of_steps, seeded
-from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.log import Metrics
 from torch_privacy.experiments.networks import adult_perceptron
 from torch_privacy.experiments.runner import Run
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.metrics import Metrics
 
 FILES = {
     "settings.json",

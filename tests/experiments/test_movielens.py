@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments import gdp_movielens
-from torch_privacy.experiments.rows import SCORE, Computation, Context
+from torch_privacy.runs.rows import SCORE, Computation, Context
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch_privacy.data import Data
 from torch_privacy.experiments import pate_mnist, sparse_norms
 from torch_privacy.experiments.networks import AveragedWords
 from torch_privacy.experiments.pate_mnist import Size, student_numbers, votes_of_teachers
-from torch_privacy.experiments.rows import Context
 from torch_privacy.privacy import compose
+from torch_privacy.runs.rows import Context
 
 TINY = Size(teachers=6, threshold=4.0, answers={8: 5})
 

@@ -8,12 +8,14 @@ import pytest
 
 from torch_privacy import experiments, privacy
 from torch_privacy.cli import run as command
-from torch_privacy.experiments import CATALOG, load_reproducible, table
+from torch_privacy.experiments import CATALOG, load_reproducible
 from torch_privacy.experiments.catalog import Experiment, Paper
-from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.reproduction import Reproduction
-from torch_privacy.experiments.rows import Column, Computation, Training, folder_name
-from torch_privacy.privacy import Bracket, plots
+from torch_privacy.privacy import Bracket
+from torch_privacy.report import figures as plots
+from torch_privacy.runs import table
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.rows import Column, Computation, Training, folder_name
 
 PAPER = Paper("Nobody (2000)", "On <nothing>", "nowhere")
 COLUMNS = {

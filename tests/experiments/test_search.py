@@ -10,9 +10,9 @@ from torch_privacy import privacy
 from torch_privacy.cli import run
 from torch_privacy.data.synthetic import synthetic_adult
 from torch_privacy.experiments import private_search, search
-from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.private_search import PrivateSearch, worst_of
 from torch_privacy.experiments.search import Trial, best_of, grid, on_stand_in
+from torch_privacy.runs.folder import RunFolder
 
 FEW = {"epochs": 0.05}  # 6 steps
 LAW = {"mean_runs": 2.0, "distribution": "geometric", "score_noise": 10.0}

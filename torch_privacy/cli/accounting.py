@@ -60,7 +60,8 @@ def epsilon(
     _check_steps("epsilon", steps)
     summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
     if plot is not None:
-        from torch_privacy import _pictures, privacy
+        from torch_privacy import privacy
+        from torch_privacy.report import accounting_plots as _pictures
 
         mark = _pictures.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
         _draw(_pictures.profile_picture(noise_multiplier, sampling_probability, steps, mark), plot)
@@ -84,7 +85,7 @@ def delta(
     setting = noise_multiplier, sampling_probability, steps
     bracket = compose_steps(*setting).delta(epsilon)
     if plot is not None:
-        from torch_privacy import _pictures
+        from torch_privacy.report import accounting_plots as _pictures
 
         _draw(_pictures.profile_picture(*setting, _pictures.delta_mark(epsilon, bracket)), plot)
     content = {
@@ -116,7 +117,7 @@ def calibrate(
     summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
     lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
     if plot is not None:
-        from torch_privacy import _pictures
+        from torch_privacy.report import accounting_plots as _pictures
 
         _draw(_pictures.calibration_picture(noise, sampling_probability, steps, delta, epsilon), plot)
     print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
@@ -140,7 +141,7 @@ def tradeoff(
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     if plot is not None:
-        from torch_privacy import _pictures
+        from torch_privacy.report import accounting_plots as _pictures
 
         _draw(_pictures.tradeoff_picture(noise_multiplier, sampling_probability, steps), plot)
     print_result({"tradeoff": points, **attacker}, tradeoff_view(points, attacker_lines(attacker)), as_json)
@@ -169,7 +170,7 @@ def compare(
         f"{steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {sampling_probability:.4g}, delta = {delta:g}"
     )
     if plot is not None:
-        from torch_privacy import _pictures
+        from torch_privacy.report import accounting_plots as _pictures
 
         _draw(_pictures.claims_picture(claims, setting), plot)
     content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
@@ -178,7 +179,7 @@ def compare(
 
 def _draw(figure: Any, path: Path) -> None:
     """Write a picture and say so."""
-    from torch_privacy.privacy import plots
+    from torch_privacy.report import figures as plots
 
     with naming(path):
         plots.save(figure, path)

@@ -20,8 +20,8 @@ Out = Annotated[Path, typer.Option("--out", parser=folder_named, help="The page 
 @app.command()
 def report(runs: Runs, out: Out = Path("report.html"), as_json: AsJson = False) -> None:
     """Draw several runs in one page: scores, epsilons and trade-off functions over one another, and their numbers."""
-    from torch_privacy import report as page
-    from torch_privacy.experiments.folder import RunFolder
+    from torch_privacy.report import render as page
+    from torch_privacy.runs.folder import RunFolder
 
     text = page.render([RunFolder(run) for run in runs])
     with naming(out):

@@ -137,7 +137,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
 
 def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
     """One row, to its end or to a stop; without a heading silently."""
-    from torch_privacy.experiments.rows import Computation
+    from torch_privacy.runs.rows import Computation
 
     if isinstance(job.row, Computation):
         if heading:

@@ -130,9 +130,9 @@ def _search_privately(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    from torch_privacy.experiments.folder import RunFolder
     from torch_privacy.experiments.private_search import PrivateSearch
     from torch_privacy.privacy.summary import round_down, round_up
+    from torch_privacy.runs.folder import RunFolder
 
     place = RunFolder(folder)
     place.check_new()

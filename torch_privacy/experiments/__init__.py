@@ -7,7 +7,7 @@ from typing import cast
 from torch_privacy import _validate as _check
 from torch_privacy.experiments._protocol import Trainable
 from torch_privacy.experiments.catalog import CATALOG, Experiment
-from torch_privacy.experiments.rows import Reproducible
+from torch_privacy.runs.rows import Reproducible
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}
 SHORT = {"adult": "gdp-adult"}  # names that came first

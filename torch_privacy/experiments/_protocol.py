@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_privacy import _validate as _check
-from torch_privacy.experiments import log
+from torch_privacy.runs import metrics as log
 
 NOISE_RANGE = 1e-3, 100.0  # beyond, float32 noise or the accountant's lattice ends
 LARGEST_SCALE = 1e30  # what float32 holds, with room for the noise

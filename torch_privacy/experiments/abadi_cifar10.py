@@ -27,7 +27,7 @@ from torch_privacy.data import load_cifar10, load_public_images
 from torch_privacy.experiments._protocol import Task, seeded
 from torch_privacy.experiments.augmentation import cropped, flipped, relit
 from torch_privacy.experiments.networks import abadi_cnn
-from torch_privacy.experiments.rows import ACCURACY_COLUMN, BASELINE, EXACT, PRIVACY_COLUMNS, SCORE, Column, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, BASELINE, EXACT, PRIVACY_COLUMNS, SCORE, Column, Training
 
 SIDE, NUM_EXAMPLES = 24, 50_000
 NOISE = 6 / 3**0.5  # noise_stddev / sensitivity: six times each bound, in three layers

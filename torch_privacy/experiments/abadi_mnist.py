@@ -30,7 +30,7 @@ from torch_privacy import privacy
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments import networks
 from torch_privacy.experiments._protocol import Task
-from torch_privacy.experiments.rows import BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Row, Training
+from torch_privacy.runs.rows import BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Row, Training
 
 LAYERS = 2
 FINAL_RATE, DECAY_EPOCHS = 0.52, 10  # the learning rate falls to this share of its start, over so many epochs

@@ -19,8 +19,8 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments import abadi_mnist
 from torch_privacy.experiments.abadi_mnist import LAYERS
-from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
-from torch_privacy.privacy import plots
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 EPSILON, NUM_EXAMPLES = 2.0, 60_000
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.experiments.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
-from torch_privacy.privacy import plots
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
 
 NOISE, PROBABILITY, DELTA = 4.0, 0.01, 1e-5
 EPOCHS = 100, 400  # where the paper quotes numbers

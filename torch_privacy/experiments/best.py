@@ -23,8 +23,8 @@ import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data
 from torch_privacy.experiments._protocol import Task, seeded
-from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 from torch_privacy.experiments.scattering import scattering
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 EPSILONS = 1, 2, 3, 8
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}

@@ -22,7 +22,7 @@ from torch_privacy.data import Data, load_adult
 from torch_privacy.data.synthetic import synthetic_adult
 from torch_privacy.experiments._protocol import Task, seeded
 from torch_privacy.experiments.networks import adult_perceptron
-from torch_privacy.experiments.rows import (
+from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,
     MU,

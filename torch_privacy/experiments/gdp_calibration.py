@@ -17,10 +17,10 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY
-from torch_privacy.experiments.rows import MU, Column, Computation, Context, Numbers
-from torch_privacy.privacy import plots
 from torch_privacy.privacy.calibrate import clt_noise
 from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import MU, Column, Computation, Context, Numbers
 
 TARGET, NOISE_CLT, NOISE_EXACT = "target", "noise_clt", "noise_exact"
 TRUTH_CLT, TRUTH_DELTA = "epsilon_of_clt_noise", "delta_of_clt_noise"

@@ -17,19 +17,10 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY, TABLE, Setting
-from torch_privacy.experiments.rows import (
-    CLT,
-    EXACT,
-    MOMENTS,
-    MU,
-    PRIVACY_COLUMNS,
-    Column,
-    Computation,
-    Context,
-    Numbers,
-)
-from torch_privacy.privacy import Bracket, plots, tradeoff
+from torch_privacy.privacy import Bracket, tradeoff
 from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
 
 SUM_CLT, SUM_MOMENTS, SUM_EXACT = "errors_clt", "errors_moments", "errors"
 GAP = "gap"

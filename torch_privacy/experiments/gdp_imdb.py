@@ -26,7 +26,8 @@ from torch_privacy.data import TrainingWords, load_imdb
 from torch_privacy.experiments import sparse_norms
 from torch_privacy.experiments._protocol import Task, number_of_steps, seeded
 from torch_privacy.experiments.networks import AveragedWords
-from torch_privacy.experiments.rows import (
+from torch_privacy.experiments.runner import test_score
+from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,
     MU,
@@ -39,7 +40,6 @@ from torch_privacy.experiments.rows import (
     Row,
     Training,
 )
-from torch_privacy.experiments.runner import test_score
 
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch_privacy.data import Data, load_movielens
 from torch_privacy.experiments._protocol import RMSE, Score, Task, seeded
 from torch_privacy.experiments.networks import Recommender
-from torch_privacy.experiments.rows import (
+from torch_privacy.runs.rows import (
     BASELINE,
     MU,
     PRIVACY_COLUMNS,

@@ -27,9 +27,9 @@ from torch_privacy import privacy
 from torch_privacy.data import load_public_images
 from torch_privacy.experiments._protocol import seeded
 from torch_privacy.experiments.networks import ResNet20
-from torch_privacy.experiments.rows import Column, Computation, Context, Numbers
 from torch_privacy.jacobian import Jacobian
-from torch_privacy.privacy import plots
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import Column, Computation, Context, Numbers
 
 GROUPS = "stem", "stages.0", "stages.1", "stages.2", "head"
 TURNS = 4  # classes: quarters of a circle

@@ -23,7 +23,6 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.data import Data
 from torch_privacy.experiments._protocol import Task, seeded
-from torch_privacy.experiments.folder import RunFolder
 from torch_privacy.experiments.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
 from torch_privacy.experiments.methods import (
     Maker,
@@ -35,7 +34,10 @@ from torch_privacy.experiments.methods import (
     vanilla,
     vanilla_seconds,
 )
-from torch_privacy.experiments.rows import (
+from torch_privacy.privacy.bracket import Array
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     EXACT,
     PRIVACY_COLUMNS,
@@ -50,8 +52,6 @@ from torch_privacy.experiments.rows import (
     folder_name,
     rows_folder,
 )
-from torch_privacy.privacy import plots
-from torch_privacy.privacy.bracket import Array
 
 SECONDS, RATIO, MEMORY, LARGEST = "seconds_per_epoch", "ratio", "peak_mib", "largest_batch"
 COLUMNS = {

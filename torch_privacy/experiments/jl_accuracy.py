@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy.experiments import jl, jl_mnist
 from torch_privacy.experiments._protocol import Task
-from torch_privacy.experiments.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
-from torch_privacy.privacy import plots
 from torch_privacy.privacy.bracket import Array
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 SIZES, QUICK_SIZE = (1_500, 3_000), 1_000  # training examples
 TESTED = 2_000  # test examples

@@ -16,7 +16,7 @@ from torch_privacy.data import load_mnist
 from torch_privacy.experiments import jl
 from torch_privacy.experiments.jl import LARGEST, SECONDS
 from torch_privacy.experiments.networks import mnist_cnn
-from torch_privacy.experiments.rows import EXACT, SCORE
+from torch_privacy.runs.rows import EXACT, SCORE
 
 
 @dataclass(frozen=True)

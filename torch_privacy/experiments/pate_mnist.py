@@ -30,7 +30,7 @@ from torch_privacy.data import load_mnist
 from torch_privacy.experiments.best import as_seen, scattered
 from torch_privacy.experiments.gnmax import GNMax
 from torch_privacy.experiments.kernels import Ridge, neighborhood, principal, spread, width
-from torch_privacy.experiments.rows import (
+from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     EXACT,
     PRIVACY_COLUMNS,

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch_privacy import _validate as _check
 from torch_privacy.experiments import load_reproducible
 from torch_privacy.experiments.catalog import Experiment
-from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.rows import (
+from torch_privacy.privacy import Bracket, Ledger
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.rows import (
     EXACT,
     Computation,
     Context,
@@ -32,7 +33,6 @@ from torch_privacy.experiments.rows import (
     training_numbers,
     with_one_noise,
 )
-from torch_privacy.privacy import Bracket, Ledger
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run
@@ -227,8 +227,8 @@ class Reproduction:
 
     def finish(self) -> dict[str, Any]:
         """Draw the figures, write report and results, and return the results."""
-        from torch_privacy import report
-        from torch_privacy.privacy import plots
+        from torch_privacy.report import figures as plots
+        from torch_privacy.report import render as report
 
         results = self._results()
         for name, figure in self._figures(results).items():

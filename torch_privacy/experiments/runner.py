@@ -22,14 +22,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 import torch_privacy as tp
-from torch_privacy import privacy, report
+from torch_privacy import privacy
 from torch_privacy.batches import Batches, split
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments._protocol import Task, check_names, check_numbers, check_settings, number_of_steps
-from torch_privacy.experiments.folder import RunFolder
-from torch_privacy.experiments.log import Log, Progress
-from torch_privacy.experiments.rows import with_one_noise
 from torch_privacy.privacy.summary import Releases, Summary, summarize
+from torch_privacy.report import render as report
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.metrics import Log, Progress
+from torch_privacy.runs.rows import with_one_noise
 
 TEST_BATCH_SIZE = 4096
 CHECKPOINT_KEYS = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.experiments.log import Measure
+from torch_privacy.runs.metrics import Measure
 
 FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"

@@ -11,10 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from torch_privacy._plots import COLORS, FAINT, as_svg, new_axes, plot_course, score_axes
+from torch_privacy.report.training_plots import COLORS, FAINT, as_svg, new_axes, plot_course, score_axes
 
 if TYPE_CHECKING:
-    from torch_privacy.report import Training
+    from torch_privacy.report.render import Training
 
 DASHES = ("-", "--", ":", "-.")
 APART = 50  # ratio of epsilons

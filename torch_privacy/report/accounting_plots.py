@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from torch_privacy import privacy
-from torch_privacy.privacy import plots
 from torch_privacy.privacy.comparison import Claim
 from torch_privacy.privacy.summary import compose_steps, round_down, round_up, scientific
+from torch_privacy.report import figures as plots
 
 TANGENT_DELTA = 1e-5  # of the (epsilon, delta) that is drawn beside a trade-off curve
 

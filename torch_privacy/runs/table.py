@@ -7,7 +7,7 @@ from decimal import ROUND_FLOOR
 from statistics import mean, stdev
 from typing import Any
 
-from torch_privacy.experiments.rows import Column
+from torch_privacy.runs.rows import Column
 from torch_privacy.privacy.summary import round_down, round_up, scientific
 
 MISSING = "-"

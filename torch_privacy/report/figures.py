@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
-from .bracket import Array, Bracket
-from .tradeoff import TradeOff
+from ..privacy.bracket import Array, Bracket
+from ..privacy.tradeoff import TradeOff
 
 FORMATS = ("svg", "png", "pdf")
 INK, FAINT = "#1c1c1c", "#8a8a8a"

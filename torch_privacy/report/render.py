@@ -11,10 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _overlays, _page, _plots, privacy
-from torch_privacy.experiments import table
-from torch_privacy.experiments.log import Measure, Metrics
-from torch_privacy.experiments.rows import folder_name, rows_folder
+from torch_privacy import privacy
 from torch_privacy.privacy.summary import (
     FALSE_POSITIVES,
     RELATION,
@@ -26,9 +23,15 @@ from torch_privacy.privacy.summary import (
     score_lines,
     summarize,
 )
+from torch_privacy.report import html as _page
+from torch_privacy.report import overlays as _overlays
+from torch_privacy.report import training_plots as _plots
+from torch_privacy.runs import table
+from torch_privacy.runs.metrics import Measure, Metrics
+from torch_privacy.runs.rows import folder_name, rows_folder
 
 if TYPE_CHECKING:
-    from torch_privacy.experiments.folder import RunFolder
+    from torch_privacy.runs.folder import RunFolder
 
 NOT_PRIVATE = "NOT PRIVATE"
 

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
-from torch_privacy.experiments.log import Measure, Metrics
 from torch_privacy.privacy.summary import (
     FALSE_POSITIVE_RATE,
     FALSE_POSITIVES,
@@ -21,6 +20,7 @@ from torch_privacy.privacy.summary import (
     round_down,
     round_up,
 )
+from torch_privacy.runs.metrics import Measure, Metrics
 
 Point = tuple[float, float]
 

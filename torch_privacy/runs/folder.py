@@ -14,7 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch_privacy.experiments.log import Metrics
+from torch_privacy.runs.metrics import Metrics
 
 
 class RunFolder:
