@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._embedded import EmbeddedSum
-from torch_privacy._frame import Frame
-from torch_privacy._subspace import Basis, Columns
+from torch_privacy.gep.basis import Basis, Columns
+from torch_privacy.gep.mechanism import EmbeddedSum
+from torch_privacy.gep.orthonormal import Frame
 from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
 
 FLAT = tp.Flat(0.3), tp.Flat(0.2)

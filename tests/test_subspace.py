@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy import _anchors
-from torch_privacy._frame import Fold, Start, orthonormalize
-from torch_privacy._subspace import Columns, balanced_groups, groups_by_prefix, quotas
+from torch_privacy.gep import anchors as _anchors
+from torch_privacy.gep.basis import Columns, balanced_groups, groups_by_prefix, quotas
+from torch_privacy.gep.orthonormal import Fold, Start, orthonormalize
 from torch_privacy.ops.dense import Rows
 
 

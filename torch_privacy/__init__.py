@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import privacy as privacy
-    from ._statement import Spent as Spent
     from ._tape import record as record
     from ._validate import Refused as Refused
     from .averaging import MovingAverage as MovingAverage
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     from .clipping import MicroBatches as MicroBatches
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
-    from .embedding import BGEP as BGEP
-    from .embedding import GEP as GEP
-    from .embedding import AnchorSubspace as AnchorSubspace
+    from .gep.settings import BGEP as BGEP
+    from .gep.settings import GEP as GEP
+    from .gep.settings import AnchorSubspace as AnchorSubspace
     from .jacobian import Jacobian as Jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
     from .selection import Found as Found
     from .selection import search_privately as search_privately
     from .sketched import Sketched as Sketched
-    from .training import PrivateTraining as PrivateTraining
+    from .training.loop import PrivateTraining as PrivateTraining
+    from .training.statement import Spent as Spent
     from .vmapped import vmapped_jacobian as vmapped_jacobian
 
 __version__ = "0.1.0"
@@ -37,15 +37,15 @@ __version__ = "0.1.0"
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
 _HOME = {
     "Adaptive": "clipping",
-    "AnchorSubspace": "embedding",
+    "AnchorSubspace": "gep",
     "Automatic": "clipping",
-    "BGEP": "embedding",
+    "BGEP": "gep",
     "Checkup": "model_check",
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
     "Found": "selection",
-    "GEP": "embedding",
+    "GEP": "gep",
     "Groups": "clipping",
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
@@ -55,7 +55,7 @@ _HOME = {
     "PrivateTraining": "training",
     "Refused": "_validate",
     "Sketched": "sketched",
-    "Spent": "_statement",
+    "Spent": "training",
     "check": "model_check",
     "median_norm": "clipping",
     "record": "_tape",

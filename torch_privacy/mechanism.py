@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from . import privacy
 from ._layout import Layouts, Merging
 from ._model import Census
-from ._switch import Watch
 from ._tape import Tape
 from ._validate import Refused
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .privacy import NeighboringRelation
 from .sampling import Poisson
-from .sketched import Directions, Sketched, check_price, check_rule, sketching
+from .sketched import Directions, Sketch, Sketched, check_price, check_rule, sketching
 
+Watch = Tape | Sketch  # what looks on while the model's forward runs
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
 ROUNDING = 2e-5  # relative, of a clipped row's norm
 COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces

@@ -27,10 +27,10 @@ except ImportError as error:
     raise ImportError("PrivatePCA needs scikit-learn. Install it with: pip install 'torch-privacy[sklearn]'") from error
 
 from . import privacy
-from ._statement import NOT_PRIVATE, Spent
 from ._validate import positive, strictly_between, whole
 from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
 from .sampling import Poisson
+from .training.statement import NOT_PRIVATE, Spent
 
 Array = NDArray[Any]
 

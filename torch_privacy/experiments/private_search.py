@@ -19,7 +19,6 @@ from torch.utils.data import Subset
 
 from torch_privacy import _validate as _check
 from torch_privacy import privacy
-from torch_privacy._statement import CHOICE_OF_SETTINGS
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments._protocol import ACCURACY, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.experiments.runner import new_training, test_score
@@ -27,6 +26,7 @@ from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.noise import Noise
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.selection import search_privately
+from torch_privacy.training.statement import CHOICE_OF_SETTINGS
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from . import privacy
-from ._arguments import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
-from ._code_path import RehearsedCode
-from ._independence import (
+from .. import privacy
+from .._code_path import RehearsedCode
+from .._independence import (
     AS_IT_IS,
     Answers,
     Rehearsal,
@@ -37,21 +36,22 @@ from ._independence import (
     without_random_numbers,
     written_into,
 )
-from ._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
-from ._replay import OwnRandomNumbers, next_numbers
-from ._statement import Spent, check_delta, spent, statement
-from ._switch import Pending, Switch
-from ._tape import MEMORY_BUDGET, check_losses
-from ._torch_modes import uncompiled
-from ._validate import Refused
-from ._weights import OptimizerGuard, WeightMarks
-from .batches import Batches, Collate, Draw, Drawn, split
-from .clipping import ClippingRule
-from .embedding import BGEP, GEP
-from .mechanism import ClippedSum, Summing
-from .noise import Noise, key_from_test_seed
-from .sampling import Poisson
-from .sketched import Sketched
+from .._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
+from .._replay import OwnRandomNumbers, next_numbers
+from .._tape import MEMORY_BUDGET, check_losses
+from .._torch_modes import uncompiled
+from .._validate import Refused
+from ..batches import Batches, Collate, Draw, Drawn, split
+from ..clipping import ClippingRule
+from ..gep.settings import BGEP, GEP
+from ..mechanism import ClippedSum, Summing
+from ..noise import Noise, key_from_test_seed
+from ..sampling import Poisson
+from ..sketched import Sketched
+from .hooks import Pending, Switch
+from .settings import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
+from .statement import Spent, check_delta, spent, statement
+from .weights import OptimizerGuard, WeightMarks
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves replaced, one left out
 RARELY = 64  # from then on steps 4, 8, 16, ... are rehearsed, and one in so many, by the secret key

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._validate import Refused
+from .._validate import Refused
 
 SOME = 16  # entries of each parameter that are remembered
 

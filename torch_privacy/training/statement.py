@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import __version__, privacy
-from ._validate import strictly_between
+from .. import __version__, privacy
+from .._validate import strictly_between
 
 if TYPE_CHECKING:
-    from .training import PrivateTraining
+    from .loop import PrivateTraining
 
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
 NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"

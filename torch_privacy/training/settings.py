@@ -12,17 +12,17 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from . import privacy
-from ._embedded import EmbeddedSum
-from ._statement import check_delta
-from ._validate import Refused, positive, whole
-from .batches import share_examples
-from .clipping import ClippingRule, MicroBatches, check_rule
-from .embedding import BGEP, GEP
-from .mechanism import ClippedSum, Mechanism, SketchedSum
+from .. import privacy
+from .._validate import Refused, positive, whole
+from ..batches import share_examples
+from ..clipping import ClippingRule, MicroBatches, check_rule
+from ..gep.mechanism import EmbeddedSum
+from ..gep.settings import BGEP, GEP
+from ..mechanism import ClippedSum, Mechanism, SketchedSum
+from .statement import check_delta
 
 if TYPE_CHECKING:
-    from .training import PrivateTraining
+    from .loop import PrivateTraining
 
 WHERE = "PrivateTraining"
 

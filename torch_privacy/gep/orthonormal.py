@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._torch_modes import without_autocast
-from .ops._base import CHUNK_FLOATS
+from .._torch_modes import without_autocast
+from ..ops._base import CHUNK_FLOATS
 
 OVERSAMPLING = 16  # entries of a folded vector for each direction that is wanted
 MOST_PASSES = 5  # over directions until they are orthonormal; one or two do

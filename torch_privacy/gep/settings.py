@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ._anchors import Anchors
-from ._model import Census
-from ._subspace import Basis
-from ._validate import Refused, strictly_between, whole
-from .batches import Collate, check_map_style
-from .clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
+from .._model import Census
+from .._validate import Refused, strictly_between, whole
+from ..batches import Collate, check_map_style
+from ..clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
+from .anchors import Anchors
+from .basis import Basis
 
 PAPERS_EMBEDDING, PAPERS_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in its experiments
 Labels = Callable[[Any, Any, torch.Generator], Any]  # (batch, the model's outputs, generator) -> labels

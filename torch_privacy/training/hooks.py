@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ._independence import Turn
-from ._model import Seal
-from ._replay import OwnRandomNumbers, is_unwatched
-from ._tape import Tape
-from .sketched import Sketch
+from .._independence import Turn
+from .._model import Seal
+from .._replay import OwnRandomNumbers, is_unwatched
+from ..mechanism import Watch
+from ..sketched import Sketch
 
 if TYPE_CHECKING:
-    from .training import PrivateTraining
-
-Watch = Tape | Sketch  # what looks on while the model's forward runs
+    from .loop import PrivateTraining
 
 
 @dataclass

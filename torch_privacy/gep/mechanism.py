@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import privacy
-from ._anchors import Anchors
-from ._layout import Merging
-from ._model import Census
-from ._subspace import Basis
-from ._validate import Refused
-from .clipping import ClippingRule
-from .embedding import BGEP, GEP
-from .jacobian import Jacobian
-from .mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
-from .sampling import Poisson
+from .. import privacy
+from .._layout import Merging
+from .._model import Census
+from .._validate import Refused
+from ..clipping import ClippingRule
+from ..jacobian import Jacobian
+from ..mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
+from ..sampling import Poisson
+from .anchors import Anchors
+from .basis import Basis
+from .settings import BGEP, GEP
 
 ROUNDING = 64  # in units of the type's: what is added to squared lengths of residuals, relative to the gradient's
 COARSE = 2**-7  # the same where torch may multiply in less than float32

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ._frame import Frame, Start, orthonormalize
-from ._independence import written_into
-from ._layout import Layouts
-from ._model import Census, Seal
-from ._model_state import ModelState
-from ._replay import RandomState, begin_random_numbers, unwatched
-from ._subspace import Basis, Columns, balanced_groups, groups_by_prefix, quotas
-from ._tape import Tape, check_losses
-from ._torch_modes import uncompiled, without_autocast
-from ._validate import Refused
-from .batches import Batches, Draw
-from .jacobian import Jacobian
+from .._independence import written_into
+from .._layout import Layouts
+from .._model import Census, Seal
+from .._model_state import ModelState
+from .._replay import RandomState, begin_random_numbers, unwatched
+from .._tape import Tape, check_losses
+from .._torch_modes import uncompiled, without_autocast
+from .._validate import Refused
+from ..batches import Batches, Draw
+from ..jacobian import Jacobian
+from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
+from .orthonormal import Frame, Start, orthonormalize
 
 if TYPE_CHECKING:
-    from .embedding import AnchorSubspace
+    from .settings import AnchorSubspace
 
 NUM_GROUPS = 5  # of parameters, where the user says nothing
 KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; more are made again

@@ -11,10 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._frame import Frame
-from ._torch_modes import exact
-from .jacobian import Jacobian
-from .ops.dense import flat_in_order, memory_order
+from .._torch_modes import exact
+from ..jacobian import Jacobian
+from ..ops.dense import flat_in_order, memory_order
+from .orthonormal import Frame
 
 
 def balanced_groups(sizes: Mapping[str, int], count: int) -> dict[str, tuple[str, ...]]:
