@@ -26,13 +26,13 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy._directions import Directions
 from torch_privacy._layout import Layouts
 from torch_privacy._model import Census
-from torch_privacy._projected import Sketch
 from torch_privacy._tape import Tape
+from torch_privacy.estimated_norms.choose import sketching
+from torch_privacy.estimated_norms.directions import Directions
+from torch_privacy.estimated_norms.projected import Sketch
 from torch_privacy.ops.linear import Linear
-from torch_privacy.sketched import sketching
 
 Step = Callable[[], Any]
 

@@ -11,7 +11,7 @@ from contract import OpContract
 from torch import Tensor
 
 import torch_privacy  # noqa: F401  (its ops must be known)
-from torch_privacy._factored import Factored, matrix
+from torch_privacy.estimated_norms.factored import Factored, matrix
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import Rows

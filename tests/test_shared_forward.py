@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_privacy as tp
-from torch_privacy import _pushforward
-from torch_privacy._directions import Directions
-from torch_privacy._projected import Sketching
-from torch_privacy._pushforward import Manner, Run
 from torch_privacy._replay import RandomState
-from torch_privacy._shared_forward import Unshared
+from torch_privacy.estimated_norms import jvp as _pushforward
+from torch_privacy.estimated_norms.directions import Directions
+from torch_privacy.estimated_norms.jvp import Manner, Run
+from torch_privacy.estimated_norms.projected import Sketching
+from torch_privacy.estimated_norms.shared_forward import Unshared
 
 R = 3
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .clipping import MicroBatches as MicroBatches
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
+    from .estimated_norms.choose import Sketched as Sketched
     from .gep.settings import BGEP as BGEP
     from .gep.settings import GEP as GEP
     from .gep.settings import AnchorSubspace as AnchorSubspace
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .pca import PrivatePCA as PrivatePCA
     from .selection import Found as Found
     from .selection import search_privately as search_privately
-    from .sketched import Sketched as Sketched
     from .training.loop import PrivateTraining as PrivateTraining
     from .training.statement import Spent as Spent
     from .vmapped import vmapped_jacobian as vmapped_jacobian
@@ -54,7 +54,7 @@ _HOME = {
     "PrivatePCA": "pca",
     "PrivateTraining": "training",
     "Refused": "_validate",
-    "Sketched": "sketched",
+    "Sketched": "estimated_norms.choose",
     "Spent": "training",
     "check": "model_check",
     "median_norm": "clipping",

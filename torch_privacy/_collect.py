@@ -18,10 +18,10 @@ from .ops._base import is_half
 
 if TYPE_CHECKING:
     from ._calls import Call, Reached
-    from ._estimates import Estimates
     from ._layout import Merging
     from ._notes import Source
     from ._verify import Checks
+    from .estimated_norms.estimates import Estimates
     from .ops import AnyLayout, Op, Use
 
 # The coarsest rounding on the way with which a second backward, whose cotangents are rounded again, keeps the bound.

@@ -37,7 +37,7 @@ from .jacobian import Block, Jacobian
 from .ops import OPS, AnyLayout, Layout
 
 if TYPE_CHECKING:
-    from ._estimates import Estimates
+    from .estimated_norms.estimates import Estimates
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2

@@ -18,9 +18,9 @@ from ._model import Census
 from ._tape import Tape
 from ._validate import Refused
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
+from .estimated_norms.choose import Directions, Sketch, Sketched, check_price, check_rule, sketching
 from .privacy import NeighboringRelation
 from .sampling import Poisson
-from .sketched import Directions, Sketch, Sketched, check_price, check_rule, sketching
 
 Watch = Tape | Sketch  # what looks on while the model's forward runs
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here

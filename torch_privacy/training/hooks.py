@@ -15,8 +15,8 @@ from torch import nn
 from .._independence import Turn
 from .._model import Seal
 from .._replay import OwnRandomNumbers, is_unwatched
+from ..estimated_norms.choose import Sketch
 from ..mechanism import Watch
-from ..sketched import Sketch
 
 if TYPE_CHECKING:
     from .loop import PrivateTraining

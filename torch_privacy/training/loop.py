@@ -43,11 +43,11 @@ from .._torch_modes import uncompiled
 from .._validate import Refused
 from ..batches import Batches, Collate, Draw, Drawn, split
 from ..clipping import ClippingRule
+from ..estimated_norms.choose import Sketched
 from ..gep.settings import BGEP, GEP
 from ..mechanism import ClippedSum, Summing
 from ..noise import Noise, key_from_test_seed
 from ..sampling import Poisson
-from ..sketched import Sketched
 from .hooks import Pending, Switch
 from .settings import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
 from .statement import Spent, check_delta, spent, statement

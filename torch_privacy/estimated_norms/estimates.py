@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ._layout import PROOFS, Layouts
-from ._tape import Tape
-from ._validate import Refused
+from .._layout import PROOFS, Layouts
+from .._tape import Tape
+from .._validate import Refused
 
 if TYPE_CHECKING:
-    from ._directions import Directions
-    from ._model import Census
-    from .jacobian import Block, Jacobian
-    from .sketched import Sketched
+    from .._model import Census
+    from ..jacobian import Block, Jacobian
+    from .choose import Sketched
+    from .directions import Directions
 
 
 class Forms:

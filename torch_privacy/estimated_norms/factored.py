@@ -34,16 +34,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._estimates import Estimates
-from ._fitting import fresh_generator
-from ._plan import held_bytes, projections
-from ._validate import Refused
-from .jacobian import Block
-from .ops import Method, Op
-from .ops.conv import Conv
-from .ops.dense import Rows, squared_lengths, sum_rows
-from .ops.embedding import Embedding, TiedEmbedding
-from .ops.linear import Arrangement, GroupedLinear, Linear
+from .._fitting import fresh_generator
+from .._plan import held_bytes, projections
+from .._validate import Refused
+from ..jacobian import Block
+from ..ops import Method, Op
+from ..ops.conv import Conv
+from ..ops.dense import Rows, squared_lengths, sum_rows
+from ..ops.embedding import Embedding, TiedEmbedding
+from ..ops.linear import Arrangement, GroupedLinear, Linear
+from .estimates import Estimates
 
 
 class Matrix(NamedTuple):

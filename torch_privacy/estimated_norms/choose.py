@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ._directions import Directions as Directions
-from ._estimates import Estimating
-from ._factored import FactoredNorms
-from ._floored import FlooredNorms
-from ._layout import Layouts
-from ._projected import Sketch as Sketch
-from ._projected import Sketching as Sketching
-from ._validate import Refused, in_range, one_of, whole
-from .clipping import ClippingRule, Flat
-from .privacy import SubsampledJL, SubsampledSketch, compose
+from .._layout import Layouts
+from .._validate import Refused, in_range, one_of, whole
+from ..clipping import ClippingRule, Flat
+from ..privacy import SubsampledJL, SubsampledSketch, compose
+from .directions import Directions as Directions
+from .estimates import Estimating
+from .factored import FactoredNorms
+from .floored import FlooredNorms
+from .projected import Sketch as Sketch
+from .projected import Sketching as Sketching
 
 FEWEST = 16  # projections; with fewer, examples with large gradients escape clipping so often that epsilon explodes
 QUICKLY_PRICED = 10  # projections; the accountant needs seconds for fewer

@@ -19,15 +19,15 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ._estimates import Estimates
-from ._plan import squared_norms
-from .jacobian import Block, Jacobian
-from .ops import Op
-from .ops.conv import Conv, _by_group
-from .ops.embedding import TiedEmbedding
-from .ops.gram import lengths
-from .ops.linear import Bilinear, GroupedLinear, Linear
-from .ops.routed import RoutedLinear
+from .._plan import squared_norms
+from ..jacobian import Block, Jacobian
+from ..ops import Op
+from ..ops.conv import Conv, _by_group
+from ..ops.embedding import TiedEmbedding
+from ..ops.gram import lengths
+from ..ops.linear import Bilinear, GroupedLinear, Linear
+from ..ops.routed import RoutedLinear
+from .estimates import Estimates
 
 
 @singledispatch

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._validate import whole
-from .noise import KEY_BYTES, Noise
+from .._validate import whole
+from ..noise import KEY_BYTES, Noise
 
 GROUP_SIZE = 8  # directions that are taken together, unless the user says otherwise
 GROUP_ENTRIES = 2**26  # of directions that are held at once, at most

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ._agreement import Check, vjp
-from ._fitting import fresh_generator
-from ._pushforward import Project
+from .._agreement import Check, vjp
+from .._fitting import fresh_generator
+from .jvp import Project
 
 
 class SketchedJacobian:

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
-from ._agreement import Check
-from ._calls import Reached
-from ._code_path import CodePath
-from ._directions import Directions
-from ._functions import numbers_in
-from ._graph import Graph
-from ._layout import PROOFS, Merging, told_by
-from ._projections import SketchedJacobian
-from ._pushforward import WAYS, Manner, Run, against_ahead, differentiable_twice
-from ._replay import RandomState
-from ._tape import check_losses
-from ._validate import Refused
-from .ops._base import is_half
+from .._agreement import Check
+from .._calls import Reached
+from .._code_path import CodePath
+from .._functions import numbers_in
+from .._graph import Graph
+from .._layout import PROOFS, Merging, told_by
+from .._replay import RandomState
+from .._tape import check_losses
+from .._validate import Refused
+from ..ops._base import is_half
+from .directions import Directions
+from .jvp import WAYS, Manner, Run, against_ahead, differentiable_twice
+from .projections import SketchedJacobian
 
 if TYPE_CHECKING:
-    from ._model import Census
-    from .sketched import Sketched
+    from .._model import Census
+    from .choose import Sketched
 
 SMALL = 2**14  # entries of the forward's values in the mean; with fewer a call of torch costs more than its work
 AHEAD_ENTRIES = 2**22  # of tangents of the model's outputs that are kept through its forward, at most

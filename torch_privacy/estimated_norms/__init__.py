@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms estimated by random projections, for models that the tape refuses: cheap, and priced."""
