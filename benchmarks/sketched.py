@@ -26,12 +26,12 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy._layout import Layouts
 from torch_privacy._model import Census
-from torch_privacy._tape import Tape
 from torch_privacy.estimated_norms.choose import sketching
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.projected import Sketch
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops.linear import Linear
 
 Step = Callable[[], Any]

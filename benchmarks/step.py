@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._layout import Layouts
-from torch_privacy._tape import MEMORY_BUDGET, Tape
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.tape import MEMORY_BUDGET, Tape
 
 Step = Callable[[], int]  # makes one step, gives the number of its examples
 Maker = Callable[[Problem], Step]

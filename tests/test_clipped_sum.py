@@ -8,10 +8,10 @@ from oracle import flat, one_backward_per_example
 from parts import trained
 
 import torch_privacy as tp
-from torch_privacy._collect import RowsAsTheyCome
-from torch_privacy._layout import PROOFS, Layouts, Merging
-from torch_privacy._plan import Budget
-from torch_privacy._tape import Tape
+from torch_privacy.jacobian.clipped_sum import RowsAsTheyCome
+from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
+from torch_privacy.jacobian.plan import Budget
+from torch_privacy.jacobian.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -51,7 +51,7 @@ def one_group(model):
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
-        monkeypatch.setattr("torch_privacy._tape.PORTION", 1)  # measured in several portions
+        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION", 1)  # measured in several portions
         monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)

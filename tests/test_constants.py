@@ -9,8 +9,8 @@ from parts import Calls, losses_of, own_batches, tokens
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy._layout import Layouts
-from torch_privacy._tape import Tape
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.tape import Tape
 
 N, T, D = 6, 5, 3
 
@@ -226,7 +226,7 @@ def test_cached_whole_numbers_are_constants_once_a_batch_has_met_them_whose_exam
 
 
 def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monkeypatch):
-    monkeypatch.setattr("torch_privacy._functions.LARGE", 0)
+    monkeypatch.setattr("torch_privacy.jacobian.torch_functions.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
     with pytest.raises(tp.Refused, match="cannot be told apart"):
         jacobian(model, torch.randn(4, 3), n=4)

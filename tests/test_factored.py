@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._layout import Layouts
-from torch_privacy._plan import Budget
-from torch_privacy._tape import Tape
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.estimates import Forms
 from torch_privacy.estimated_norms.factored import FactoredNorms, sketch
 from torch_privacy.estimated_norms.floored import FlooredNorms, norm_bounds
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.plan import Budget
+from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops.embedding import Embedding
 from torch_privacy.ops.linear import Linear
 from torch_privacy.privacy import SubsampledGaussian, SubsampledJL, SubsampledSketch, compose

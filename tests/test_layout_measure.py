@@ -9,9 +9,9 @@ from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy._fitting import Codes
-from torch_privacy._layout import Layouts
-from torch_privacy._tape import Tape
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.measure import Codes
+from torch_privacy.jacobian.tape import Tape
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 IRREGULAR = [case for case in CASES if case.startswith("irregular: ")]

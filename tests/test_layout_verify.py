@@ -9,11 +9,11 @@ from parts import trained
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy._calls import Call, Output
-from torch_privacy._fitting import Rounding
-from torch_privacy._layout import PROOFS, Layouts, Merging
-from torch_privacy._prediction import Disagreement, Prediction
-from torch_privacy._tape import Tape
+from torch_privacy.jacobian.calls import Call, Output
+from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
+from torch_privacy.jacobian.measure import Rounding
+from torch_privacy.jacobian.prediction import Disagreement, Prediction
+from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
 
 N, T = 6, 4

@@ -15,8 +15,8 @@ from real_models import MODELS, QUIET, Batch, RealModel, part
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy._layout import Layouts
-from torch_privacy._tape import Tape
+from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.tape import Tape
 
 pytestmark = QUIET
 

@@ -16,8 +16,8 @@ from parts import Calls
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy import _tape
-from torch_privacy._layout import PROOFS, Layouts
+from torch_privacy.jacobian import tape as _tape
+from torch_privacy.jacobian.layout import PROOFS, Layouts
 
 
 @pytest.fixture(autouse=True)

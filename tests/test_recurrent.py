@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_privacy as tp
-from torch_privacy._functions import tensors_in
+from torch_privacy.jacobian.torch_functions import tensors_in
 from torch_privacy.ops import Layout
 from torch_privacy.ops.recurrent import COMPOSED, PACKED, PADDED
 

@@ -10,7 +10,7 @@ from parts import Calls, Hidden, losses_of, tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy._verify import Checks
+from torch_privacy.jacobian.self_check import Checks
 
 
 def data_mixed_into_weight(m, x):

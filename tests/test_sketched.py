@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._graph import Graph
 from torch_privacy._replay import RandomState
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import WAYS, Run, differentiable_twice
 from torch_privacy.estimated_norms.projected import Sketch, Sketching
+from torch_privacy.jacobian.graph import Graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 KEY = bytes(range(32))

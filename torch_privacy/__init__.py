@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import privacy as privacy
-    from ._tape import record as record
     from ._validate import Refused as Refused
     from .averaging import MovingAverage as MovingAverage
     from .clipping import Adaptive as Adaptive
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
     from .gep.settings import BGEP as BGEP
     from .gep.settings import GEP as GEP
     from .gep.settings import AnchorSubspace as AnchorSubspace
-    from .jacobian import Jacobian as Jacobian
+    from .jacobian.operator import Jacobian as Jacobian
+    from .jacobian.tape import record as record
+    from .jacobian.vmapped import vmapped_jacobian as vmapped_jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .pca import PrivatePCA as PrivatePCA
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from .selection import search_privately as search_privately
     from .training.loop import PrivateTraining as PrivateTraining
     from .training.statement import Spent as Spent
-    from .vmapped import vmapped_jacobian as vmapped_jacobian
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _HOME = {
     "Found": "selection",
     "GEP": "gep",
     "Groups": "clipping",
-    "Jacobian": "jacobian",
+    "Jacobian": "jacobian.operator",
     "MicroBatches": "clipping",
     "MovingAverage": "averaging",
     "PerLayer": "clipping",
@@ -58,9 +58,9 @@ _HOME = {
     "Spent": "training",
     "check": "model_check",
     "median_norm": "clipping",
-    "record": "_tape",
+    "record": "jacobian.tape",
     "search_privately": "selection",
-    "vmapped_jacobian": "vmapped",
+    "vmapped_jacobian": "jacobian.vmapped",
 }
 __all__ = [
     "BGEP",

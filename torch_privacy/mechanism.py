@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
-from ._layout import Layouts, Merging
 from ._model import Census
-from ._tape import Tape
 from ._validate import Refused
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .estimated_norms.choose import Directions, Sketch, Sketched, check_price, check_rule, sketching
+from .jacobian.layout import Layouts, Merging
+from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
 from .sampling import Poisson
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from ._calls import Call
-from ._independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
-from ._layout import Layouts, Measurement
 from ._model import Attributes, Census, check_model, check_no_hooks, take_census
 from ._replay import OwnRandomNumbers, RandomState, Snapshot, frozen, next_numbers
-from ._tape import Tape, check_losses
 from ._torch_modes import uncompiled
 from ._validate import Refused
 from .batches import CollatedExamples
-from .jacobian import Jacobian, PlanRow
+from .jacobian.calls import Call
+from .jacobian.independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
+from .jacobian.layout import Layouts, Measurement
+from .jacobian.operator import Jacobian, PlanRow
+from .jacobian.tape import Tape, check_losses
 from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse
 

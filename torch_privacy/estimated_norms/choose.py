@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .._layout import Layouts
 from .._validate import Refused, in_range, one_of, whole
 from ..clipping import ClippingRule, Flat
+from ..jacobian.layout import Layouts
 from ..privacy import SubsampledJL, SubsampledSketch, compose
 from .directions import Directions as Directions
 from .estimates import Estimating

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .._layout import PROOFS, Layouts
-from .._tape import Tape
 from .._validate import Refused
+from ..jacobian.layout import PROOFS, Layouts
+from ..jacobian.tape import Tape
 
 if TYPE_CHECKING:
     from .._model import Census
-    from ..jacobian import Block, Jacobian
+    from ..jacobian.operator import Block, Jacobian
     from .choose import Sketched
     from .directions import Directions
 

@@ -34,10 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._fitting import fresh_generator
-from .._plan import held_bytes, projections
 from .._validate import Refused
-from ..jacobian import Block
+from ..jacobian.measure import fresh_generator
+from ..jacobian.operator import Block
+from ..jacobian.plan import held_bytes, projections
 from ..ops import Method, Op
 from ..ops.conv import Conv
 from ..ops.dense import Rows, squared_lengths, sum_rows

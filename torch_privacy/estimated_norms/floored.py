@@ -19,8 +19,8 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from .._plan import squared_norms
-from ..jacobian import Block, Jacobian
+from ..jacobian.operator import Block, Jacobian
+from ..jacobian.plan import squared_norms
 from ..ops import Op
 from ..ops.conv import Conv, _by_group
 from ..ops.embedding import TiedEmbedding

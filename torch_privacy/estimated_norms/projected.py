@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
-from .._agreement import Check
-from .._calls import Reached
-from .._code_path import CodePath
-from .._functions import numbers_in
-from .._graph import Graph
-from .._layout import PROOFS, Merging, told_by
 from .._replay import RandomState
-from .._tape import check_losses
 from .._validate import Refused
+from ..jacobian.agreement import Check
+from ..jacobian.calls import Reached
+from ..jacobian.code_path import CodePath
+from ..jacobian.graph import Graph
+from ..jacobian.layout import PROOFS, Merging, told_by
+from ..jacobian.tape import check_losses
+from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from .directions import Directions
 from .jvp import WAYS, Manner, Run, against_ahead, differentiable_twice

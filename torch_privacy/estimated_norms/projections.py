@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._agreement import Check, vjp
-from .._fitting import fresh_generator
+from ..jacobian.agreement import Check, vjp
+from ..jacobian.measure import fresh_generator
 from .jvp import Project
 
 

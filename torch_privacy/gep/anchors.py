@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .._independence import written_into
-from .._layout import Layouts
 from .._model import Census, Seal
 from .._model_state import ModelState
 from .._replay import RandomState, begin_random_numbers, unwatched
-from .._tape import Tape, check_losses
 from .._torch_modes import uncompiled, without_autocast
 from .._validate import Refused
 from ..batches import Batches, Draw
-from ..jacobian import Jacobian
+from ..jacobian.independence import written_into
+from ..jacobian.layout import Layouts
+from ..jacobian.operator import Jacobian
+from ..jacobian.tape import Tape, check_losses
 from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from .orthonormal import Frame, Start, orthonormalize
 

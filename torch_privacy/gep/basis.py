@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch_modes import exact
-from ..jacobian import Jacobian
+from ..jacobian.operator import Jacobian
 from ..ops.dense import flat_in_order, memory_order
 from .orthonormal import Frame
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import privacy
-from .._layout import Merging
 from .._model import Census
 from .._validate import Refused
 from ..clipping import ClippingRule
-from ..jacobian import Jacobian
+from ..jacobian.layout import Merging
+from ..jacobian.operator import Jacobian
 from ..mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
 from ..sampling import Poisson
 from .anchors import Anchors

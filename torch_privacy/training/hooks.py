@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._independence import Turn
 from .._model import Seal
 from .._replay import OwnRandomNumbers, is_unwatched
 from ..estimated_norms.choose import Sketch
+from ..jacobian.independence import Turn
 from ..mechanism import Watch
 
 if TYPE_CHECKING:

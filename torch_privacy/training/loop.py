@@ -23,8 +23,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._code_path import RehearsedCode
-from .._independence import (
+from .._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
+from .._replay import OwnRandomNumbers, next_numbers
+from .._torch_modes import uncompiled
+from .._validate import Refused
+from ..batches import Batches, Collate, Draw, Drawn, split
+from ..clipping import ClippingRule
+from ..estimated_norms.choose import Sketched
+from ..gep.settings import BGEP, GEP
+from ..jacobian.code_path import RehearsedCode
+from ..jacobian.independence import (
     AS_IT_IS,
     Answers,
     Rehearsal,
@@ -36,15 +44,7 @@ from .._independence import (
     without_random_numbers,
     written_into,
 )
-from .._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
-from .._replay import OwnRandomNumbers, next_numbers
-from .._tape import MEMORY_BUDGET, check_losses
-from .._torch_modes import uncompiled
-from .._validate import Refused
-from ..batches import Batches, Collate, Draw, Drawn, split
-from ..clipping import ClippingRule
-from ..estimated_norms.choose import Sketched
-from ..gep.settings import BGEP, GEP
+from ..jacobian.tape import MEMORY_BUDGET, check_losses
 from ..mechanism import ClippedSum, Summing
 from ..noise import Noise, key_from_test_seed
 from ..sampling import Poisson

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ._fitting import Codes, Fitting, Rounding, fresh_generator
-from ._functions import Filled
-from ._prediction import Expected, Irregular
-from ._validate import Refused
-from .ops import AnyLayout, Layout, Ragged
+from .._validate import Refused
+from ..ops import AnyLayout, Layout, Ragged
+from .measure import Codes, Fitting, Rounding, fresh_generator
+from .prediction import Expected, Irregular
+from .torch_functions import Filled
 
 if TYPE_CHECKING:
-    from ._calls import Call
+    from .calls import Call
 
 # The layouts on a path are measured until this many batches have told them without doubt; then they are known.
 PROOFS = 2

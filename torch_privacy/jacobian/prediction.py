@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ._fitting import Codes, Rounding, entries, fresh_generator, in_pieces, length
-from .ops import AnyLayout, Layout, Ragged
-from .ops._base import is_half
+from ..ops import AnyLayout, Layout, Ragged
+from ..ops._base import is_half
+from .measure import Codes, Rounding, entries, fresh_generator, in_pieces, length
 
 if TYPE_CHECKING:
-    from ._calls import Call
+    from .calls import Call
 
 
 class Disagreement(Exception):

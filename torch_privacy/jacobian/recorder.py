@@ -19,9 +19,16 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ._calls import SCAN, Call, Output
-from ._code_path import CodePath
-from ._functions import (
+from .._validate import Refused
+from ..ops import COMPOSED, OPS, Use
+from ..ops._base import is_half
+from ..ops.einsum import ContractionUse
+from ..ops.elementwise import OVERWRITING, EntrywiseUse
+from ..ops.fallback import compared, replay, uses_of
+from .calls import SCAN, Call, Output
+from .code_path import CodePath
+from .graph import saves_elsewhere
+from .torch_functions import (
     EXPANSIONS,
     Filled,
     Traits,
@@ -35,13 +42,6 @@ from ._functions import (
     tensors_in,
     traits,
 )
-from ._graph import saves_elsewhere
-from ._validate import Refused
-from .ops import COMPOSED, OPS, Use
-from .ops._base import is_half
-from .ops.einsum import ContractionUse
-from .ops.elementwise import OVERWRITING, EntrywiseUse
-from .ops.fallback import compared, replay, uses_of
 
 
 @dataclass

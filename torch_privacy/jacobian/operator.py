@@ -11,11 +11,11 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from ._plan import Budget, choices, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
-from ._torch_modes import exact
-from .ops import Op
-from .ops._base import in_sum_dtype
-from .ops.dense import Rows, squared_lengths, sum_rows
+from .._torch_modes import exact
+from ..ops import Op
+from ..ops._base import in_sum_dtype
+from ..ops.dense import Rows, squared_lengths, sum_rows
+from .plan import Budget, choices, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
 
 # Rows with at most this many numbers are put side by side, and answer together: each call has its price.
 SMALL = 2**16

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ._model_state import ModelState, ParameterMarks, restore, same
-from ._plan import projections
-from ._replay import in_eval, torch_generators
-from ._validate import Refused
-from .jacobian import Block, Jacobian
+from .._model_state import ModelState, ParameterMarks, restore, same
+from .._replay import in_eval, torch_generators
+from .._validate import Refused
+from .operator import Block, Jacobian
+from .plan import projections
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # and rows, which are long sums; in most networks both are equal to the last bit

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ._validate import Refused
+from .._validate import Refused
 
 
 class Check:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .ops import AnyLayout, Layout, Ragged
-from .ops._base import CHUNK_FLOATS, in_sum_dtype
+from ..ops import AnyLayout, Layout, Ragged
+from ..ops._base import CHUNK_FLOATS, in_sum_dtype
 
 # Rounding of an example's own b, and what cancels only up to rounding, in units of the coarsest type's.
 OWN = 64

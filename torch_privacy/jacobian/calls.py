@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ._graph import Graph
-from .ops import Use
+from ..ops import Use
+from .graph import Graph
 
 # The op of what a composition of our own noted.
 SCAN = "scan"

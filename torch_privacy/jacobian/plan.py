@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops import Method, Op
-from .ops._base import CHUNK_FLOATS
-from .ops.dense import Rows
+from ..ops import Method, Op
+from ..ops._base import CHUNK_FLOATS
+from ..ops.dense import Rows
 
 # Where rows are so large that malloc asks the system for fresh pages every time (glibc: above 32 MiB), keeping them
 # costs this many times as much.

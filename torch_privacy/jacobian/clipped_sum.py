@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ._plan import Budget
-from ._prediction import Prediction
-from ._validate import Refused
-from .jacobian import Block, Jacobian, Native, NothingKept
-from .ops._base import is_half
+from .._validate import Refused
+from ..ops._base import is_half
+from .operator import Block, Jacobian, Native, NothingKept
+from .plan import Budget
+from .prediction import Prediction
 
 if TYPE_CHECKING:
-    from ._calls import Call, Reached
-    from ._layout import Merging
-    from ._notes import Source
-    from ._verify import Checks
-    from .estimated_norms.estimates import Estimates
-    from .ops import AnyLayout, Op, Use
+    from ..estimated_norms.estimates import Estimates
+    from ..ops import AnyLayout, Op, Use
+    from .calls import Call, Reached
+    from .layout import Merging
+    from .recorder import Source
+    from .self_check import Checks
 
 # The coarsest rounding on the way with which a second backward, whose cotangents are rounded again, keeps the bound.
 FINE = 1e-6

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._fitting import fresh_generator
-from ._layout import Merging
-from ._validate import Refused
-from .jacobian import Jacobian
+from .._validate import Refused
+from .layout import Merging
+from .measure import fresh_generator
+from .operator import Jacobian
 
 PIECE = 2**16  # entries that are sketched at once
 BUCKETS = 256  # a difference of two gradients is as long as that of their sketches, within a tenth or so

@@ -20,24 +20,24 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ._calls import Call, Reached
-from ._collect import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
-from ._fitting import Rounding
-from ._functions import without_numbers
-from ._graph import Graph, saved_bytes
-from ._layout import Footprint, Layouts, Measurement, Merging, kind_of_call
-from ._model import Attributes, Census
-from ._notes import Notes
-from ._plan import Budget, distinct_bytes, least_bytes
-from ._prediction import Disagreement, Expected, Prediction
-from ._torch_modes import uncompiled, without_autocast
-from ._validate import Refused, whole
-from ._verify import Checks
-from .jacobian import Block, Jacobian
-from .ops import OPS, AnyLayout, Layout
+from .._model import Attributes, Census
+from .._torch_modes import uncompiled, without_autocast
+from .._validate import Refused, whole
+from ..ops import OPS, AnyLayout, Layout
+from .calls import Call, Reached
+from .clipped_sum import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
+from .graph import Graph, saved_bytes
+from .layout import Footprint, Layouts, Measurement, Merging, kind_of_call
+from .measure import Rounding
+from .operator import Block, Jacobian
+from .plan import Budget, distinct_bytes, least_bytes
+from .prediction import Disagreement, Expected, Prediction
+from .recorder import Notes
+from .self_check import Checks
+from .torch_functions import without_numbers
 
 if TYPE_CHECKING:
-    from .estimated_norms.estimates import Estimates
+    from ..estimated_norms.estimates import Estimates
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-example gradients of one batch: recorded, told apart, measured, and summed with a factor for each example."""
