@@ -278,7 +278,7 @@ def test_a_scheduler_that_asks_for_a_loss_is_refused_at_construction():
 def test_a_scheduler_that_is_advanced_on_rehearsals_is_refused():
     training = training_of()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
-    with refused("the learning rate changed before the step was made"):
+    with refused("lr of the optimizer changed before the step was made"):
         for x, y in training:
             training.step(losses_of(training.model, x, y))
             scheduler.step()
@@ -622,3 +622,26 @@ def test_compiled_parts_train_as_they_do_uncompiled(compiled):
         assert training.step_count == 6
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(other, plain)
+
+
+class Texts(nn.Module):
+    """Sums the words of a text; the head may be the table itself."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.table, self.tied = nn.Embedding(7, 4, padding_idx=0), tied
+        self.head = None if tied else nn.Linear(4, 7)
+
+    def forward(self, x):
+        h = self.table(x).sum(1)
+        return F.linear(h, self.table.weight) if self.tied else self.head(h)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_row_of_padding_gets_no_noise_unless_it_is_trained(tied):
+    """In torch it stays 0, so that padding has no effect; tied to the head it has a gradient like any other."""
+    examples = TensorDataset(torch.randint(1, 7, (N, 5)), torch.randint(1, 7, (N,)))
+    training = loop(training_of(Texts(tied), dataset=examples))
+    table = training.model.table.weight.detach()
+    assert bool((table[0] == 0).all()) != tied
+    assert (table[1:] != 0).all()

@@ -1262,3 +1262,111 @@ def test_a_memory_of_all_examples_is_refused():
     """What the data move about is another thing when the memory is empty: that is another path, and no crash."""
     examples = TensorDataset(torch.randn(N, D), torch.arange(N))
     assert_refused(Program(Remembering(), examples, lambda model, batch: model(*batch).square().sum(1)))
+
+
+# Batches of other kinds: random numbers in collate_fn, ragged tensors, items that are fetched at once, strings
+
+
+def masked_tokens(items):
+    """As for a masked language model: random numbers for the batch as a whole."""
+    tokens = torch.stack([x for x, _ in items])
+    hidden = torch.bernoulli(torch.full(tokens.shape, 0.3)).bool()
+    return tokens.masked_fill(hidden, 0), torch.stack([y for _, y in items])
+
+
+def noisy(items):
+    return torch.stack([x + random.gauss(0, 0.1) + 0.1 * torch.randn(D) for (x,) in items])
+
+
+def ragged():
+    return [(torch.randint(1, 7, (1 + k % 5,)), torch.tensor(k % 2)) for k in range(N)]
+
+
+def offsets(items):
+    lengths = torch.tensor([len(x) for x, _ in items])
+    return torch.cat([x for x, _ in items]), lengths.cumsum(0) - lengths, torch.stack([y for _, y in items])
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.f = nn.EmbeddingBag(7, 4, mode="mean"), nn.Linear(4, 2)
+
+    def forward(self, tokens, starts):
+        return self.f(self.bag(tokens, starts))
+
+
+def bagged(m, batch, change=lambda logits: logits):
+    tokens, starts, y = batch
+    return F.cross_entropy(change(m(tokens, starts)), y, reduction="none")
+
+
+class FetchesMany(torch.utils.data.Dataset):
+    """Gives the items of a batch at once, changed together."""
+
+    def __init__(self, change):
+        self.x, self.change = torch.randn(N, D), change
+
+    def __len__(self):
+        return N
+
+    def __getitems__(self, numbers):
+        return list(self.change(self.x[torch.tensor(numbers)]))
+
+
+class OfWords(nn.Module):
+    """Makes tokens of strings in its forward; padding gives 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.f = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 2)
+
+    def forward(self, words):
+        tokens = [torch.tensor([1 + ord(c) % 6 for c in word]) for word in words]
+        return self.f(self.e(nn.utils.rnn.pad_sequence(tokens, batch_first=True)).sum(1))
+
+
+def words():
+    return ["abcdefgh"[k % 3 : 4 + k % 4] for k in range(N)]
+
+
+OF_OTHER_KINDS = {
+    "masks of the whole batch": lambda: Program(
+        Calls(lambda m, b: m.f(m.e(b)).mean(1), e=nn.Embedding(7, 4), f=nn.Linear(4, 2)),
+        [(torch.randint(1, 7, (T,)), torch.tensor(k % 2)) for k in range(N)],
+        lambda m, batch: F.cross_entropy(m(batch[0]).flatten(1), batch[1], reduction="none"),
+        masked_tokens,
+    ),
+    "noise in collate_fn": lambda: Program(linear(), points(), collate=noisy),
+    "offsets": lambda: Program(Bags(), ragged(), bagged, offsets),
+    "many at once": lambda: Program(linear(), FetchesMany(lambda x: 2 * x)),
+    "strings": lambda: Program(OfWords(), words(), lambda m, b: m(b).square().sum(1), list),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_KINDS)
+def test_batches_of_other_kinds_train(name):
+    program = OF_OTHER_KINDS[name]()
+    program.run(training := program.training(num_steps=10))
+    assert training.step_count == 10
+
+
+COUPLED_OF_OTHER_KINDS = {
+    "noise in collate_fn, centered": lambda: Program(linear(), points(), collate=lambda i: (x := noisy(i)) - x.mean(0)),
+    "offsets, centered": lambda: Program(
+        Bags(), ragged(), lambda m, b: bagged(m, b, lambda logits: logits - logits.mean(0)), offsets
+    ),
+    "offsets, centered without a gradient": lambda: Program(
+        Bags(), ragged(), lambda m, b: bagged(m, b, lambda logits: logits - logits.detach().mean(0)), offsets
+    ),
+    "many at once, centered": lambda: Program(linear(), FetchesMany(lambda x: x - x.mean(0))),
+    "many at once, rolled": lambda: Program(linear(), FetchesMany(lambda x: x + x.roll(1, 0))),
+    "strings, scaled": lambda: Program(OfWords(), words(), lambda m, b: m(b).square().sum(1) / sum(map(len, b)), list),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED_OF_OTHER_KINDS)
+def test_couplings_in_batches_of_other_kinds_are_refused(name):
+    program = COUPLED_OF_OTHER_KINDS[name]()
+    program.match = "depend on each other|cannot be told apart"
+    assert_refused(program)

@@ -917,7 +917,7 @@ def test_user_s_scheduler_and_ours():
 def test_a_scheduler_that_advances_at_rehearsals_is_refused():
     training, scheduler = training_with_scheduler()
     steps = ((training.step(cross_entropy(training.model, x, y)), scheduler.step()) for x, y in training)
-    with pytest.raises(tp.Refused, match=r"learning rate changed .* where training\.step\(losses\) returns True"):
+    with pytest.raises(tp.Refused, match=r"lr of the optimizer changed .* where training\.step\(losses\) returns True"):
         list(steps)
     assert training.step_count == len(training.ledger) == 0
 

@@ -86,6 +86,17 @@ def take_census(model: nn.Module, optimizer: Optimizer, attributes: Attributes |
     return Census(trained, {**frozen, **buffers}, attributes.unchanged() if attributes else ())
 
 
+def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
+    """Names of the trained tables of embeddings, with the row that stands for padding; none that modules share."""
+    places = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    tables = {
+        id(m.weight): m.padding_idx
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.padding_idx is not None
+    }
+    return {name: tables[id(p)] for name, p in trained.items() if id(p) in tables and places.count(id(p)) == 1}
+
+
 def check_no_hooks(trained: Mapping[str, Tensor]) -> None:
     """Refuse parameters with hooks for gradients: these would see, and change, only gradients that are not private."""
     for name, p in trained.items():

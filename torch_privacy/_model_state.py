@@ -150,9 +150,9 @@ def same(value: Any, content: Any) -> bool:
     if value is content:
         return True
     if isinstance(value, Tensor):
-        if not isinstance(content, Tensor) or value.shape != content.shape or value.dtype != content.dtype:
+        if not isinstance(content, Tensor) or not _has_entries(value) or not _has_entries(content):
             return False
-        return _has_entries(value) and _has_entries(content) and _equal(value.detach(), content)
+        return value.shape == content.shape and value.dtype == content.dtype and _equal(value.detach(), content)
     if isinstance(value, np.ndarray):
         alike = isinstance(content, np.ndarray) and value.dtype == content.dtype
         return alike and np.array_equal(value, content, equal_nan=value.dtype.kind in "fc")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out of the user's autocast and torch.compile: every op is seen, in the type that it asks for."""
+"""Torch's modes around the user's code: autocast, torch.compile, hooks for saved tensors."""
 
 import sys
 import threading
@@ -57,3 +57,8 @@ def exact(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return guarded  # pyright: ignore[reportReturnType]
+
+
+def saves_elsewhere() -> bool:
+    """Whether what autograd saves just now goes through hooks, as of checkpointing and offloading: asked for once."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]

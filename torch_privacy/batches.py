@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ._model_state import same
-from ._replay import OwnRandomNumbers
+from ._replay import OwnRandomNumbers, RandomState, next_numbers
 from ._validate import Refused
 
 Collate = Callable[[list[Any]], Any]
@@ -63,8 +63,7 @@ class Batches:
         """The batch of every draw, in order."""
         if self._num_workers == 0:
             for draw in draws:
-                items = self.items(draw)
-                yield Drawn(self, draw, self.collate(items, draw), items)
+                yield Drawn(self, draw, self.fetch(draw))
             return
         waiting: deque[Draw] = deque()
 
@@ -81,8 +80,8 @@ class Batches:
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state
         )
-        for batch, items in loader:
-            yield Drawn(self, waiting.popleft(), batch, items)
+        for fetched in loader:
+            yield Drawn(self, waiting.popleft(), fetched)
 
     def plain(self, numbers: Iterable[np.ndarray]) -> Iterator[Any]:
         """The collated batch of every array of example numbers, with the user's own random numbers."""
@@ -90,25 +89,65 @@ class Batches:
             draw = Draw(some)
             yield self.collate(self.items(draw), draw)
 
+    @cached_property
+    def fetches_together(self) -> bool:
+        """Whether the data set is given many numbers at once, so that its items may depend on each other."""
+        origin, _ = _origin(self.dataset)
+        return self._tensors is None and hasattr(origin, "__getitems__")
+
+    def fetch(self, draw: Draw) -> Fetched:
+        """The batch of a draw, with its items."""
+        items, items_end = self._items_to_end(draw)
+        batch, end = self.collate_to_end(items, draw)
+        return Fetched(batch, items, (items_end, end))
+
     def items(self, draw: Draw) -> Any:
         """The items of a draw, each as often as it has views; of tensors the rows."""
+        return self._items_to_end(draw)[0]
+
+    def _items_to_end(self, draw: Draw) -> tuple[Any, Any]:
         numbers = np.repeat(draw.numbers, draw.views)
         if self._tensors is not None:
-            return numbers
-        with _random_numbers(draw, "items"):
-            some = numbers.tolist()
+            return numbers, None
+        some = numbers.tolist()
+        with _random_numbers(draw, "items") as drawn:
             if hasattr(self.dataset, "__getitems__"):
-                return list(self.dataset.__getitems__(some))  # type: ignore[attr-defined]
-            return [self.dataset[i] for i in some]
+                items = list(self.dataset.__getitems__(some))  # type: ignore[attr-defined]
+            else:
+                items = [self.dataset[i] for i in some]
+            return items, drawn()
 
     def collate(self, items: Any, draw: Draw) -> Any:
         """The batch of these items."""
+        return self.collate_to_end(items, draw)[0]
+
+    def collate_to_end(self, items: Any, draw: Draw) -> tuple[Any, Any]:
+        """The batch of these items, and where its random numbers ended; None where none were drawn."""
         if self._tensors is not None:
             tensors, chosen = self._tensors
             rows = torch.from_numpy(items if chosen is None else chosen[items])
-            return [tensor[rows] for tensor in tensors]
-        with _random_numbers(draw, "collate"):
-            return self._collate(items)
+            return [tensor[rows] for tensor in tensors], None
+        with _random_numbers(draw, "collate") as drawn:
+            return self._collate(items), drawn()
+
+
+@dataclass
+class Fetched:
+    """A batch, as it comes from the data set or from a worker."""
+
+    batch: Any
+    items: Any  # before they were collated; None where a worker kept them
+    ends: tuple[Any, Any]  # where the random numbers ended, of items and of collate_fn; None if none were drawn
+
+    @property
+    def items_drew(self) -> bool:
+        """Whether random numbers were drawn for the items."""
+        return self.ends[0] is not None
+
+    @property
+    def collate_drew(self) -> bool:
+        """Whether ``collate_fn`` drew random numbers."""
+        return self.ends[1] is not None
 
 
 class _Fetching(Dataset):
@@ -118,8 +157,8 @@ class _Fetching(Dataset):
         self._batches = batches
 
     def __getitem__(self, draw: Draw) -> Any:
-        items = self._batches.items(draw)
-        return self._batches.collate(items, draw), items if draw.keeps_items else None
+        fetched = self._batches.fetch(draw)
+        return fetched if draw.keeps_items else replace(fetched, items=None)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -127,13 +166,15 @@ def _as_it_is(batch: Any) -> Any:
 
 
 @contextmanager
-def _random_numbers(draw: Draw, purpose: str) -> Iterator[None]:
+def _random_numbers(draw: Draw, purpose: str) -> Iterator[Callable[[], Any]]:
+    """Gives a function that tells where the random numbers stand: None as long as none were drawn."""
     if draw.seed is None:
-        yield
+        yield lambda: None
         return
     own = OwnRandomNumbers(draw.seed_for(purpose))
+    start = RandomState()
     try:
-        yield
+        yield lambda: next_numbers() if start.moved() else None
     finally:
         own.close()
 
@@ -144,9 +185,9 @@ TRIES = 8  # draws of other examples, until the collated shapes agree
 class Drawn:
     """A batch, and what it takes to do it again with other examples, or without some."""
 
-    def __init__(self, batches: Batches, draw: Draw, batch: Any, items: Any):
-        self._batches, self._draw, self.batch, self._items = batches, draw, batch, items
-        self.count = len(draw.numbers)
+    def __init__(self, batches: Batches, draw: Draw, fetched: Fetched):
+        self._batches, self._draw, self._fetched = batches, draw, fetched
+        self.batch, self.count = fetched.batch, len(draw.numbers)
 
     @cached_property
     def generator(self) -> np.random.Generator:
@@ -154,23 +195,37 @@ class Drawn:
         return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._draw.seed_for("others"), "big")))
 
     def with_others(self, keep: np.ndarray) -> Any:
-        """As of `Examples`: items are replaced before they are collated; else the parts of the collated tensors."""
-        wanted = _shapes(self.batch)
+        """As of `Examples`: items are replaced before they are collated; else the rows of the collated tensors.
+
+        Where whole batches of items never have equal shapes, places get items of the shapes that they had.
+        """
+        places = np.flatnonzero(~keep)
+        pool: dict[str, list[tuple[int, Any]]] = {}  # by their shapes: numbers of other examples, and their items
         for _ in range(TRIES):
-            places = np.flatnonzero(~keep)
             numbers = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
-            seed = self.generator.bytes(32)
-            others = self._batches.items(Draw(numbers, self._draw.views, seed))
-            items = _mixed(self._own_items(), others, places, self._draw.views)
-            batch = self._batches.collate(items, self._draw)
-            if _shapes(batch) == wanted:
+            batch = self._fetched_together(places, numbers)
+            if batch is None:
+                others = self._batches.items(Draw(numbers, self._draw.views, self.generator.bytes(32)))
+                batch = self._collated(_mixed(self._own_items(), others, places, self._draw.views))
+                for number, other in zip(numbers.tolist(), _by_example(others, self._draw.views), strict=False):
+                    pool.setdefault(repr(_shapes(other)), []).append((number, other))
+            if batch is not None:
                 return batch
-        alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
-        return alike.with_others(keep)
+        batch = self._of_shapes(places, pool)
+        if batch is None:
+            alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
+            batch = alike.with_others(keep)
+        return batch
 
     def without(self, keep: np.ndarray) -> Any:
-        """As of `Examples`."""
-        items, kept = self._own_items(), np.repeat(keep, self._draw.views)
+        """As of `Examples`. Where random numbers are drawn for a batch as a whole, a part of it would get others."""
+        items, kept, fetched = self._own_items(), np.repeat(keep, self._draw.views), self._fetched
+        if fetched.collate_drew:
+            alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
+            return alike.without(keep)
+        if self._batches.fetches_together and not fetched.items_drew:
+            items = self._batches.items(replace(self._draw, numbers=self._draw.numbers[keep]))
+            return self._batches.collate(items, self._draw)
         some = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
         return self._batches.collate(some, self._draw)
 
@@ -178,13 +233,55 @@ class Drawn:
         """Whether the data set gives the same items when it is asked again, with the same random numbers."""
         if self._batches.holds_tensors:
             return True
-        again = self._batches.collate(self._batches.items(self._draw), self._draw)
+        again = self._batches.fetch(self._draw).batch
         return all(same(a, b) for a, b in zip(tree_leaves(again), tree_leaves(self.batch), strict=False))
 
+    def _fetched_together(self, places: np.ndarray, numbers: np.ndarray) -> Any:
+        """The batch with others in these places, where the data set fetches many at once, and may mix them.
+
+        None where it does not, where the random numbers would be others, and where the shapes are.
+        """
+        if not self._batches.fetches_together:
+            return None
+        mixed = self._draw.numbers.copy()
+        mixed[places] = numbers
+        try:
+            again = self._batches.fetch(replace(self._draw, numbers=mixed))
+        except Exception:
+            return None
+        return again.batch if again.ends == self._fetched.ends and _shapes(again.batch) == _shapes(self.batch) else None
+
+    def _collated(self, items: Any) -> Any:
+        """The batch of these items; None where its shapes, or the random numbers that it takes, are others."""
+        try:
+            batch, end = self._batches.collate_to_end(items, self._draw)
+        except Exception:  # as where items of two fetches were padded to different lengths
+            return None
+        return batch if end == self._fetched.ends[1] and _shapes(batch) == _shapes(self.batch) else None
+
+    def _of_shapes(self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]]) -> Any:
+        """The batch with others where there are some with the shapes of an example's own items."""
+        items, views, changed = self._own_items(), self._draw.views, False
+        if isinstance(items, np.ndarray):
+            return None
+        items = list(items)
+        for place in places:
+            mine = slice(views * place, views * (place + 1))
+            alike = pool.get(repr(_shapes(items[mine])), ())
+            fitting = [other for number, other in alike if number != self._draw.numbers[place]]
+            if fitting:
+                items[mine] = fitting[int(self.generator.integers(len(fitting)))]
+                changed = True
+        return self._collated(items) if changed else None
+
     def _own_items(self) -> Any:
-        if self._items is None:  # a worker fetched them: the seed makes them the same ones
-            self._items = self._batches.items(self._draw)
-        return self._items
+        if self._fetched.items is None:  # a worker fetched them: the seed makes them the same ones
+            self._fetched.items = self._batches.items(self._draw)
+        return self._fetched.items
+
+
+def _by_example(items: Any, views: int) -> Iterator[Any]:
+    return (items[k : k + views] for k in range(0, len(items), views)) if isinstance(items, list) else iter(())
 
 
 def _mixed(items: Any, others: Any, places: np.ndarray, views: int) -> Any:
@@ -207,8 +304,8 @@ class CollatedExamples:
         count: number of examples.
         generator: chooses the others, among the examples of the batch.
         views: rows of each example, one behind the other.
-        sure: take no list of as many tensors as there are examples, each of this length, for a list of inputs: it may
-            as well be a list of examples.
+        sure: give nothing where some tensor has another length, or where a list has as many tensors as there are
+            examples, each of this length: it may be a list of inputs, or one of examples.
     """
 
     def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1, *, sure: bool = False):
@@ -239,6 +336,8 @@ def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
         if batch.ndim and len(batch) == n:
             found.append(True)
             return batch[torch.from_numpy(rows).to(batch.device) if isinstance(batch, torch.Tensor) else rows]
+        if batch.ndim:
+            found.append(False)
         return batch
     if isinstance(batch, Mapping):
         part: Any = copy(batch)  # of its own kind, which may have attributes

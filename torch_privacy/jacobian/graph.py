@@ -94,11 +94,6 @@ def _saved_by(node: Node) -> Iterator[Tensor]:
         yield from (t for t in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(t, Tensor))
 
 
-def saves_elsewhere() -> bool:
-    """Whether what autograd saves just now goes through hooks, as of checkpointing and offloading: asked for once."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
-
-
 @cache
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_"))

@@ -250,6 +250,7 @@ def _not_finite(layout: Layout, b: Tensor) -> Tensor:
 
 
 def length(rows: Tensor) -> Tensor:
+    """Returns the norm of each row."""
     return torch.linalg.vector_norm(rows, dim=1)
 
 

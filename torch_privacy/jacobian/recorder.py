@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .._torch_modes import saves_elsewhere
 from .._validate import Refused
 from ..ops import COMPOSED, OPS, Use
 from ..ops._base import is_half
@@ -27,9 +28,9 @@ from ..ops.elementwise import OVERWRITING, EntrywiseUse
 from ..ops.fallback import compared, replay, uses_of
 from .calls import SCAN, Call, Output
 from .code_path import CodePath
-from .graph import saves_elsewhere
 from .torch_functions import (
     EXPANSIONS,
+    FROM_PYTHON,
     Filled,
     Traits,
     changes_in_place,
@@ -100,6 +101,7 @@ class Notes(TorchFunctionMode):
         self._constants = {id(t): (t, t._version) for t in constants}
         self._made: dict[int, weakref.ref[Tensor]] = {}  # whole numbers among the inputs, or made of data
         self._blank: dict[int, weakref.ref[Tensor]] = {}  # made to be filled, and with a dimension for the examples
+        self._reads_python = False  # the model was called without tensors, so it makes them of the batch itself
         self._left_torch = False  # data were given to numpy or Python, which may have made whole numbers of them
         self._saved_elsewhere = False  # autograd's tensors are not kept by its nodes
         self._program: list[Step] = []  # those that a gradient goes back through
@@ -165,7 +167,9 @@ class Notes(TorchFunctionMode):
         out = func(*args, **kwargs)
         result = args[0] if known.in_place else out
         self._place(step, tensors_in((result,)))
-        if tensors or self._filled.makes_constant(func, out, self._num_examples):
+        if self._reads_python and func in FROM_PYTHON:
+            self._note_results(tensors_in((out,)))
+        elif tensors or self._filled.makes_constant(func, out, self._num_examples):
             if not self._filled.makes_new(func, result, args, self._num_examples):
                 for tensor in tensors_in((result,)):
                     self._add_derived(func, args, met, tensor)
@@ -277,6 +281,7 @@ class Notes(TorchFunctionMode):
     def note_inputs(self, *inputs: Any) -> None:
         """The model is called with these arguments: whole numbers among them hold data of the batch."""
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        self._reads_python |= not tensors
         self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
         if self._num_examples is None:  # a wrong guess costs time, never exactness
             self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
 
+LOOKUPS = ("embedding", "embedding_bag")
 # Bytes of gradients that are measured at once, at least: a portion takes several backwards.
 PORTION = 2**24
 # Bytes that any budget allows that is not below what non-private training needs.
@@ -73,6 +74,7 @@ class Tape(Notes):
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
         self._estimates = estimates
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
+        self.used_otherwise: set[str] = set()  # names of those that were met by more than a look-up, as its table
         self.measured = False  # whether layouts had to be measured, by backwards of their own
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
@@ -421,13 +423,20 @@ class Tape(Notes):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
 
     def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
-        reached = {name for call in calls for use in call.uses for name in self._names_of(use.weight)}
+        reached: set[str] = set()
+        for call in calls:
+            for use in call.uses:
+                names = self._names_of(use.weight)
+                reached.update(names)
+                if call.op not in LOOKUPS or not self._sources[id(use.weight)].direct:
+                    self.used_otherwise.update(names)
         self.reached = reached
         missing = [name for name in self.parameters if name not in reached | may_miss]
         if missing:
             raise Refused(
                 f"tape: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "
-                "requires_grad_(False), or leave it out of the optimizer."
+                "requires_grad_(False), or leave it out of the optimizer. Where the data choose layers (experts), "
+                "the first batches must be large enough to reach all; what was reached once may be missed later."
             )
 
 
@@ -563,6 +572,7 @@ def _advice(node: Node) -> str:
 
 
 def check_losses(losses: Tensor) -> None:
+    """Refuses what is not one loss per example, with a gradient."""
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if isinstance(losses, Tensor) and losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:

@@ -33,7 +33,8 @@ _REARRANGEMENTS = {
 _CONSTANTS = {torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices}
 # Factories whose result may stand for an input with a part for every example, such as a first hidden state.
 _FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
-_FILLED |= {torch.tensor, torch.as_tensor}
+FROM_PYTHON = {torch.tensor, torch.as_tensor}  # make tensors of numbers
+_FILLED |= FROM_PYTHON
 LARGE = 2**20  # entries of what rows take that hang on a filled tensor with a part for each example, as on a constant
 # Functions that take no more than the shape or type of their second tensor.
 LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as, Tensor.to}
@@ -135,7 +136,7 @@ class Filled:
         """Whether a factory's result holds no data of the batch; a list of whole numbers counts as positions."""
         if func in _CONSTANTS:
             return True
-        if func in (torch.tensor, torch.as_tensor) and not out.is_floating_point():
+        if func in FROM_PYTHON and not out.is_floating_point():
             return out.ndim < 2
         return func in _FILLED and not self.stands_for_input(func, out, num_examples)
 
@@ -271,6 +272,7 @@ def _spreads(data: Sequence[Tensor]) -> bool:
 
 
 def rearranges(func: Callable, args: tuple) -> bool:
+    """True if the function only moves the entries of its tensor about."""
     if func in _REARRANGEMENTS:
         return True
     if func is Tensor.__getitem__:

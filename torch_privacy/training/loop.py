@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._model import Attributes, Census, Seal, check_model, check_no_hooks, take_census
+from .._model import Attributes, Census, Seal, check_model, check_no_hooks, padding_rows, take_census
 from .._replay import OwnRandomNumbers, next_numbers
 from .._torch_modes import uncompiled
 from .._validate import Refused
@@ -44,7 +44,7 @@ from ..jacobian.independence import (
     without_random_numbers,
     written_into,
 )
-from ..jacobian.tape import MEMORY_BUDGET, check_losses
+from ..jacobian.tape import MEMORY_BUDGET, Tape, check_losses
 from ..mechanism import ClippedSum, Summing
 from ..noise import Noise, key_from_test_seed
 from ..sampling import Poisson
@@ -235,6 +235,7 @@ class PrivateTraining:
         self._overwritten: set[str] = set()  # attributes that take in data, and are written before they are read
         self._not_compared: set[str] = set()  # by rehearsals, in words
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
+        self._padding = padding_rows(model, self._census.trained)
         self._part: Any = None  # the (micro)batch under way
         self._turn: Turn | None = None  # to be handed out next
         self._is_rehearsal = False
@@ -449,13 +450,19 @@ class PrivateTraining:
 
     def _check_learning_rates(self) -> None:
         """Refuse a loop that advances its scheduler on rehearsals, too."""
-        rates = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        rates = [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         if self._part.rates is None:
             self._part.rates = rates
         elif rates != self._part.rates:
+            pairs = zip(rates, self._part.rates, strict=False)
+            changed = sorted({key for now, was in pairs for key in now if now[key] != was.get(key)}) or ["params"]
             raise Refused(
-                "PrivateTraining: the learning rate changed before the step was made, at a rehearsal of its batch. "
-                "Advance the scheduler where training.step(losses) returns True, or pass it as scheduler=."
+                f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
+                "rehearsal of its batch. Advance a scheduler where training.step(losses) returns True, or pass it as "
+                "scheduler=; and let no setting depend on the batch."
             )
 
     def _answers(self, pending: Pending, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
@@ -490,6 +497,8 @@ class PrivateTraining:
                     observe=None if rows is None else rows.take,
                 )
             summing.check_bound()
+            otherwise = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
+            self._padding = {name: row for name, row in self._padding.items() if name not in otherwise}
             self._seen |= tape.reached  # layers that are left out at random are reached when they are not
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
@@ -669,6 +678,8 @@ class PrivateTraining:
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
             p.grad = gradient[name].to(p.dtype)
+            if name in self._padding:  # it has no gradient but noise, with which padding would count
+                p.grad[self._padding[name]] = 0
         del release, gradient
         self._update(parameters)
         for p in parameters.values():
