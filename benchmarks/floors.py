@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.data import HashedWords, load_cifar10, load_imdb, load_mnist
 from torch_privacy.estimated_norms.floored import norm_bounds
-from torch_privacy.experiments import networks
+from torch_privacy.experiments.models import networks
 
 EXAMPLES, QUANTILES = 64, (0.1, 0.5, 0.9)
 WORDS = 8185  # numbers that words are hashed to

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from torch_privacy import _display, privacy
+from torch_privacy import privacy
 from torch_privacy.cli import run
+from torch_privacy.cli import tables as _display
 from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.privacy import comparison
 from torch_privacy.privacy.summary import round_down, round_up

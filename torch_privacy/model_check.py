@@ -112,7 +112,7 @@ class Checkup:
         return {"ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
-        from ._display import checkup_text
+        from .cli.tables import checkup_text
 
         return checkup_text(self)
 

@@ -12,9 +12,9 @@ import torch_privacy as tp
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments import abadi_cifar10, abadi_sweep, best, best_cifar10, best_mnist
 from torch_privacy.experiments.abadi_sweep import EPSILON, FACTORS, Settings, epochs_within_budget
+from torch_privacy.experiments.models.scattering import scattering
+from torch_privacy.experiments.models.wide_resnet import StandardizedConv2d, WideResNet
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training
-from torch_privacy.experiments.scattering import scattering
-from torch_privacy.experiments.wide_resnet import StandardizedConv2d, WideResNet
 from torch_privacy.privacy import NoisyCovariance, SubsampledGaussian, compose
 
 SMALL = {"expected_batch_size": 4, "epochs": 0.2, "microbatch_size": 4, "delta": 1e-3}

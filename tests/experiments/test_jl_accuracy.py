@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy.cli import run as command
 from torch_privacy.experiments import jl_accuracy, jl_mnist
-from torch_privacy.experiments._protocol import Task
+from torch_privacy.experiments.task import Task
 from torch_privacy.report import render as report
 
 NUMBER = r"[+-]\d+\.\d+"

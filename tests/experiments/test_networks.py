@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.experiments import networks
+from torch_privacy.experiments.models import networks
 
 PRINTED = {  # by the papers
     "mnist_cnn": 26_010,

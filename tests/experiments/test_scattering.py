@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_privacy.experiments import scattering as module
-from torch_privacy.experiments.augmentation import cropped, flipped, relit, turned
-from torch_privacy.experiments.scattering import scattering
+from torch_privacy.experiments.models import scattering as module
+from torch_privacy.experiments.models.augmentation import cropped, flipped, relit, turned
+from torch_privacy.experiments.models.scattering import scattering
 
 
 @pytest.fixture(autouse=True)

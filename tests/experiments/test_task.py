@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
-from torch_privacy.experiments._protocol import RMSE, Task, seeded
 from torch_privacy.experiments.catalog import GDP, Experiment
 from torch_privacy.experiments.gdp_movielens import squared_stars
 from torch_privacy.experiments.runner import Run
+from torch_privacy.experiments.task import RMSE, Task, seeded
 
 PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
 

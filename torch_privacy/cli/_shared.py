@@ -65,7 +65,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:
     """Print a result for a program or for people."""
-    from torch_privacy._display import lines_table
+    from torch_privacy.cli.tables import lines_table
 
     if as_json:
         typer.echo(json.dumps(content, indent=2, allow_nan=False))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from torch_privacy._signals import DeferredSignals
+    from torch_privacy.cli.signals import DeferredSignals
     from torch_privacy.experiments.runner import Run
 
 
 def see_through(run: Run, signals: DeferredSignals, *, silent: bool) -> bool:
     """Make a training's steps until it ends (True), or until a signal came (False): then it is saved."""
-    from torch_privacy._display import TrainingDisplay
+    from torch_privacy.cli.tables import TrainingDisplay
 
     with TrainingDisplay(Console(stderr=True), silent=silent) as display:
         for progress in run.steps():

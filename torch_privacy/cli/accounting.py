@@ -133,7 +133,7 @@ def tradeoff(
     as_json: AsJson = False,
 ) -> None:
     """What an attacker can do at best: how many members are missed at each rate of false positives."""
-    from torch_privacy._display import tradeoff_view
+    from torch_privacy.cli.tables import tradeoff_view
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
     _check_steps("tradeoff", steps)
@@ -160,7 +160,7 @@ def compare(
 
     dp-accounting and prv-accountant are asked if they are installed.
     """
-    from torch_privacy._display import claims_table
+    from torch_privacy.cli.tables import claims_table
     from torch_privacy.privacy import comparison
 
     _check_steps("compare", steps)

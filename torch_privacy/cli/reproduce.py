@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_privacy._signals import DeferredSignals
 from torch_privacy.cli._shared import (
     AsJson,
     Quiet,
@@ -23,6 +22,7 @@ from torch_privacy.cli._shared import (
     say,
 )
 from torch_privacy.cli._training import see_through
+from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 
 Name = Annotated[
@@ -93,7 +93,7 @@ def reproduce(
     if experiment is None:
         if any(option is not None for option in (run, seed, data, quick or None, only or None, skip or None)):
             raise ValueError("reproduce: name an experiment for these options; without any it lists what there is.")
-        from torch_privacy._display import experiments_view
+        from torch_privacy.cli.tables import experiments_view
         from torch_privacy.experiments.catalog import as_json as listed
 
         print_result({"experiments": listed()}, experiments_view(EXPERIMENTS.values()), as_json)
@@ -114,7 +114,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
     # Read as torch is loaded, here first: its profiler warns of memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with DeferredSignals() as signals:
-        from torch_privacy._display import results_view
+        from torch_privacy.cli.tables import results_view
         from torch_privacy.experiments.reproduction import Reproduction
 
         silent = quiet or as_json

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_privacy._signals import DeferredSignals
 from torch_privacy.cli._shared import (
     AsJson,
     Quiet,
@@ -22,6 +21,7 @@ from torch_privacy.cli._shared import (
     say,
 )
 from torch_privacy.cli._training import see_through
+from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import TRAININGS
 
 KNOWN = ", ".join(TRAININGS)

@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import cast
 
 from torch_privacy import _validate as _check
-from torch_privacy.experiments._protocol import Trainable
 from torch_privacy.experiments.catalog import CATALOG, Experiment
+from torch_privacy.experiments.task import Trainable
 from torch_privacy.runs.rows import Reproducible
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}

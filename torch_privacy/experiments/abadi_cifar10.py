@@ -24,9 +24,9 @@ from torch.nn import functional as F
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data import load_cifar10, load_public_images
-from torch_privacy.experiments._protocol import Task, seeded
-from torch_privacy.experiments.augmentation import cropped, flipped, relit
-from torch_privacy.experiments.networks import abadi_cnn
+from torch_privacy.experiments.models.augmentation import cropped, flipped, relit
+from torch_privacy.experiments.models.networks import abadi_cnn
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, BASELINE, EXACT, PRIVACY_COLUMNS, SCORE, Column, Training
 
 SIDE, NUM_EXAMPLES = 24, 50_000

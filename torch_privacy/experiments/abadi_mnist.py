@@ -28,8 +28,8 @@ import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy import privacy
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments import networks
-from torch_privacy.experiments._protocol import Task
+from torch_privacy.experiments.models import networks
+from torch_privacy.experiments.task import Task
 from torch_privacy.runs.rows import BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Row, Training
 
 LAYERS = 2

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data
-from torch_privacy.experiments._protocol import Task, seeded
-from torch_privacy.experiments.scattering import scattering
+from torch_privacy.experiments.models.scattering import scattering
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 EPSILONS = 1, 2, 3, 8

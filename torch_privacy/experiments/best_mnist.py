@@ -16,8 +16,8 @@ from torch import nn
 
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments import best
-from torch_privacy.experiments.augmentation import cropped
 from torch_privacy.experiments.best import Recipe, linear, scattered
+from torch_privacy.experiments.models.augmentation import cropped
 
 SHIFT = 2  # pixels, at most
 CONVOLUTIONS = {

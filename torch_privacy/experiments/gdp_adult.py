@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_adult
 from torch_privacy.data.synthetic import synthetic_adult
-from torch_privacy.experiments._protocol import Task, seeded
-from torch_privacy.experiments.networks import adult_perceptron
+from torch_privacy.experiments.models.networks import adult_perceptron
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_privacy.data import Data, load_movielens
-from torch_privacy.experiments._protocol import RMSE, Score, Task, seeded
-from torch_privacy.experiments.networks import Recommender
+from torch_privacy.experiments.models.networks import Recommender
+from torch_privacy.experiments.task import RMSE, Score, Task, seeded
 from torch_privacy.runs.rows import (
     BASELINE,
     MU,

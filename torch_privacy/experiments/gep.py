@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data
-from torch_privacy.experiments._protocol import Task, seeded
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.gep.settings import random_labels
 from torch_privacy.runs.rows import ACCURACY_COLUMN, BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Training
 

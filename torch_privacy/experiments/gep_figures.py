@@ -25,8 +25,8 @@ from torch.nn import functional as F
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data import load_public_images
-from torch_privacy.experiments._protocol import seeded
-from torch_privacy.experiments.networks import ResNet20
+from torch_privacy.experiments.models.networks import ResNet20
+from torch_privacy.experiments.task import seeded
 from torch_privacy.jacobian.operator import Jacobian
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import Column, Computation, Context, Numbers

@@ -22,7 +22,6 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data import Data
-from torch_privacy.experiments._protocol import Task, seeded
 from torch_privacy.experiments.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
 from torch_privacy.experiments.methods import (
     Maker,
@@ -34,6 +33,7 @@ from torch_privacy.experiments.methods import (
     vanilla,
     vanilla_seconds,
 )
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder

@@ -19,7 +19,7 @@ from scipy import stats
 from torch.utils.data import TensorDataset
 
 from torch_privacy.experiments import jl, jl_mnist
-from torch_privacy.experiments._protocol import Task
+from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training

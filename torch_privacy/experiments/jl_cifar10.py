@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch_privacy.data import load_cifar10
 from torch_privacy.experiments import jl
 from torch_privacy.experiments.jl import SECONDS
-from torch_privacy.experiments.networks import cifar_cnn
+from torch_privacy.experiments.models.networks import cifar_cnn
 from torch_privacy.runs.rows import EXACT, SCORE
 
 

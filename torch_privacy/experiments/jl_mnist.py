@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments import jl
 from torch_privacy.experiments.jl import LARGEST, SECONDS
-from torch_privacy.experiments.networks import mnist_cnn
+from torch_privacy.experiments.models.networks import mnist_cnn
 from torch_privacy.runs.rows import EXACT, SCORE
 
 

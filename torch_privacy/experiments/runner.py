@@ -25,7 +25,7 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.batches import Batches, split
 from torch_privacy.experiments import load_trainable
-from torch_privacy.experiments._protocol import Task, check_names, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments.task import Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.privacy.summary import Releases, Summary, summarize
 from torch_privacy.report import render as report
 from torch_privacy.runs.folder import RunFolder

@@ -14,8 +14,8 @@ import torch
 import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.experiments import load_trainable
-from torch_privacy.experiments._protocol import Task, check_numbers, check_settings
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training, number_of_threads, test_score
+from torch_privacy.experiments.task import Task, check_numbers, check_settings
 
 TRIED = ("learning_rate", "clip_norm", "expected_batch_size")
 

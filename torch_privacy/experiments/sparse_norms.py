@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_privacy.experiments.networks import AveragedWords
+from torch_privacy.experiments.models.networks import AveragedWords
 
 
 def train(model: AveragedWords, words: Tensor, labels: Tensor, settings: Any, num_steps: int) -> None:
