@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,16 +16,52 @@ from . import privacy
 from ._model import Census
 from ._validate import Refused
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
-from .estimated_norms.choose import Directions, Sketch, Sketched, check_price, check_rule, sketching
+from .jacobian.code_path import CodePath
 from .jacobian.layout import Layouts, Merging
 from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
 from .sampling import Poisson
 
-Watch = Tape | Sketch  # what looks on while the model's forward runs
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
 ROUNDING = 2e-5  # relative, of a clipped row's norm
 COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
+
+
+class Recording(Protocol):
+    """Looks on while the model's forward runs, and gives the clipped sum of its losses: a tape, or a sketch."""
+
+    code: CodePath  # that ran
+    reached: set[str]  # names of the parameters that the losses were found to depend on
+    measured: bool  # whether layouts had to be measured, by backwards of their own
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The trained ones, by name."""
+        ...
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The model is called with these arguments."""
+
+    def end(self, output: Any) -> None:
+        """The model gave its output, or None if it came to no end."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any, /) -> bool | None: ...
+
+    def clipped_sum(
+        self,
+        losses: Tensor,
+        groups: Mapping[str, Sequence[str]],
+        clip: Any,
+        *,
+        merging: Merging | None = None,
+        may_miss: Iterable[str] = (),
+        memory_budget: float = ...,
+        observe: Any = None,
+    ) -> dict[str, Tensor]:
+        """The clipped sum by name, as of `Tape.clipped_sum`."""
+        ...
 
 
 class Summing(ABC):
@@ -134,7 +170,7 @@ class Mechanism(ABC):
     def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:  # noqa: B027
         """A step begins, whose batch may be empty. The key is that of the noise."""
 
-    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
+    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Recording:
         """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
         return Tape(census.trained, census.constants, self._layouts, size)
 
@@ -252,55 +288,6 @@ class ClippedSum(Mechanism):
     def load_state(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.rule, Adaptive):
             self.rule = replace(self.rule, clip_norm=state["clipping"]["clip_norm"])
-
-
-class SketchedSum(ClippedSum):
-    """The sum of the clipped rows, their norms estimated at random.
-
-    Args:
-        setting: how they are estimated.
-        not_for_release: whether few of them will do.
-        rule, names, expected_batch_size: as of `ClippedSum`.
-    """
-
-    def __init__(
-        self,
-        setting: Sketched,
-        rule: ClippingRule,
-        names: Sequence[str],
-        expected_batch_size: float,
-        *,
-        not_for_release: bool,
-    ):
-        check_rule(rule)
-        super().__init__(rule, names, expected_batch_size)
-        self._not_for_release = not_for_release
-        self._sketching = sketching(setting, self._layouts)
-
-    def event(
-        self, noise_multiplier: float, sampling_probability: float
-    ) -> privacy.SubsampledJL | privacy.SubsampledSketch:
-        return self._sketching.setting.event(noise_multiplier, sampling_probability)
-
-    def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
-        if not self._not_for_release:
-            check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "jacobian": repr(self._sketching.setting)}
-
-    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Watch:
-        return self._sketching.watch(census, size, Directions(key, step, part))
-
-    def explain(self) -> str:
-        return self._sketching.explain()
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "projections": self._sketching.way}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state(state)
-        self._sketching.way = state["projections"]
 
 
 class _Clipping(Summing):

@@ -29,8 +29,8 @@ except ImportError as error:
 from . import privacy
 from ._validate import positive, strictly_between, whole
 from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
+from .privacy.spent import NOT_PRIVATE, Spent
 from .sampling import Poisson
-from .training.statement import NOT_PRIVATE, Spent
 
 Array = NDArray[Any]
 

@@ -142,7 +142,8 @@ def train_in(
     """
     with DeferredSignals() as signals:
         from torch_privacy.experiments.runner import Run
-        from torch_privacy.privacy.summary import privacy_lines, score_lines
+        from torch_privacy.privacy.summary import privacy_lines
+        from torch_privacy.runs.table import score_lines
 
         with (
             naming(folder),

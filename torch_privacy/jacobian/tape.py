@@ -78,6 +78,15 @@ class Tape(Notes):
         self.measured = False  # whether layouts had to be measured, by backwards of their own
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The model is called with these arguments: records until `end`."""
+        self.note_inputs(args, kwargs)
+        self.__enter__()
+
+    def end(self, output: Any) -> None:
+        """The model has given its output, or was interrupted."""
+        self.__exit__(None, None, None)
+
     def jacobian(
         self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False
     ) -> Jacobian:

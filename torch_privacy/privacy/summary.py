@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.runs.metrics import Measure
 
 FALSE_POSITIVE_RATE = 0.01  # where an attacker's power is quoted
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
@@ -205,19 +204,6 @@ def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[d
         {"alpha": float(alpha), "beta_low": float(low), "beta_high": float(high)}
         for alpha, low, high in zip(alphas, *map(np.atleast_1d, curve), strict=True)
     ]
-
-
-def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """A run's scores, from its ``results.json``, as lines of a table."""
-    measure, baseline = Measure(**results["score"]), results["baseline_test_score"]
-    digits = 2 if measure.percent else 4
-    without = "not trained (--no-baseline)" if baseline is None else measure.text(baseline, digits)
-    private = f"{measure.text(results['test_score'], digits)} of {results['num_test_examples']:,} held-out examples"
-    lines = [(f"test {measure.name}, private", private), (f"test {measure.name}, same network, not private", without)]
-    if results.get("diverged"):
-        advice = "the loss is not a finite number; try a smaller learning rate"
-        lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))
-    return lines
 
 
 def round_down(value: float, digits: int = 3) -> str:

@@ -20,7 +20,6 @@ from torch_privacy.privacy.summary import (
     releases_from_json,
     round_down,
     round_up,
-    score_lines,
     summarize,
 )
 from torch_privacy.report import html as _page
@@ -182,7 +181,7 @@ def _page_of_training(folder: RunFolder) -> str:
         f"<p>{escape(_words(results, summary))}</p>",
         _page.figures(plots),
         "<h2>In numbers</h2>",
-        _page.pairs(score_lines(results) + privacy_lines(summary)),
+        _page.pairs(table.score_lines(results) + privacy_lines(summary)),
         "<h2>Settings</h2>",
         _page.pairs(shown),
         "<h2>What epsilon does not cover</h2>",

@@ -7,6 +7,7 @@ from decimal import ROUND_FLOOR
 from statistics import mean, stdev
 from typing import Any
 
+from torch_privacy.runs.metrics import Measure
 from torch_privacy.runs.rows import Column
 from torch_privacy.privacy.summary import round_down, round_up, scientific
 
@@ -133,3 +134,16 @@ def _columns(results: Mapping[str, Any]) -> dict[str, Column]:
         if any(row["paper"].get(key) is not None for row in rows)
         or any(run["numbers"].get(key) is not None for row in rows for run in row["runs"])
     }
+
+
+def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """A run's scores, from its ``results.json``, as lines of a table."""
+    measure, baseline = Measure(**results["score"]), results["baseline_test_score"]
+    digits = 2 if measure.percent else 4
+    without = "not trained (--no-baseline)" if baseline is None else measure.text(baseline, digits)
+    private = f"{measure.text(results['test_score'], digits)} of {results['num_test_examples']:,} held-out examples"
+    lines = [(f"test {measure.name}, private", private), (f"test {measure.name}, same network, not private", without)]
+    if results.get("diverged"):
+        advice = "the loss is not a finite number; try a smaller learning rate"
+        lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))
+    return lines

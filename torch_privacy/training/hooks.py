@@ -14,9 +14,8 @@ from torch import nn
 
 from .._model import Seal
 from .._replay import OwnRandomNumbers, is_unwatched
-from ..estimated_norms.choose import Sketch
 from ..jacobian.independence import Turn
-from ..mechanism import Watch
+from ..mechanism import Recording
 
 if TYPE_CHECKING:
     from .loop import PrivateTraining
@@ -27,7 +26,7 @@ class Pending:
     """The (micro)batch that was handed out and whose losses are awaited."""
 
     turn: Turn
-    tape: Watch | None  # None where only the losses are asked for
+    tape: Recording | None  # None where only the losses are asked for
     seal: Seal
     numbers: OwnRandomNumbers
     contexts: ExitStack
@@ -42,7 +41,7 @@ class _UnderWay(threading.local):
     """The forwards under way in one thread; None for one that runs untouched."""
 
     def __init__(self) -> None:
-        self.watches: list[Watch | None] = []
+        self.watches: list[Recording | None] = []
 
 
 class Switch:
@@ -57,7 +56,7 @@ class Switch:
         self._under_way = _UnderWay()
 
     @property
-    def _active(self) -> list[Watch | None]:
+    def _active(self) -> list[Recording | None]:
         return self._under_way.watches
 
     def __deepcopy__(self, memo: dict) -> Switch:
@@ -76,19 +75,14 @@ class Switch:
         pending = None if training is None else training._pending
         tape = None if pending is None or not torch.is_grad_enabled() or is_unwatched() else pending.tape
         self._active.append(tape)
-        if isinstance(tape, Sketch):
-            tape.begin(model, args, kwargs)
-        elif tape is not None and pending is not None:
-            tape.note_inputs(args, kwargs)
+        if tape is not None and pending is not None:
             tape.code.note_inputs((args, kwargs), pending.turn.batch)
-            tape.__enter__()
+            tape.begin(model, args, kwargs)
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
         tape = self._active.pop() if self._active else None
-        if isinstance(tape, Sketch):
+        if tape is not None:
             tape.end(output)
-        elif tape is not None:
-            tape.__exit__(None, None, None)
 
     def unwind(self) -> None:
         """Turn off what a forward left on that never came to its end, as after Ctrl-C."""

@@ -16,9 +16,10 @@ from .. import privacy
 from .._validate import Refused, positive, whole
 from ..batches import share_examples
 from ..clipping import ClippingRule, MicroBatches, check_rule
+from ..estimated_norms.mechanism import SketchedSum
 from ..gep.mechanism import EmbeddedSum
 from ..gep.settings import BGEP, GEP
-from ..mechanism import ClippedSum, Mechanism, SketchedSum
+from ..mechanism import ClippedSum, Mechanism
 from .statement import check_delta
 
 if TYPE_CHECKING:

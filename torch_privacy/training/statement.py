@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import platform
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,36 +13,18 @@ import torch
 
 from .. import __version__, privacy
 from .._validate import strictly_between
+from ..privacy.spent import NOT_FOR_RELEASE, NOT_PRIVATE
+from ..privacy.spent import Spent as Spent
 
 if TYPE_CHECKING:
     from .loop import PrivateTraining
 
-NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
-NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
 MOVED = (
     "NOT PRIVATE (the trained weights were changed other than by the training's own steps, {}; if that used no private "
     "data, take the statement before it)"
 )
 
 CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Privacy spent so far; prints as one line.
-
-    ``epsilon`` is a certified bracket (low, high) at ``delta`` for the steps made; ``epsilon.high`` is the one to
-    report. Where training stopped early because of what it released (early stopping), ``planned.high`` is: the bracket
-    for all planned steps, which holds wherever one stops.
-    """
-
-    epsilon: privacy.Bracket
-    delta: float
-    text: str
-    planned: privacy.Bracket
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def warning_of(training: PrivateTraining) -> str | None:
