@@ -11,6 +11,7 @@ from torch_privacy import privacy
 from torch_privacy.experiments import kernels
 from torch_privacy.experiments.gnmax import GNMax
 from torch_privacy.privacy import compose
+from torch_privacy.privacy.events import pate
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_price_of_these_votes_is_that_of_the_tests_made_and_the_answers_given():
     mechanism = GNMax(10, 30.0, tests=50, threshold=84.0, test_noise_stddev=50.0)
     answers = mechanism.released(votes)
     assert 0 < len(answers.queries) <= 10
-    order = np.array(privacy.pate.ORDERS)
+    order = np.array(pate.ORDERS)
     dearest = len(answers.queries) / 30.0**2 + answers.tested / (2 * 50.0**2)
     anyway = (order * dearest + np.log1p(-1 / order) - np.log(1e-5 * order) / (order - 1)).min()
     spent = mechanism.epsilon_of_these_votes(votes, answers, 1e-5)

@@ -85,7 +85,7 @@ def priced(law: "Callable[[Any], Law | Between]") -> Callable[[Kind], Kind]:
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from torch_privacy.privacy.law import SubsampledNormal
+        >>> from torch_privacy.privacy.pairs.base import SubsampledNormal
         >>> @priced(lambda event: SubsampledNormal(event.distance, 1.0))
         ... @dataclass(frozen=True, repr=False)
         ... class Shifted(Event):
