@@ -251,7 +251,7 @@ def test_adaptive_finds_the_quantile_of_the_norms(quantile):
     torch.testing.assert_close(rule.clip_norm, norms.quantile(quantile).item(), rtol=1e-2, atol=0)
 
 
-def test_adaptive_count_is_moved_by_half_by_one_example_and_by_one_by_its_replacement():
+def test_adaptive_count_moves_by_half_when_added_by_one_when_replaced():
     rule, norms = Adaptive(1.0), torch.tensor([0.5, 1.0, 1.5, math.inf, math.nan])
     assert rule.count(norms) == -0.5
     assert rule.count(norms[:0]) == 0
@@ -389,7 +389,7 @@ def test_example_of_the_documentation_gives_the_sensitivities_of_its_table():
     assert shown["sensitivities"] == pytest.approx(expected)
 
 
-def test_importance_sampling_of_the_documentation_is_unbiased_and_varies_less():
+def test_importance_sampling_of_the_page_is_unbiased_with_less_variance():
     *_, block = python_blocks()
     shown: dict = {}
     exec(block, shown)

@@ -132,7 +132,7 @@ def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stdde
     assert torch.equal(released, (noise + unit * (sums.to(dtype).double() / unit).round()).to(dtype))
 
 
-def test_what_one_example_adds_cannot_be_read_off_the_grid_of_a_small_release():
+def test_grid_of_a_small_release_does_not_show_one_example():
     """Where a sum of 1 and its noise nearly cancel, the release has bits as fine as where nothing cancels."""
     for present in (0.0, 1.0):
         total = torch.full((200_000,), present)

@@ -143,7 +143,7 @@ def test_sum_does_not_depend_on_the_order_of_the_rows():
     np.testing.assert_array_equal(all_of(rows), all_of(np.random.default_rng(0).permutation(rows)))
 
 
-def test_noise_is_symmetric_normal_and_of_one_size_in_coordinates_that_keep_the_norm():
+def test_noise_is_symmetric_and_isotropic_in_the_frobenius_norm():
     noise = symmetric_noise(d=700, stddev=3.0)
     np.testing.assert_array_equal(noise, noise.T)
     diagonal, above = noise.diagonal() / 3, noise[np.triu_indices(700, 1)] / 3 * 2**0.5
@@ -178,7 +178,7 @@ def test_components_without_noise_are_those_of_scikit_learn():
     np.testing.assert_allclose(np.abs(ours.transform(rows)), np.abs(theirs.transform(rows)), atol=1e-4)
 
 
-def test_components_are_orthonormal_eigenvectors_with_the_largest_entry_positive():
+def test_components_are_orthonormal_eigenvectors_with_a_fixed_sign():
     matrix = symmetric_noise(40)
     values, components = leading_eigenvectors(matrix, 7)
     np.testing.assert_allclose(components @ components.T, np.eye(7), atol=1e-12)
@@ -438,7 +438,7 @@ def test_prior_release_must_be_one():
     assert release.event == pca.event_
 
 
-def test_layer_in_front_of_a_network_is_released_before_and_left_alone_by_the_training():
+def test_projection_layer_is_released_before_training_and_stays_fixed():
     rows = torch.from_numpy(random_rows()).float()
     pca = tp.PrivatePCA(2, noise_multiplier=4.0).fit(rows)
     torch.set_default_dtype(torch.float32)

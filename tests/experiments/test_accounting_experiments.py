@@ -22,7 +22,7 @@ def test_table_1_has_the_papers_mu_and_epsilons(line):
     assert low <= high < numbers[MOMENTS]
 
 
-def test_errors_add_up_to_what_the_paper_says_and_to_the_smallest_sum_on_the_curve():
+def test_errors_add_up_to_the_paper_s_and_to_the_smallest_sum():
     line = TABLE[1]
     numbers = gdp_figures.errors_of(line, CONTEXT)
     assert numbers[gdp_figures.SUM_CLT] == pytest.approx(0.776, abs=0.003)  # theirs is of the rounded mu

@@ -60,7 +60,7 @@ def test_every_recipe_trains_privately(module, shape, recipe):
     assert "the choice of the settings" in task.not_covered
 
 
-def test_features_are_normalized_scattering_coefficients_of_the_first_examples():
+def test_features_are_normalized_scattering_coefficients():
     load = made_up(1, 28)
     data = best.as_seen(load, best.scattered, None, 7)
     assert [len(data.train), len(data.test)] == [7, 7]
@@ -110,7 +110,7 @@ def test_sweep_draws_every_setting_with_the_reference_among_its_values(tmp_path)
         assert y[list(x).index(factor.reference)] == pytest.approx(50.0)
 
 
-def test_pretrained_convolutions_stay_and_the_last_layer_has_twice_the_bound(monkeypatch):
+def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     public = type("Public", (), {"images": torch.rand(20, 3, 32, 32), "files": {}})
     monkeypatch.setattr(abadi_cifar10, "load_public_images", lambda folder: public)
     monkeypatch.setattr(abadi_cifar10, "load_cifar10", made_up(3, 32))

@@ -84,7 +84,7 @@ def test_learning_rate_falls_to_zero_and_training_goes_through():
     assert rates == pytest.approx([settings.learning_rate * (1 - step / 3) for step in range(3)])
 
 
-def test_digits_of_the_anchors_are_not_among_those_that_accuracy_is_counted_on(monkeypatch):
+def test_anchors_are_not_in_the_test_set(monkeypatch):
     data = digits(2500)
     monkeypatch.setattr(gep_ablations, "load_mnist", lambda folder: data)
     settings = gep_ablations.Settings(auxiliary="digits")

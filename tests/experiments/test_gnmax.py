@@ -55,7 +55,7 @@ def test_answers_are_as_noisy_as_they_say():
     assert share == pytest.approx(right, abs=5 * math.sqrt(0.25 / len(answers.labels)))
 
 
-def test_price_of_these_votes_is_that_of_the_tests_made_and_the_answers_given():
+def test_price_of_votes_is_that_of_the_tests_and_answers():
     votes = torch.tensor([[84.0, 83.0, 83.0]]).repeat(50, 1)  # nobody agrees: as dear as any votes
     mechanism = GNMax(10, 30.0, tests=50, threshold=84.0, test_noise_stddev=50.0)
     answers = mechanism.released(votes)

@@ -120,7 +120,7 @@ def test_rows_that_memory_cannot_hold_are_not_begun(monkeypatch):
     assert "outer product" not in jl._steps(task, ["non-private", "outer product"], quick=True)
 
 
-def test_large_networks_are_of_the_paper_s_sizes_and_each_has_the_methods_that_the_paper_times():
+def test_large_networks_have_the_paper_s_sizes_and_methods():
     experiments = jl_large.ALEXNET, jl_large.VGG, jl_large.DENSER
     sizes = [sum(p.numel() for p in experiment.new_model().parameters()) for experiment in experiments]
     assert sizes[:2] == [21_598_922, 32_394_562]
@@ -132,7 +132,7 @@ def test_large_networks_are_of_the_paper_s_sizes_and_each_has_the_methods_that_t
     assert rows["VGG-13, JL(10)"].paper[jl.RATIO] == pytest.approx(106 / 12)
 
 
-def test_a_quick_look_takes_the_narrow_network_and_the_full_run_the_paper_s():
+def test_quick_look_takes_the_narrow_network():
     data = TensorDataset(torch.zeros(1, 1, 28, 28), torch.zeros(1))
     quick, full = (jl_large.ALEXNET.problem(data, quick=quick) for quick in (True, False))
     assert (quick.batch_size, full.batch_size) == (8, 64)
@@ -140,7 +140,7 @@ def test_a_quick_look_takes_the_narrow_network_and_the_full_run_the_paper_s():
     assert 20 * narrow < sum(p.numel() for p in full.new_model().parameters())
 
 
-def test_figures_draw_epsilons_as_large_as_they_are_over_the_time_that_methods_take(monkeypatch, tmp_path):
+def test_figures_draw_epsilon_over_time(monkeypatch, tmp_path):
     epochs = np.array([1.0, 2.0])
     course = {
         name: (epochs, np.array([0.8, 0.9]), epsilon)

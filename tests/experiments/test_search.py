@@ -50,7 +50,7 @@ def test_stand_in_data_are_nobodys(monkeypatch):
     assert len(list(on_stand_in("adult", [{"learning_rate": 0.1}], projections=0, **FEW))) == 1
 
 
-def test_scores_that_are_not_numbers_are_worst_and_of_equals_the_first_is_best():
+def test_nan_scores_are_worst_and_ties_go_to_the_first():
     trials = [Trial({"k": 0}, -float("inf")), Trial({"k": 1}, 0.5), Trial({"k": 2}, 0.5)]
     assert best_of(trials).candidate == {"k": 1}
 

@@ -164,7 +164,7 @@ STRONG_ROWS = {100: (26.39, 9.353, 9.34), 400: (82.35, 24.245, 24.22)}
 
 
 @pytest.mark.parametrize("epochs", STRONG_ROWS)
-def test_strong_composition_reproduces_the_paper_only_with_its_amplification(epochs):
+def test_strong_composition_needs_the_paper_s_own_amplification(epochs):
     setting = 4.0, 0.01, 100 * epochs, 1e-5
     valid, scaled, paper = STRONG_ROWS[epochs]
     assert privacy.strong_composition(*setting) == pytest.approx(valid, abs=0.01)

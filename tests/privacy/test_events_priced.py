@@ -261,7 +261,7 @@ def test_known_profile_of_pure_privacy_is_randomized_response():
 
 @pytest.mark.parametrize("clip_norm", [0.5, 3.0])
 @pytest.mark.parametrize("q", [0.1, 1.0])
-def test_noise_multiplier_under_replace_one_is_noise_over_twice_the_clip_norm(clip_norm, q):
+def test_replace_one_noise_multiplier_is_over_twice_the_clip_norm(clip_norm, q):
     """The pair that replacing an example realises: its clipped value C becomes -C. Noise over C would understate it."""
     stddev, target = 1.5 * clip_norm, 0.4
     x = np.linspace(-12 * stddev, 12 * stddev, 200_001)
@@ -513,7 +513,7 @@ HEAVY = {  # lists with a heavy tail: alone, in whole batches, beside bounded lo
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_heavy_tails_are_bracketed_narrowly_and_at_least_as_dear_as_each_part(name):
+def test_heavy_tails_have_narrow_brackets_above_each_part(name):
     low, high = privacy.compose(HEAVY[name]).epsilon(1e-5)
     assert high <= low * (1.4 if high > 1e5 else 1.02)
     for part in HEAVY[name]:
@@ -521,7 +521,7 @@ def test_heavy_tails_are_bracketed_narrowly_and_at_least_as_dear_as_each_part(na
 
 
 @pytest.mark.parametrize("name", list(HEAVY)[:4])
-def test_lattice_of_a_heavy_tail_claims_nothing_beyond_the_bounds_that_need_none(name):
+def test_lattice_of_a_heavy_tail_stays_within_the_free_bounds(name):
     rough, fine = privacy.compose(HEAVY[name]), privacy.compose(HEAVY[name], "lattice")
     for delta in (1e-2, 1e-5, 1e-8):
         low, high = fine.epsilon(delta)

@@ -168,7 +168,7 @@ def test_statement_keeps_to_the_schema_and_names_nothing_beyond_it(clipping):
     assert said.keys() <= privacy.statement_schema()["properties"].keys()
 
 
-def test_statement_without_delta_with_a_target_and_with_a_test_seed_keep_to_the_schema():
+def test_every_kind_of_statement_keeps_to_the_schema():
     for options in ({"delta": None}, {"noise_multiplier": None, "target_epsilon": 2.0}, {"test_seed": 1}):
         assert violations(privacy.statement_schema(), statement(**options)) == []
 

@@ -28,7 +28,7 @@ def law_and_spacing(request):
     return law, ratio * law.second_moment() ** 0.5
 
 
-def test_one_step_optimistic_below_truth_below_pessimistic_in_both_directions(law_and_spacing):
+def test_one_step_lies_between_its_bounds_in_both_directions(law_and_spacing):
     law, spacing = law_and_spacing
     lower, upper = optimistic(law, spacing), pessimistic(law, spacing)
     height = law.ends[1]
@@ -95,7 +95,7 @@ def _one_step_in_forty_digits(sigma: float, q: float, epsilon: float, swapped: b
         return float((1 - q - mpmath.exp(e)) * mpmath.ncdf(-x) + q * mpmath.ncdf(z - x))
 
 
-def test_pessimistic_lattice_with_much_noise_starts_near_its_losses_and_keeps_all_mass():
+def test_pessimistic_lattice_with_much_noise_keeps_all_mass():
     law = SubsampledNormal(1e-4, 0.5)
     upper = pessimistic(law, law.span / 1000)
     assert len(upper.mass) < 1100

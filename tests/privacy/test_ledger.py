@@ -31,7 +31,7 @@ def test_ledger_merges_equal_neighbors_and_prices_them():
     assert privacy.Ledger().profile().epsilon(1e-5) == (0, 0)
 
 
-def test_file_has_a_header_one_definition_per_event_and_one_line_per_release(tmp_path):
+def test_file_has_header_event_definitions_and_a_line_per_release(tmp_path):
     filled(tmp_path / "ledger").close()
     lines = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]
     assert lines[0] == {"ledger": 1}
@@ -139,7 +139,7 @@ def test_state_dict_survives_json_and_continues():
     assert ledger.events == [(A, 2), (B, 1), (A, 2)]
 
 
-def test_load_state_dict_keeps_releases_beyond_the_checkpoint_and_refuses_conflicts(tmp_path):
+def test_load_state_dict_keeps_later_releases_and_refuses_conflicts(tmp_path):
     early = privacy.Ledger()
     early.record(A, 0, "a0")
     ledger = filled(tmp_path / "ledger")

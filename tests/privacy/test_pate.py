@@ -29,7 +29,7 @@ def renyi(p, q, order):
 
 @pytest.mark.parametrize("votes", [(95, 3, 2), (60, 40, 0), (34, 33, 33), (250, 0, 0), (12, 3)])
 @pytest.mark.parametrize("noise_stddev", [4.0, 15.0, 40.0])
-def test_divergence_is_never_below_that_of_the_answers_on_neighboring_votes(votes, noise_stddev):
+def test_divergence_is_at_least_that_of_neighboring_votes(votes, noise_stddev):
     orders = np.array([1.5, 2.0, 4.0, 8.0, 20.0])
     (log_q,) = pate.log_chance_of_another(np.array([votes]), noise_stddev)
     bound = pate._divergence(log_q, noise_stddev, orders)
@@ -45,7 +45,7 @@ def test_divergence_is_never_below_that_of_the_answers_on_neighboring_votes(vote
                 assert max(renyi(here, there, order), 0) <= most * (1 + 1e-6) + 1e-11
 
 
-def test_agreement_makes_answers_cheap_and_disagreement_never_dearer_than_any_votes():
+def test_agreement_is_cheap_and_disagreement_costs_at_most_any_votes():
     agreed, split = np.tile([250.0, 0, 0], (1000, 1)), np.tile([84.0, 83, 83], (1000, 1))
     orders = np.array(pate.ORDERS)
     anyway = (1000 * orders / 40.0**2 + np.log1p(-1 / orders) - np.log(1e-5 * orders) / (orders - 1)).min()
@@ -60,7 +60,7 @@ def test_the_larger_the_lead_the_cheaper_the_answer():
     assert spent[-1] < 0.5 * spent[0]
 
 
-def test_whatever_the_votes_the_price_is_a_gaussian_of_sensitivity_root_two():
+def test_price_without_votes_is_a_gaussian_of_sensitivity_root_two():
     profile = privacy.compose([(pate.votes_event(40.0), 200)])
     assert profile.epsilon(1e-5).low <= privacy.compose([(privacy.Gaussian(40 / 400**0.5), 1)]).epsilon(1e-5).high
     assert profile.epsilon(1e-5).high >= privacy.compose([(privacy.Gaussian(40 / 400**0.5), 1)]).epsilon(1e-5).low
@@ -68,7 +68,7 @@ def test_whatever_the_votes_the_price_is_a_gaussian_of_sensitivity_root_two():
 
 @pytest.mark.parametrize("noise_stddev", [0.5, 3.0, 40.0])
 @pytest.mark.parametrize("largest", [0.0, 50.0, 99.0, 100.0, 103.0, 250.0])
-def test_tests_cost_what_their_two_outcomes_differ_and_never_more_than_any_votes(largest, noise_stddev):
+def test_threshold_tests_cost_at_most_what_any_votes_do(largest, noise_stddev):
     orders = np.array([1.1, 2.0, 8.0, 64.0])
     tests = pate.ThresholdTests(np.array([largest]), 100.0, noise_stddev)
     spent = pate._of_tests(tests, orders)

@@ -63,7 +63,7 @@ def test_enclosed_closes_with_the_square_of_the_pieces(f):
 
 
 @given(st.lists(st.floats(0.1, 3), min_size=2, max_size=4))
-def test_tensor_of_gaussians_is_a_gaussian_and_encloses_it_when_it_does_not_know(mus):
+def test_tensor_of_gaussians_is_or_encloses_a_gaussian(mus):
     exact = Gaussian(float(np.hypot.reduce(mus)))
     known = tensor(*map(Gaussian, mus))
     assert known.low is known.high
@@ -186,7 +186,7 @@ def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
         assert high.delta(certified.high) <= delta * (1 + 1e-6)
 
 
-def test_directions_of_a_composition_are_inverse_and_above_the_symmetrized_one():
+def test_directions_are_inverse_and_above_the_symmetrized_curve():
     curves = of_profile(privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)]))
     remove, add, both = curves["remove"], curves["add"], curves["symmetrized"]
     for one, other in ((remove, add), (add, remove)):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from cases import CASES
 from oracle import flat, recorded_jacobian
 from parts import Calls, losses_of, own_batches
-from test_training import N, cross_entropy, data, network, parameters_of, rows_of, train, training_of
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
+from trainings import N, cross_entropy, data, network, parameters_of, rows_of, train, training_of
 
 import torch_privacy as tp
 from torch_privacy.gep.basis import Basis, Columns
@@ -116,7 +116,7 @@ def test_embedding_alone_is_released_without_the_residuals():
 
 
 @pytest.mark.parametrize("kind", [tp.GEP, tp.BGEP])
-def test_without_clipping_and_noise_the_gradient_is_the_native_one_or_off_by_the_mean_residual(kind):
+def test_gradient_without_clipping_and_noise_is_the_native_one(kind):
     wide = [tp.Flat(1e6)] * (2 if kind is tp.GEP else 1)
     training = without_noise(gep_training(kind(subspace(), *wide), expected_batch_size=N, num_steps=1))
     for x, y in own_batches(training, cross_entropy):
@@ -179,7 +179,7 @@ def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
 
 
 @pytest.mark.parametrize("left_out", [0, 7])
-def test_one_example_moves_the_release_by_at_most_the_root_of_two_in_units_of_the_bounds(left_out):
+def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
     """Everyone joins, and the noise, which is the same in both, is left out."""
     sums = []
     for dataset in (data(), Subset(data(), [i for i in range(N) if i != left_out])):
@@ -309,7 +309,7 @@ def test_a_step_begun_anew_has_the_same_basis_and_schedulers_go_on():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
-def test_basis_disturbs_neither_random_numbers_nor_buffers_nor_the_recording():
+def test_basis_leaves_random_state_buffers_and_recording_alone():
     def model():
         torch.manual_seed(1)
         layers = [nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.4), nn.Linear(4, 2)]
@@ -355,7 +355,7 @@ def test_half_precision_and_autocast_train():
     assert parameters_of(training).isfinite().all()
 
 
-def test_rows_rounded_to_half_precision_on_their_way_have_projections_that_are_their_own():
+def test_rows_in_half_precision_are_projected_as_rounded():
     """Else the residual's length, a difference of squares, would be off by the rounding of half precision."""
     torch.set_default_dtype(torch.float32)
     model = Calls(lambda m, x: F.linear(x, m.w.sin() * m.w), w=torch.randn(4, 30).bfloat16())

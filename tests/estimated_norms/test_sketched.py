@@ -244,7 +244,7 @@ def test_black_boxes_train_privately_and_say_at_which_price(box):
     assert training.spent().epsilon.low >= exact.high
 
 
-def test_a_function_whose_backward_ends_there_takes_forward_mode_and_the_other_a_double_vjp():
+def test_forward_mode_where_backward_ends_else_double_vjp():
     ways = {box: training_of(BLACK_BOXES[box]()) for box in ("custom function with jvp", "custom function without")}
     for training in ways.values():
         train(training)
@@ -369,7 +369,7 @@ def test_an_early_state_can_still_be_loaded():
     training.load_state_dict(state)
 
 
-def test_few_projections_are_refused_with_their_price_unless_nothing_is_released():
+def test_few_projections_are_refused_unless_nothing_is_released():
     with pytest.raises(tp.Refused, match=r"would cost an epsilon of .* or more at delta = 0.001: with fewer than 16"):
         training_of(small(), tp.Sketched(3), delta=1e-3)
     with pytest.raises(tp.Refused, match="would cost an epsilon of"):
@@ -587,7 +587,7 @@ def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_tangents_are_pushed_before_the_forward_once_the_way_is_known_and_change_nothing(monkeypatch):
+def test_prefetched_tangents_change_nothing(monkeypatch):
     """By then no graph stands beside them; the estimates are those of tangents pushed afterwards."""
     initial, ahead = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []
     push_ahead = Run.push_ahead

@@ -244,7 +244,7 @@ def test_check_reports_a_problem_of_many_parameters_once():
     assert len(problem.text) < 1000
 
 
-def test_check_looks_at_a_model_that_only_batch_norm_connects_to_its_losses():
+def test_check_reaches_a_model_that_only_batch_norm_connects():
     model = Calls(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(3), unused=torch.randn(2))
     checkup = check(model, losses_of, torch.randn(X))
     assert verdicts_of(checkup) == {"unused": REFUSED, "norm.weight": REFUSED, "norm.bias": REFUSED}
@@ -399,7 +399,7 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_check_compares_parts_of_the_batch_also_where_random_numbers_are_drawn(name):
+def test_check_compares_parts_of_the_batch_under_dropout(name):
     def good(model, x):
         return losses_of(model, RANDOM[name](x))
 

@@ -167,7 +167,7 @@ def with_statistic(statistic, *, detached):
 
 @pytest.mark.parametrize("detached", [True, False], ids=["detached", "no_grad"])
 @pytest.mark.parametrize("name", OF_THE_BATCH)
-def test_training_is_refused_when_the_forward_takes_a_statistic_of_the_batch(name, detached):
+def test_training_refuses_a_forward_with_a_statistic_of_the_batch(name, detached):
     assert_refused(Program(with_statistic(OF_THE_BATCH[name], detached=detached), points()))
 
 
@@ -319,7 +319,7 @@ PAIRS = {"numbers": (nn.Linear, torch.randn), "tokens": (nn.Embedding, tokens)}
 
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("order", SEVERAL)
-def test_several_rows_of_each_example_train_and_their_couplings_are_refused(order, kind):
+def test_several_rows_per_example_train_and_couplings_are_refused(order, kind):
     layer, make = PAIRS[kind]
 
     def collate(items):
@@ -455,7 +455,7 @@ def test_what_is_kept_for_the_next_batch_is_refused_by_name():
     assert_refused(program)
 
 
-def test_a_parameter_that_is_in_no_optimizer_is_refused_when_the_forward_writes_into_it():
+def test_write_into_a_parameter_of_no_optimizer_is_refused():
     model = Keeping(writes_code)
     model.code.requires_grad_(True)
     optimizer = torch.optim.SGD(model.f.parameters(), lr=0.1)
@@ -647,7 +647,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_division_by_the_batch_is_refused_also_where_random_numbers_are_drawn(name):
+def test_division_by_the_batch_is_refused_under_dropout(name):
     model = linear(lambda m, x: m.f(DRAWS[name](x)))
     honest = Program(model, points())
     honest.run(honest.training())
@@ -696,7 +696,7 @@ LATER = {  # what becomes another one at step 5
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_a_branch_of_the_forward_that_is_taken_later_is_refused_when_it_is_taken(name):
+def test_later_branch_of_the_forward_is_refused_when_taken(name):
     model = linear(lambda m, x: m.f(LATER[name](x) if program.running.step_count >= 5 else x))
     program = Program(model, points(), step=5)
     assert_refused(program, num_steps=8)
@@ -711,7 +711,7 @@ LOSSES_LATER = {
 
 
 @pytest.mark.parametrize("name", LOSSES_LATER)
-def test_a_branch_of_the_losses_that_is_taken_later_is_refused_when_it_is_taken(name):
+def test_later_branch_of_the_losses_is_refused_when_taken(name):
     def losses(m, batch):
         plain = cross_entropy(m, batch)
         return LOSSES_LATER[name](plain) if program.running.step_count >= 5 else plain
@@ -729,7 +729,7 @@ LOOP_LATER = {
 
 
 @pytest.mark.parametrize("name", LOOP_LATER)
-def test_a_branch_of_the_loop_that_changes_the_input_later_is_refused_when_it_is_taken(name):
+def test_later_change_of_the_input_in_the_loop_is_refused_when_taken(name):
     def losses(m, batch):
         x, y = batch
         return cross_entropy(m, (LOOP_LATER[name](x) if program.running.step_count >= 5 else x, y))
@@ -738,7 +738,7 @@ def test_a_branch_of_the_loop_that_changes_the_input_later_is_refused_when_it_is
     assert_refused(program, num_steps=8)
 
 
-def test_a_branch_of_the_loop_that_changes_only_targets_later_is_refused_at_the_next_rehearsal():
+def test_later_change_of_targets_is_refused_at_the_next_rehearsal():
     def losses(m, batch):
         x, y = batch
         return cross_entropy(m, (x, y.roll(1) if program.running.step_count >= 5 else y))
@@ -1075,7 +1075,7 @@ def trained_state(program, **settings):
 
 
 @by_program("as it is", "microbatches")
-def test_a_model_trained_with_rehearsals_is_bit_for_bit_the_one_trained_without(name, settings):
+def test_rehearsals_leave_the_trained_model_bit_for_bit(name, settings):
     states = []
     for reason in (None, "test"):
         torch.manual_seed(0)
@@ -1136,7 +1136,7 @@ def test_the_random_numbers_between_batches_are_the_user_s():
     assert_same(found, [random_numbers() for _ in range(6)])
 
 
-def test_the_random_numbers_of_a_batch_are_the_same_in_its_rehearsals_and_others_in_other_batches():
+def test_random_numbers_are_those_of_the_batch_in_its_rehearsals_too():
     training, drawn = Program(linear(), points()).training(microbatch_size=4), {}
     for (x,) in training:
         numbers = random_numbers()

@@ -126,7 +126,7 @@ def test_floored_norms_are_the_larger_of_projections_and_bounds(case):
     assert (squares >= projected * (1 - 1e-6) - 1e-9).all()
 
 
-def test_a_weight_used_twice_is_bounded_by_the_sum_and_not_by_the_root_of_squares():
+def test_weight_used_twice_is_bounded_by_the_sum_of_its_norms():
     """The two uses have one and the same row: together it is twice as long, where squares would say √2."""
     model = Calls(lambda m, x: m.w(x) + m.w(x), w=nn.Linear(3, 2, bias=False))
     x = torch.randn(5, 3)
@@ -168,7 +168,7 @@ def test_sketches_of_a_row_of_rank_one_follow_chi_square(k):
 
 
 @pytest.mark.parametrize("k", [1, 4, 16])
-def test_sketches_are_unbiased_and_follow_the_weighted_chi_square_below_the_envelope(k):
+def test_sketches_are_unbiased_and_below_the_chi_square_envelope(k):
     op = Linear(torch.randn(1, 5, 4), torch.randn(1, 5, 3))
     ratio = draws_of(op, k, 100_000)
     w = torch.linalg.svdvals(op.rows()[0]).square()
@@ -337,7 +337,7 @@ def test_epsilon_converges_to_that_of_exact_norms():
     assert 0 < floored - exact < 0.05
 
 
-def test_few_directions_are_refused_with_their_price_unless_there_is_a_floor():
+def test_few_directions_are_refused_unless_there_is_a_floor():
     with pytest.raises(tp.Refused, match=r"Sketched\(12, kind='factored'\) would cost an epsilon of .* or more"):
         training_of(language_model(), tp.Sketched(12, kind="factored"), delta=1e-3)
     with pytest.raises(tp.Refused, match=r"give Sketched\(12, floor=0.8\)"):

@@ -117,7 +117,7 @@ def batches(count: int, n=N, t=T):
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_batches_that_the_data_reorder_are_exact_and_measured_only_at_first(pool):
+def test_reordered_batches_are_exact_and_measured_only_at_first(pool):
     model, layouts = Model(POOLS[pool]), Counted()
     for x, lengths in batches(6):
         assert_exact(model, layouts, x, lengths)
@@ -139,7 +139,7 @@ def backwards_through(model, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("pool", "most"), [("last token", 1), ("written in place", 2)])
-def test_a_batch_that_is_borne_out_takes_one_further_backward_or_none_below_the_cut(pool, most, monkeypatch):
+def test_confirmed_batch_takes_one_more_backward_or_none_below_the_cut(pool, most, monkeypatch):
     parts = nn.Sequential(*(nn.Linear(5, 5) for _ in range(12)))
     model, layouts = Model(lambda h, lengths: POOLS[pool](parts(h), lengths), parts), Counted()
     count = backwards_through(model, monkeypatch)
@@ -401,7 +401,7 @@ def test_coupling_that_comes_later_is_refused(mix):
         clipped(model, layouts, torch.randn(N, T, 3), torch.rand(N, N))
 
 
-def test_two_examples_that_changed_places_slip_through_as_rarely_as_the_docstring_says():
+def test_swapped_examples_pass_as_rarely_as_the_docstring_says():
     """Of 64 examples two share a code with 1/32; of 32 none do."""
     rates = {}
     for n in (32, 64):
@@ -488,7 +488,7 @@ def test_an_outlier_hides_no_layout(order, shape, outlier, size, dtype):
 
 @pytest.mark.parametrize("outlier", ["one example", "one token"])
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_where_several_layouts_fit_the_losses_are_weighted_until_one_is_left(order, outlier):
+def test_losses_are_weighted_until_one_layout_is_left(order, outlier):
     """What the outlier leaves behind by rounding hides all the other examples."""
     model, x, weights = Ordered(order, noise=True), torch.randn(5, 5, 3), weights_of(outlier, 5, 5, 1e11)
     rows = oracle(_like(model, Ordered(order)), x, weights)
@@ -503,7 +503,7 @@ def _like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_where_no_weights_leave_one_layout_it_is_the_one_known_from_before_or_none(order):
+def test_where_no_weights_decide_the_known_layout_or_none_is_taken(order):
     model, x = Ordered(order, noise=True), torch.randn(5, 5, 3)
     weights = torch.ones(5, 5) + 1e22 * torch.eye(5)
     tape, losses = recorded(model, Layouts(), x, weights)

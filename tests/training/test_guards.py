@@ -141,7 +141,7 @@ def behind_ours(training, losses):
 
 
 @pytest.mark.parametrize("body", [ordinary, another_optimizer, a_closure, behind_ours])
-def test_steps_of_an_optimizer_in_the_loop_are_refused_before_they_move_a_weight(body):
+def test_optimizer_step_in_the_loop_is_refused_before_it_moves_a_weight(body):
     training = training_of()
     before = weights(training.model)
     with refused("optimizer.step() was called inside of the loop"):

@@ -52,7 +52,7 @@ def with_statistic(statistic, *, detached):
     return Calls(forward, f=nn.Linear(D, 4))
 
 
-def test_statistics_of_each_example_s_hidden_values_match_one_backward_per_loss():
+def test_statistics_of_hidden_values_match_one_backward_per_loss():
     model = Calls(
         lambda m, x: m.g((h := m.f(x).tanh()) * h.detach().abs().amax(1, keepdim=True)),
         f=nn.Linear(D, 4),
@@ -216,7 +216,7 @@ def test_constants_of_a_size_that_the_batch_divides(name, n):
     assert_rows(model, torch.randn(n, 6), n=n)
 
 
-def test_cached_whole_numbers_are_constants_once_a_batch_has_met_them_whose_examples_they_cannot_hold():
+def test_cached_whole_numbers_become_constants():
     cached, layouts = torch.arange(7)[:6].roll(2), Layouts()
     model = Calls(lambda m, x: m.f(x @ m.p[cached]), f=nn.Linear(6, 4), p=torch.randn(6, 6))
     with pytest.raises(tp.Refused, match="cannot be told apart"):
@@ -225,7 +225,7 @@ def test_cached_whole_numbers_are_constants_once_a_batch_has_met_them_whose_exam
         assert_rows(model, torch.randn(n, 6), layouts, n=n)
 
 
-def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monkeypatch):
+def test_large_filled_tensors_become_constants(monkeypatch):
     monkeypatch.setattr("torch_privacy.jacobian.torch_functions.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
     with pytest.raises(tp.Refused, match="cannot be told apart"):
@@ -236,7 +236,7 @@ def test_large_filled_tensors_are_constants_once_another_batch_has_met_them(monk
 
 
 @pytest.mark.parametrize("n", [4, 5])
-def test_parameters_written_into_zeros_are_repeated_for_each_example_or_not(n):
+def test_parameters_written_into_zeros_are_repeated_per_example_or_not(n):
     """A first token is, and the entries of a matrix of four by four are not, also where the batch has four examples."""
 
     class FirstToken(nn.Module):

@@ -34,7 +34,7 @@ def module_at(path: Path) -> ModuleType:
     return module
 
 
-benchmarks = module_at(Path(__file__).parents[1] / "benchmarks/models.py")
+benchmarks = module_at(Path(__file__).parents[2] / "benchmarks/models.py")
 
 
 def of_classes(module: nn.Module, batch: Batch) -> Tensor:

@@ -542,7 +542,7 @@ def test_explain_answers_a_wrong_name_with_one_sentence_and_code_2(name, words, 
     assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err)
 
 
-def test_explain_leaves_the_error_of_a_module_that_cannot_be_imported_alone(tmp_path, monkeypatch):
+def test_explain_passes_on_the_error_of_a_failing_import(tmp_path, monkeypatch):
     (tmp_path / "broken_models_of_test.py").write_text("import a_module_that_nobody_has")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):

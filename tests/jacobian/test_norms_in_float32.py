@@ -162,7 +162,7 @@ def test_gram_is_computed_again_where_positions_cancel():
 
 @pytest.mark.parametrize("size", [16, 64, 256, 512])
 @pytest.mark.parametrize("common", [0.0, 0.3, 1.0, 10.0])
-def test_gram_is_right_where_positions_are_much_alike_and_their_gradients_alternate(size, common):
+def test_gram_is_right_where_alike_positions_have_alternating_gradients(size, common):
     torch.set_default_dtype(torch.float32)
     x = torch.rand(2, 1, 128) * common + 0.3 * torch.randn(2, size, 128)
     signs = torch.where(torch.arange(size) % 2 == 0, 1.0, -1.0)[None, :, None]
@@ -179,9 +179,7 @@ def test_gram_is_right_where_positions_are_much_alike_and_their_gradients_altern
     [(16, 8, squared(3)), (64, 8, squared(1)), (16, 16, replace(squared(3), groups=16))],
     ids=["square", "pointwise", "depthwise"],
 )
-def test_gram_of_places_is_right_where_these_are_much_alike_and_their_gradients_alternate(
-    d, e, geometry, beside, common, size
-):
+def test_gram_of_places_is_right_where_gradients_alternate(d, e, geometry, beside, common, size):
     torch.set_default_dtype(torch.float32)
     x = torch.rand(4, 1, d, 1, 1) * common + 0.3 * torch.randn(4, 1, d, size, size)
     places = torch.arange(size)

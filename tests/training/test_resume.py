@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training that was stopped, killed or copied goes on as if never stopped, and reuses no noise."""
+
+import copy
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Calls, losses_of
+from parts import own_batches
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainings import (
+    RULES,
+    N,
+    by_each_rule,
+    cross_entropy,
+    data,
+    network,
+    network_parameters,
+    parameters_of,
+    train,
+    training_of,
+)
+
+import torch_privacy as tp
+
+
+@by_each_rule
+@pytest.mark.parametrize("stop", [1, 4])
+def test_resumed_run_of_any_rule_is_the_uninterrupted_one_bit_for_bit(rule, stop):
+    whole, first, second = (training_of(clipping=RULES[rule][0]) for _ in range(3))
+    batches = train(whole)
+    seen = train(first, steps=stop)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    second.model.load_state_dict(first.model.state_dict())
+    assert second.clipping == first.clipping
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.clipping == whole.clipping
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+@by_each_rule
+def test_steps_beyond_the_saved_state_are_released_again_under_any_rule(rule):
+    training = training_of(clipping=RULES[rule][0])
+    train(training, steps=2)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training)
+    last, clipping = parameters_of(training), training.clipping
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    train(training)
+    assert torch.equal(parameters_of(training), last)
+    assert training.clipping == clipping
+    assert len(training.ledger) == 6
+
+
+def test_resumed_run_is_bit_for_bit_with_a_transformed_input():
+    """The first batches of either run are looked at more closely; that must not change what is kept, or how."""
+
+    def made():
+        torch.manual_seed(1)
+        model = Calls(
+            lambda m, x: m.g(torch.tanh(m.f(x.sin().exp().cos().exp().sin()))), f=nn.Linear(16, 16), g=nn.Linear(16, 2)
+        )
+        return training_of(model, dataset, expected_batch_size=20)
+
+    dataset = TensorDataset(torch.randn(N, 9, 16), torch.zeros(N))
+    whole, first = made(), made()
+    train(whole, losses=lambda model, x, y: losses_of(model, x))
+    train(first, losses=lambda model, x, y: losses_of(model, x), steps=4)
+    second = made()
+    second.load_state_dict(first.state_dict())
+    second.model.load_state_dict(first.model.state_dict())
+    train(second, losses=lambda model, x, y: losses_of(model, x))
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+
+
+def test_state_of_another_rule_is_refused():
+    state = training_of(clipping=tp.PerLayer(0.5)).state_dict()
+    with pytest.raises(tp.Refused, match=r"clipping=\"Groups\(clip_norms=\{'0': 0\.3, '2': 0\.3\}\)\" \(the state has"):
+        training_of(clipping=tp.EachLayer(0.3)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resumed_run_is_the_uninterrupted_one(stop):
+    whole = training_of()
+    batches = train(whole)
+    first = training_of()
+    seen = train(first, steps=stop)
+    state = pickle.loads(pickle.dumps((first.state_dict(), first.model.state_dict(), first.optimizer.state_dict())))
+    second = tp.PrivateTraining(
+        *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=1.0)))(network()),
+        data(),
+        expected_batch_size=8,
+        num_steps=6,
+        clipping=tp.Flat(0.5),
+        noise_multiplier=1.0,
+    )
+    second.load_state_dict(state[0])
+    second.model.load_state_dict(state[1])
+    second.optimizer.load_state_dict(state[2])
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+def with_dropout():
+    torch.manual_seed(1)
+    return training_of(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 2)))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resumed_run_with_dropout_is_the_uninterrupted_one_bit_for_bit(stop):
+    """Without the user's random state: dropout masks are a function of the secret key and the step."""
+    whole, first, second = with_dropout(), with_dropout(), with_dropout()
+    batches, seen = train(whole), train(first, steps=stop)
+    torch.manual_seed(99)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    second.model.load_state_dict(first.model.state_dict())
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+def test_steps_beyond_the_saved_state_are_released_again_with_dropout():
+    training = with_dropout()
+    train(training, steps=2)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training)
+    last = parameters_of(training)
+    training.load_state_dict({**state, "ledger": training.state_dict()["ledger"]})
+    training.model.load_state_dict(weights)
+    torch.manual_seed(99)
+    train(training)
+    assert torch.equal(parameters_of(training), last)
+    assert len(training.ledger) == 6
+
+
+def test_breaking_off_within_a_step_begins_it_anew():
+    training = training_of(microbatch_size=3)
+    for x, y in own_batches(training, cross_entropy):
+        training.step(cross_entropy(training.model, x, y))
+        break
+    assert training.step_count == 0
+    train(training)
+    whole = training_of(microbatch_size=3)
+    train(whole)
+    assert torch.equal(parameters_of(training), parameters_of(whole))
+
+
+def test_going_back_to_a_state_and_training_otherwise_is_refused():
+    """Rolling back with another learning rate would release other gradients with the noise already used."""
+    training = training_of()
+    train(training, steps=2)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training)
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    train(training, steps=4)  # the same again: a replay
+    training.load_state_dict(state)
+    training.model.load_state_dict(weights)
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(tp.Refused, match=r"step 3 was .* Two different releases would share one step's noise"):
+        train(training)
+    assert len(training.ledger) == 6
+
+
+def test_interrupted_update_spends_its_noise():
+    training = training_of()
+    broken = [True]
+
+    def interrupt(*_):
+        if broken.pop():
+            raise KeyboardInterrupt
+
+    training.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(training)
+    assert training.step_count == len(training.ledger) == 1
+    broken[:] = [False] * 9
+    train(training)
+    assert training.step_count == len(training.ledger) == 6
+
+
+def test_state_of_other_settings_is_refused():
+    state = training_of().state_dict()
+    with pytest.raises(tp.Refused, match=r"noise_multiplier=0\.9 \(the state has 1\.0\)"):
+        training_of(noise_multiplier=0.9).load_state_dict(state)
+    with pytest.raises(tp.Refused, match=r"memory_budget=2\.0 \(the state has 1\.2\)"):
+        training_of(memory_budget=2.0).load_state_dict(state)
+
+
+def test_state_that_is_too_old_to_say_its_memory_budget_is_taken_up():
+    state = training_of().state_dict()
+    del state["settings"]["memory_budget"]
+    training_of(memory_budget=2.0).load_state_dict(state)
+
+
+def test_run_folder_of_another_run_is_refused(tmp_path):
+    train(training_of(run_folder=tmp_path), steps=2)
+    model = network()
+    again = tp.PrivateTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        data(),
+        expected_batch_size=8,
+        num_steps=6,
+        clipping=tp.Flat(0.5),
+        noise_multiplier=1.0,
+        run_folder=tmp_path,
+    )
+    with pytest.raises(tp.Refused, match=r"step 0 was SubsampledGaussian"):
+        train(again)
+    assert torch.equal(parameters_of(again), network_parameters())
+
+
+KILLED = """
+import os, sys, torch
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from trainings import parameters_of, train, training_of
+torch.set_default_dtype(torch.float64)
+folder, kill_at, resume = Path(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
+training = training_of(run_folder=folder, num_steps=12)
+if resume:
+    state = torch.load(folder / "state.pt")
+    training.load_state_dict(state["training"]); training.model.load_state_dict(state["model"])
+for x, y in training:
+    if not training.step(torch.nn.functional.cross_entropy(training.model(x), y, reduction="none")): continue
+    with open(folder / "batches", "a") as file: print(training.step_count, sorted(x[:, 0].tolist()), file=file)
+    if training.step_count == 4 and not resume:
+        training.ledger.sync()
+        torch.save(dict(training=training.state_dict(), model=training.model.state_dict()), folder / "state.pt")
+    if training.step_count == kill_at and not resume: os.kill(os.getpid(), 9)
+torch.save(parameters_of(training), folder / "final.pt")
+"""
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_with_the_same_ledger_and_batches(tmp_path):
+    kill_at = int(torch.randint(5, 12, (), generator=torch.Generator().manual_seed(torch.Generator().seed())))
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    code = KILLED.format(paths=[str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+
+    def run(folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        return subprocess.run([sys.executable, "-c", code, str(folder), *arguments], check=False).returncode
+
+    assert run(folders[0], "0") == 0
+    assert run(folders[1], str(kill_at)) == -signal.SIGKILL
+    assert (folders[1] / "ledger.jsonl").read_text().count('"step"') == kill_at
+    assert run(folders[1], "0", "resume") == 0
+    whole, killed = folders
+    assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+    later = {line for line in (killed / "batches").read_text().splitlines()}
+    assert later == set((whole / "batches").read_text().splitlines())
+    assert torch.equal(torch.load(whole / "final.pt"), torch.load(killed / "final.pt"))
+
+
+def secret_training(model=None, **settings):
+    """With keys from the operating system, as a user has it."""
+    model = model or network()
+    settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    return tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), data(), **settings)
+
+
+def opposite(model, x, y):
+    return -cross_entropy(model, x, y)
+
+
+def test_one_noise_for_two_releases_of_one_process_is_refused():
+    """A state that is loaded twice may be trained again in the same way, and in no other."""
+    training = secret_training()
+    train(training, steps=2)
+    state, weights = copy.deepcopy(training.state_dict()), copy.deepcopy(training.model.state_dict())
+    train(training, steps=4)
+    again, other = secret_training(), secret_training()
+    for copied in (again, other):
+        copied.load_state_dict(copy.deepcopy(state))
+        copied.model.load_state_dict(weights)
+    train(again, steps=4)
+    assert torch.equal(parameters_of(again), parameters_of(training))
+    before = parameters_of(other).clone()
+    with pytest.raises(tp.Refused, match="step 2 was released before with the same noise and other sums"):
+        train(other, losses=opposite)
+    assert torch.equal(parameters_of(other), before)
+    assert len(other.ledger) == 2
+
+
+def test_a_training_goes_on_in_its_own_process_only():
+    training = secret_training()
+    training._process += 1  # as it is behind a fork
+    with pytest.raises(tp.Refused, match="was forked from the one that began the training"):
+        train(training)
+    assert len(training.ledger) == 0
+    training.load_state_dict(training.state_dict())
+    train(training)

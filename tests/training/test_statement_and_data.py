@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training says it released, the data sets it takes, and the budget it stops at."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Subset, default_collate
+from trainings import N, data, network, parameters_of, train, training_of
+
+import torch_privacy as tp
+from torch_privacy.batches import Batches
+
+
+def test_statement_and_spent_say_what_was_released():
+    training = training_of(delta=1e-3)
+    train(training)
+    statement = training.statement()
+    assert statement["releases"] == [{"event": tp.privacy.event_to_dict(training.event), "count": 6}]
+    assert statement["private"] is False
+    assert statement["neighboring_relation"] == "add_or_remove_one"
+    spent = training.spent()
+    assert spent.epsilon == tp.privacy.compose([(training.event, 6)]).epsilon(1e-3)
+    assert str(spent).startswith("NOT PRIVATE")
+    assert not any(secret in str(statement) for secret in (training._noise.key.hex(), training._sampler.key.hex()))
+
+
+def test_private_run_says_so():
+    model = network()
+    training = tp.PrivateTraining(
+        model,
+        torch.optim.Adam(model.parameters()),
+        data(),
+        expected_batch_size=8,
+        num_steps=3,
+        clipping=tp.Flat(1.0),
+        target_epsilon=2.0,
+        delta=1e-3,
+    )
+    train(training)
+    assert training.statement()["private"] is True
+    assert 1.99 < training.spent().epsilon.high <= 2.0
+    assert "add/remove" in str(training.spent())
+    assert "Poisson" in str(training.spent())
+
+
+def test_two_runs_without_a_seed_differ_even_if_the_user_seeds_torch():
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = network()
+        training = tp.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), data(), expected_batch_size=8, num_steps=1,
+            clipping=tp.Flat(1.0), noise_multiplier=1.0,
+        )  # fmt: skip
+        train(training)
+        results.append(parameters_of(training))
+    assert not torch.equal(*results)
+
+
+class Dictionaries(torch.utils.data.Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        x, y = data()[i]
+        return {"x": x, "target": (y, i)}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_any_collatable_structure_and_workers(num_workers):
+    training = training_of(dataset=Dictionaries(), num_workers=num_workers, microbatch_size=5)
+    for batch in training:
+        assert len(batch["x"]) <= 5
+        training.step(F.cross_entropy(training.model(batch["x"]), batch["target"][0], reduction="none"))
+    plain = training_of(microbatch_size=5)
+    train(plain)
+    assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
+def test_collate_fn_is_used():
+    training = training_of(collate_fn=lambda items: default_collate([(x * 0, y) for x, y in items]))
+    assert all(step == [0.0] * len(step) for step in train(training))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        data(),
+        Subset(data(), [5, 3, 9, 9, 0]),
+        Subset(Subset(data(), [5, 3, 9]), [2, 0]),
+        Dictionaries(),
+        [1.0, 2.0, 3.0],
+    ],
+    ids=["tensors", "subset", "subset of a subset", "dictionaries", "list"],
+)
+def test_batches_are_those_of_a_data_loader(dataset):
+    import numpy as np
+
+    numbers = [np.array([1, 0]), np.array([1])]
+    ours = list(Batches(dataset, None, 0).plain(numbers))
+    theirs = list(DataLoader(dataset, batch_sampler=[n.tolist() for n in numbers]))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_training_stops_by_itself_before_a_budget_is_exceeded():
+    budget = tp.privacy.Budget(epsilon=3.0, delta=1e-3)
+    training = training_of(num_steps=10_000, noise_multiplier=2.0, budget=budget)
+    train(training)
+    (event, made), *others = training.ledger.events
+    assert not others
+    assert 0 < made == training.step_count < 10_000
+    assert training.spent(1e-3).epsilon.high <= 3.0 < tp.privacy.compose([(event, made + 1)]).epsilon(1e-3).high
+    assert list(training) == []
+    assert training.statement()["budget"] == {"epsilon": 3.0, "delta": 1e-3}
+
+
+def test_budget_that_allows_no_step_is_refused():
+    with pytest.raises(tp.Refused, match="does not allow one step"):
+        training_of(noise_multiplier=0.3, budget=tp.privacy.Budget(epsilon=0.1, delta=1e-6))

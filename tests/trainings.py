@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small private training and what tests ask of it: data, network, its noise, rows and parameters."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import one_backward_per_example
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.mechanism import COUNT
+
+N = 40
+
+
+def data(n=N):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 3, generator=generator)
+    return TensorDataset(x, torch.randint(2, (n,), generator=generator))
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def training_of(model=None, dataset=None, optimizer=None, **settings):
+    model = model or network()
+    settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+    return tp.PrivateTraining(model, optimizer, data() if dataset is None else dataset, test_seed=5, **settings)
+
+
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def train(training, steps=None, losses=cross_entropy):
+    """Answers every batch; the batches' examples (first column of x) step by step."""
+    seen = {}  # a batch whose code no rehearsal has seen comes a second time, behind its rehearsals
+    for x, y in training:
+        if not training.rehearsing:
+            seen[training.step_count, training._part.number] = x[:, 0].tolist()
+        training.step(losses(training.model, x, y))
+        if steps is not None and training.step_count >= steps:
+            break
+    return [*seen.values()]
+
+
+def cross_entropy_of_pair(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1], reduction="none")
+
+
+def noise_of(training, step):
+    """The standard normal numbers of a step, flattened; the count's is the last where the rule is adaptive."""
+    zeros = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+    if isinstance(training.clipping, tp.Adaptive):
+        zeros[COUNT] = torch.zeros(1)
+    training._noise.add_to(step, zeros, stddev=1.0)
+    return torch.cat([z.flatten() for z in zeros.values()])
+
+
+def network_parameters():
+    return torch.cat([p.detach().flatten() for p in network().parameters()])
+
+
+def parameters_of(training):
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()])
+
+
+def clipped(rows, clip_norm):
+    return (rows * (clip_norm / rows.norm(dim=1)).clamp(max=1)[:, None]).nan_to_num().sum(0)
+
+
+def clipped_in_parts(sizes, clip_norms):
+    def clip(rows, groups):
+        parts = rows.split(sizes, dim=1)
+        return torch.cat([clipped(part, clip_norm) for part, clip_norm in zip(parts, clip_norms, strict=True)])
+
+    return clip
+
+
+def scaled_automatically(rows, groups):
+    return (rows * (0.5 / (rows.norm(dim=1) + 0.1))[:, None]).nan_to_num().sum(0)
+
+
+def clipped_means(rows, groups):
+    return clipped(torch.stack([rows[groups == k].mean(0) for k in groups.unique()]), 0.5)
+
+
+RULES = {  # name -> (rule, the clipped sum from rows and the numbers of their groups, sensitivity)
+    "flat": (tp.Flat(0.5), clipped_in_parts([26], [0.5]), 0.5),
+    "per layer": (tp.PerLayer(0.5), clipped_in_parts([16, 10], [0.125**0.5] * 2), 0.5),
+    "each layer": (tp.EachLayer(0.3), clipped_in_parts([16, 10], [0.3, 0.3]), 0.18**0.5),
+    "groups": (
+        tp.Groups({"": 0.3, "2": 0.2, "2.weight": 0.6}),
+        clipped_in_parts([16, 8, 2], [0.3, 0.6, 0.2]),
+        0.7,
+    ),
+    "automatic": (tp.Automatic(0.5, gamma=0.1), scaled_automatically, 0.5),
+    "adaptive": (tp.Adaptive(0.5, count_noise_stddev=4.0), clipped_in_parts([26], [0.5]), 0.5),
+    "micro-batches": (tp.MicroBatches(0.5, 4), clipped_means, 1.0),
+}
+
+
+def by_each_rule(function):
+    return pytest.mark.parametrize("rule", RULES)(function)
+
+
+def rows_of(training, x, y):
+    examples = list(zip(x.split(1), y.split(1), strict=True))
+    return one_backward_per_example(copy.deepcopy(training.model), x, cross_entropy_of_pair, examples)
