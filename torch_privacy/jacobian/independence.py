@@ -78,7 +78,8 @@ class Answers:
     rows: RowAnswers | None
     changes: dict[str, Any]  # buffers and attributes that the user's code changed
     random: Any  # where the random numbers stood at the end
-    later: dict[str, Any] | None = None  # those that changed in the backward passes; None where these were others
+    later: dict[str, Any] = field(default_factory=dict)  # the same behind the backward passes
+    settled: bool = False  # whether these passes were those of any other run, and none that only measures layouts
     drew: bool = False  # whether random numbers were drawn
     shapes: int = 0  # tells whether all results in the forward had the same shapes
 
@@ -264,7 +265,7 @@ class Rehearsal:
         if changed:
             raise Refused(written_into(changed))
         learnt = {name for _, _, answers in replaced for name in self._learnt(answers, own)}
-        behind = _differing(*ended[1:3]) - learnt - self._overwritten if len(replaced) > 1 else set()
+        behind = self._changed_by_the_loop(replaced, ended[1:]) - learnt - self._overwritten
         if behind:
             what = (
                 f"the loop changed {_quoted(sorted(behind))} behind training.step in a way that depends on the examples"
@@ -291,9 +292,17 @@ class Rehearsal:
     def _learnt(self, answers: Answers, own: Answers) -> set[str]:
         """Names of buffers and attributes that took in data of the examples."""
         differing = _differing(answers.changes, own.changes)
-        if answers.later is not None and own.later is not None:
+        if answers.settled and own.settled:
             differing |= _differing(answers.later, own.later)
         return differing - self._overwritten
+
+    @staticmethod
+    def _changed_by_the_loop(replaced: list, ended: list[dict[str, Any]]) -> set[str]:
+        """Names of what the loop changed behind ``training.step``, in another way when the other half was kept."""
+        if len(replaced) < 2:
+            return set()
+        by_loop = (_differing(answers.later, end) for (_, _, answers), end in zip(replaced[:2], ended, strict=False))
+        return _differing(*ended[:2]) & set().union(*by_loop)
 
     def _removals(self, run: Any, replaced: list) -> Generator[Turn, Answers, list[_Removed]]:
         """Every part alone; none where random numbers are drawn that cannot be turned off."""

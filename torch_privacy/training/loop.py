@@ -503,12 +503,12 @@ class PrivateTraining:
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
         end = next_numbers() if self._part.rehearsed else None
-        settled = tape is not None and not tape.measured and turn.state is not None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.views),
             rows=rows,
             changes=changes,
-            later=turn.state.changes() if settled and turn.state is not None else None,
+            later={} if turn.state is None else turn.state.changes(),
+            settled=tape is not None and not tape.measured,
             random=end,
             drew=end is not None and self._part.start != end,
             shapes=0 if tape is None else tape.code.shapes,
