@@ -1,30 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation shows must run."""
+"""What the documentation shows must run: Python blocks as printed, commands as far as they take seconds, links, names.
 
+A page's Python blocks run in order in one namespace, as a reader would paste them. A block that prints is followed by a
+block of text with its output, in which ``...`` stands for anything.
+"""
+
+import doctest
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import isclass, isfunction
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import typer.main
 from oracle import assert_exact, recorded_jacobian
 from parts import Calls, Hidden, losses_of
 from torch import Tensor
 
 import torch_privacy as tp
+from torch_privacy import cli, privacy
 from torch_privacy.ops import OPS
+from torch_privacy.privacy import tradeoff
+from torch_privacy.privacy.events.base import EVENTS, LAWS
 
 ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES.sort()
+
+LANGUAGES = {"python", "pycon", "bash", "text"}
+VARY = {  # pages on which printed numbers depend on random draws -> relative tolerance
+    "docs/check.md": 0.5,
+    "docs/clipping.md": 0.5,
+    "docs/gep.md": 0.9,
+}
+SECONDS = {"epsilon", "delta", "calibrate", "tradeoff"}  # subcommands that are run as shown
+# Not run, but their options are checked: train, search, reproduce NAME, explain and report take minutes or need a run;
+# `compare` asks other libraries (tests/privacy/test_pages.py runs it); make and pip download; benchmarks take minutes.
+OTHER_COMMANDS = {"cd", "pip"}
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+    line: int
+    output: str | None  # of the text block that follows at once
+
+
+def blocks(page: str) -> list[Block]:
+    content = (ROOT / page).read_text()
+    fences = list(re.finditer(r"^```(\w*)\n(.*?)^```$", content, re.MULTILINE | re.DOTALL))
+    found = []
+    for fence, following in zip(fences, [*fences[1:], None], strict=False):
+        output = None
+        if following and following[1] == "text" and not content[fence.end() : following.start()].strip():
+            output = following[2]
+        found.append(Block(page, fence[1], fence[2], content.count("\n", 0, fence.start()) + 1, output))
+    return found
+
+
+def pages_with(*languages: str) -> list[str]:
+    return [page for page in PAGES if any(block.language in languages for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_its_language(page):
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+
+
+NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+
+
+def assert_shown(printed: str, shown: str, tolerance: float = 0.0) -> None:
+    """Texts are equal, numbers within the relative tolerance; dots stand for anything, spaces for any number of them."""
+    parts = re.split(rf"(\.\.\.|{NUMBER}|\s+)", shown.strip())
+    kinds = [(r"\.\.\.", ".*?"), (NUMBER, f"({NUMBER})"), (r"\s+", r"\s+")]
+    pattern = "".join(next((to for kind, to in kinds if re.fullmatch(kind, p)), re.escape(p)) for p in parts)
+    found = re.fullmatch(pattern, printed.strip(), re.DOTALL)
+    assert found, f"printed:\n{printed}\nshown:\n{shown}"
+    numbers = [part for part in parts if re.fullmatch(NUMBER, part)]
+    for here, there in zip(found.groups(), numbers, strict=True):
+        assert here == there or abs(float(here) - float(there)) <= tolerance * abs(float(there)), (
+            f"{here} is printed, {there} shown:\n{printed}"
+        )
+
+
+@pytest.mark.parametrize("page", pages_with("python", "pycon"))
+def test_python_of_the_page_runs_as_printed(page, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    names: dict = {"__name__": "page"}
+    with patch.dict(EVENTS), patch.dict(LAWS), patch.dict(OPS):
+        for block in blocks(page):
+            if block.language == "pycon":
+                run_session(block, names)
+            elif block.language == "python":
+                exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), names)
+                printed = capsys.readouterr().out
+                assert not printed or block.output is not None, f"{page}, line {block.line}: prints {printed!r}"
+                if block.output is not None:
+                    assert_shown(printed, block.output, VARY.get(page, 0.0))
+
+
+def run_session(block: Block, names: dict) -> None:
+    """Runs an interactive session and compares each answer."""
+    test = doctest.DocTestParser().get_doctest(block.text, names, block.page, str(ROOT / block.page), block.line)
+    complaints: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=complaints.append, clear_globs=False)
+    assert not complaints, "".join(complaints)
+    names.update(test.globs)
+
+
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_of_the_page_are_valid(page, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        if block.language == "bash":
+            for words in commands(block.text):
+                check_command(words)
+                if words[0] == "torch-privacy" and words[1] in SECONDS:
+                    assert cli.run(words[1:]) == 0
+                    printed = capsys.readouterr().out
+                    if block.output is not None:
+                        assert_shown(printed, block.output)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script, without assignments in front."""
+    text = re.sub(r"<<'END'\n.*?^END$", "", text.replace("\\\n", " "), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = next((k for k, word in enumerate(words) if word in ("&&", "|", ";")), len(words))
+            command, words = words[:end], words[end + 1 :]
+            yield command[next(k for k, word in enumerate(command) if "=" not in word) :]
+
+
+def check_command(words: list[str]) -> None:
+    """Raises unless the command exists and takes these options."""
+    program, *arguments = words
+    if program == "torch-privacy":
+        subcommand(arguments[0]).make_context(arguments[0], arguments[1:])
+    elif program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif program in ("python", ".venv/bin/python"):
+        check_script(arguments)
+    else:
+        assert program in OTHER_COMMANDS, f"{words}: a command that no test knows"
+
+
+def subcommand(name: str):
+    return typer.main.get_command(cli.app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_script(arguments: list[str]) -> None:
+    """The script is there and names each option; code from standard input and modules pass."""
+    if arguments[0] not in ("-", "-m"):
+        source = (ROOT / arguments[0]).read_text()
+        for option in arguments[1:]:
+            assert not option.startswith("--") or f'"{option.split("=")[0]}"' in source, (arguments, option)
+
+
+INLINE = r"`((?:\w+=\S+ )?(?:torch-privacy|python (?:benchmarks|docs)/|make )[^`]*)`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_prose_have_their_options(page):
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for found in re.findall(INLINE, prose):
+        (words,) = commands(re.sub(r"\s+", " ", found))
+        if words[0] != "torch-privacy":
+            check_command(words)
+        elif len(words) > 1:
+            known = {option for parameter in subcommand(words[1]).params for option in parameter.opts}
+            assert {word for word in words[2:] if word.startswith("--")} <= known | {"--help"}, words
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_the_page_points_to_a_file_and_a_heading(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if not re.match(r"\w+:", link):
+            path, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page} links to {link}"
+
+
+REFERENCE = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
+PUBLIC = {
+    "torch_privacy": {getattr(tp, name): name for name in tp.__all__ if name != "privacy"},
+    "torch_privacy.privacy": {
+        value: name
+        for name, value in vars(privacy).items()
+        if not name.startswith("_") and (isclass(value) or isfunction(value))
+    },
+    "torch_privacy.privacy.tradeoff": {
+        value: name
+        for name, value in vars(tradeoff).items()
+        if not name.startswith("_") and (isclass(value) or isfunction(value))
+    },
+}
+
+
+def test_reference_names_public_modules_only():
+    assert not [path for path in REFERENCE if any(part.startswith("_") for part in path.split("."))]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_is_on_the_reference_page(package):
+    missing = [name for name in PUBLIC[package].values() if not any(
+        path.startswith("torch_privacy") and path.endswith(f".{name}") for path in REFERENCE
+    )]
+    assert not missing
+
+
+def test_every_event_has_a_section():
+    """Under its name, with an example that makes one."""
+    sections = re.split(r"^#{2,3} ", (ROOT / "docs/events.md").read_text(), flags=re.MULTILINE)
+    by_name = {section.split("\n", 1)[0].strip("` "): section for section in sections}
+    for name in EVENTS:
+        assert f"{name}(" in by_name[name], name
 
 
 def register_ops_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> dict:
-    (block,) = (block for block in python_blocks("docs/jacobian.md") if "RECORDERS" in block)
+    (block,) = (block for block in blocks("docs/jacobian.md") if "RECORDERS" in block.text)
     names: dict = {"__name__": "an_op_of_ones_own"}
-    exec(block, names)
+    exec(block.text, names)
     for function, recorder in names["RECORDERS"].items():
         monkeypatch.setitem(OPS, function, recorder)
     return names
@@ -78,28 +294,3 @@ def test_function_of_ones_own_is_taken_as_the_documentation_says(monkeypatch):
     monkeypatch.setitem(OPS, torch.ops.torch_privacy_tests.hidden.default, recorder)
     assert_exact(model, x)
     recorder.assert_called_once()
-
-
-EPSILON = r"epsilon in \[1\.99\d, (1\.99\d|2\.000)\] at delta = 1e-05 \(.*\)\n"
-PAGES = {
-    "README.md": EPSILON,
-    "docs/accounting.md": "",
-    "docs/data.md": r"29305 3256 2\n",
-    "docs/gep.md": r"epsilon in \[1\.729, 1\.730\] at delta = 1e-05 \(.*\)\nGEP: .*\n",
-    "docs/index.md": EPSILON,
-    "docs/jacobian.md": "",
-    "docs/search.md": r"one run 2\.57\nlogarithmic 3\.76\ngeometric 3\.99\npoisson 5\.21\n",
-    "docs/training.md": "",
-}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_first_example_on_the_page_runs(page, capsys):
-    """Where it is a part of a script, the rest is here."""
-    torch.set_default_dtype(torch.float32)
-    x, y, model = torch.randn(1000, 5), torch.randint(2, (1000,)), torch.nn.Linear(5, 2)
-    rest = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "x": x, "y": y}
-    rest |= {"dataset": torch.utils.data.TensorDataset(x, y), "F": torch.nn.functional, "tp": tp}
-    block, *_ = python_blocks(page)
-    exec(block.replace("num_steps=2000", "num_steps=20"), rest)
-    assert re.fullmatch(PAGES[page], capsys.readouterr().out)
