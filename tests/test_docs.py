@@ -6,8 +6,11 @@ block of text with its output, in which ``...`` stands for anything.
 """
 
 import doctest
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,7 +52,7 @@ VARY = {  # (page, first word of an output) whose numbers depend on random draws
 }
 SECONDS = {"epsilon", "delta", "calibrate", "tradeoff"}  # subcommands that are run as shown
 # Not run, but their options are checked: train, search, reproduce NAME, explain and report take minutes or need a run;
-# `compare` asks other libraries (tests/privacy/test_pages.py runs it); make and pip download; benchmarks take minutes.
+# `compare` asks other libraries (a slow test runs it); make and pip download; benchmarks take minutes.
 OTHER_COMMANDS = {"cd", "pip"}
 
 
@@ -142,6 +145,25 @@ def test_commands_of_the_page_are_valid(page, capsys, monkeypatch, tmp_path):
                     printed = capsys.readouterr().out
                     if block.output is not None:
                         assert_shown(printed, block.output)
+
+
+@pytest.mark.slow
+def test_table_of_accountants_is_what_its_command_prints():
+    """But for the times in its last column, and the widths of columns that follow from them."""
+    (block,) = (
+        block for block in blocks("docs/accounting.md") if block.output and "torch-privacy compare" in block.text
+    )
+    ((_, *arguments),) = commands(block.text)
+    code = "import sys; from torch_privacy.cli import run; run(sys.argv[1:])"  # alone, as elsewhere warnings are errors
+    wide = {**os.environ, "COLUMNS": "200"}
+    shown = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, check=True, text=True, env=wide
+    )
+    assert cells_without_times(shown.stdout) == cells_without_times(block.output or "")
+
+
+def cells_without_times(table: str) -> list[list[str]]:
+    return [re.split(" {2,}", line.strip())[:-1] for line in table.splitlines()]
 
 
 def commands(text: str) -> Iterator[list[str]]:
