@@ -2127,7 +2127,7 @@ class LaterChange:
 
 def as_views(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
     losses = classify(model, training, batch)
-    return losses if training.views == 1 else losses.view(-1, training.views)
+    return losses if training.settings.views == 1 else losses.view(-1, training.settings.views)
 
 
 def more_parameters() -> Setup:
@@ -2545,7 +2545,7 @@ def growing(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, loss
 
 def zipped(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
     """A list of weights, one for each step."""
-    weights = [0.5 + 0.5 * i / training.num_steps for i in range(training.num_steps)]
+    weights = [0.5 + 0.5 * i / training.settings.num_steps for i in range(training.settings.num_steps)]
     for batch, weight in zip(training, weights, strict=False):
         training.step(weight * losses(model, training, batch))
 
@@ -2554,7 +2554,7 @@ def left(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses:
     """Stops by a count of its own."""
     for i, batch in enumerate(training):
         training.step(losses(model, training, batch))
-        if i + 1 == training.num_steps:
+        if i + 1 == training.settings.num_steps:
             break
 
 

@@ -59,7 +59,7 @@ def noise_of(training, step):
     zeros = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
     if isinstance(training.clipping, tp.Adaptive):
         zeros[COUNT] = torch.zeros(1)
-    training._noise.add_to(step, zeros, stddev=1.0)
+    training._releases.noise.add_to(step, zeros, stddev=1.0)
     return torch.cat([z.flatten() for z in zeros.values()])
 
 

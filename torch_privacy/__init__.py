@@ -62,34 +62,7 @@ _HOME = {
     "search_privately": "selection",
     "vmapped_jacobian": "jacobian",
 }
-__all__ = [
-    "BGEP",
-    "GEP",
-    "Adaptive",
-    "AnchorSubspace",
-    "Automatic",
-    "Checkup",
-    "ClippingRule",
-    "EachLayer",
-    "Flat",
-    "Found",
-    "Groups",
-    "Jacobian",
-    "MicroBatches",
-    "MovingAverage",
-    "PerLayer",
-    "PrivatePCA",
-    "PrivateTraining",
-    "Refused",
-    "Sketched",
-    "Spent",
-    "check",
-    "median_norm",
-    "privacy",
-    "record",
-    "search_privately",
-    "vmapped_jacobian",
-]
+__all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -102,10 +102,6 @@ class RandomState:
         np.random.set_state(self._numpy)
         random.setstate(self._python)
 
-    def moved(self) -> bool:
-        """Whether random numbers were drawn since."""
-        return self != RandomState()
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
             return NotImplemented

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ._model_state import same
-from ._replay import OwnRandomNumbers, RandomState, next_numbers
+from ._replay import OwnRandomNumbers, next_numbers
 from ._validate import Refused
 
 Collate = Callable[[list[Any]], Any]
@@ -110,25 +110,25 @@ class Batches:
         if self._tensors is not None:
             return numbers, None
         some = numbers.tolist()
-        with _random_numbers(draw, "items") as drawn:
+        with _random_numbers(draw, "items") as position:
             if hasattr(self.dataset, "__getitems__"):
                 items = list(self.dataset.__getitems__(some))  # type: ignore[attr-defined]
             else:
                 items = [self.dataset[i] for i in some]
-            return items, drawn()
+            return items, position()
 
     def collate(self, items: Any, draw: Draw) -> Any:
         """The batch of these items."""
         return self.collate_to_end(items, draw)[0]
 
     def collate_to_end(self, items: Any, draw: Draw) -> tuple[Any, Any]:
-        """The batch of these items, and where its random numbers ended; None where none were drawn."""
+        """Returns the batch of these items, and where its random numbers ended."""
         if self._tensors is not None:
             tensors, chosen = self._tensors
             rows = torch.from_numpy(items if chosen is None else chosen[items])
             return [tensor[rows] for tensor in tensors], None
-        with _random_numbers(draw, "collate") as drawn:
-            return self._collate(items), drawn()
+        with _random_numbers(draw, "collate") as position:
+            return self._collate(items), position()
 
 
 @dataclass
@@ -137,17 +137,7 @@ class Fetched:
 
     batch: Any
     items: Any  # before they were collated; None where a worker kept them
-    ends: tuple[Any, Any]  # where the random numbers ended, of items and of collate_fn; None if none were drawn
-
-    @property
-    def items_drew(self) -> bool:
-        """Whether random numbers were drawn for the items."""
-        return self.ends[0] is not None
-
-    @property
-    def collate_drew(self) -> bool:
-        """Whether ``collate_fn`` drew random numbers."""
-        return self.ends[1] is not None
+    ends: tuple[Any, Any]  # where the random numbers of the items ended, and those of ``collate_fn``
 
 
 class _Fetching(Dataset):
@@ -167,16 +157,21 @@ def _as_it_is(batch: Any) -> Any:
 
 @contextmanager
 def _random_numbers(draw: Draw, purpose: str) -> Iterator[Callable[[], Any]]:
-    """Gives a function that tells where the random numbers stand: None as long as none were drawn."""
+    """Sets the draw's random numbers; yields a function that returns where they stand, and None without a seed."""
     if draw.seed is None:
         yield lambda: None
         return
     own = OwnRandomNumbers(draw.seed_for(purpose))
-    start = RandomState()
     try:
-        yield lambda: next_numbers() if start.moved() else None
+        yield next_numbers
     finally:
         own.close()
+
+
+def _start(draw: Draw, purpose: str) -> Any:
+    """Returns where the draw's random numbers begin."""
+    with _random_numbers(draw, purpose) as position:
+        return position()
 
 
 TRIES = 8  # draws of other examples, until the collated shapes agree
@@ -220,14 +215,18 @@ class Drawn:
     def without(self, keep: np.ndarray) -> Any:
         """As of `Examples`. Where random numbers are drawn for a batch as a whole, a part of it would get others."""
         items, kept, fetched = self._own_items(), np.repeat(keep, self._draw.views), self._fetched
-        if fetched.collate_drew:
+        if self._drew("collate", fetched.ends[1]):
             alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
             return alike.without(keep)
-        if self._batches.fetches_together and not fetched.items_drew:
+        if self._batches.fetches_together and not self._drew("items", fetched.ends[0]):
             items = self._batches.items(replace(self._draw, numbers=self._draw.numbers[keep]))
             return self._batches.collate(items, self._draw)
         some = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
         return self._batches.collate(some, self._draw)
+
+    def _drew(self, purpose: str, end: Any) -> bool:
+        """True if random numbers were drawn for the items, or to collate them."""
+        return end is not None and end != _start(self._draw, purpose)
 
     def repeats(self) -> bool:
         """Whether the data set gives the same items when it is asked again, with the same random numbers."""
@@ -383,7 +382,7 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         )
     if type(dataset).__module__.startswith("pandas."):
         raise Refused(
-            f"{name} is a {type(dataset).__name__} of pandas, whose items are columns. Pass its rows, e.g. "
+            f"{name} is a {type(dataset).__name__} of pandas, and its items are columns, not rows. Pass the rows, e.g. "
             "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

@@ -243,9 +243,9 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise(setting):
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    training._noise.add_to(0, noise, 0.05)
+    training._releases.noise.add_to(0, noise, 0.05)
     for part, (x,) in enumerate(own_batches(training, losses_of)):
-        rows, squares = estimated_by(setting, model, x, Directions(training._noise.key, 0, part))
+        rows, squares = estimated_by(setting, model, x, Directions(training._releases.noise.key, 0, part))
         total = total + (0.05 / squares.sqrt()).clamp(max=1) @ rows
         training.step(losses_of(training.model, x))
     expected = before - (total + torch.cat([z.flatten() for z in noise.values()])) / 8

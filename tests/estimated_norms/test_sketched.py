@@ -291,10 +291,10 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    training._noise.add_to(0, noise, 0.5)
+    training._releases.noise.add_to(0, noise, 0.5)
     for part, (x, _) in enumerate(own_batches(training, lambda model, x, _: losses_of(model, x))):
         rows = rows_of_one_graph(losses_of(model, x), model)
-        v = Directions(training._noise.key, 0, part).draw(range(16), trained(model))
+        v = Directions(training._releases.noise.key, 0, part).draw(range(16), trained(model))
         norms = (rows @ torch.cat([d.flatten(1) for d in v.values()], 1).T).square().mean(1).sqrt()
         total = total + (0.5 / norms).clamp(max=1) @ rows
         training.step(losses_of(training.model, x))
@@ -383,7 +383,7 @@ def test_few_projections_are_refused_unless_nothing_is_released():
 def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():
     training = training_of(small(), tp.Sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
     exact = tp.privacy.calibrate(2.0, 1e-3, sampling_probability=0.2, num_steps=4)
-    assert 1.01 * exact < training.noise_multiplier < 1.5 * exact
+    assert 1.01 * exact < training.settings.noise_multiplier < 1.5 * exact
     train(training)
     assert 1.99 < training.spent().epsilon.high <= 2.0
 
@@ -555,7 +555,7 @@ def test_an_infinite_estimate_leaves_the_example_out():
 
 def test_empty_batches_are_steps_of_noise_alone():
     training = training_of(small(), dataset=data(4), expected_batch_size=0.4, num_steps=8, test_seed=2)
-    assert any(len(training._indices(step)) == 0 for step in range(8))
+    assert any(len(training._releases.indices(step)) == 0 for step in range(8))
     train(training)
     assert training.step_count == 8
 

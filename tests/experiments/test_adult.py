@@ -189,7 +189,7 @@ def test_run_ends_when_its_last_steps_draw_nobody(tmp_path):
     for attempt in range(4):  # one step in e is empty at a mean of one example
         run = Run.start(tmp_path / f"{attempt}", "adult", epochs=1e-4, expected_batch_size=1, baseline=False)
         drain(run)
-        assert run.training.step_count == run.training.num_steps == 3
+        assert run.training.step_count == run.training.settings.num_steps == 3
         assert [row.step for row in run.private.rows] == [3]
 
 

@@ -54,7 +54,7 @@ def test_every_recipe_trains_privately(module, shape, recipe):
         assert losses.shape == (len(losses), 2)
         assert scores.shape == (2 * len(losses),)
         training.step(losses)
-    assert training.step_count == training.num_steps == 2
+    assert training.step_count == training.settings.num_steps == 2
     assert average is not None
     assert training.spent().epsilon.high <= 1
     assert "the choice of the settings" in task.not_covered

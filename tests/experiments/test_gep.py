@@ -46,7 +46,7 @@ def test_every_method_is_one_event_within_its_epsilon(method):
         settings = gep_mnist.Settings(**{**row.settings, **SMALL, "baseline": False})
         training = new_training(settings, experiment.build_task(settings), None)
         assert type(training.event) is EVENTS[method]
-        spent = privacy.compose([(training.event, training.num_steps)]).epsilon(settings.delta)
+        spent = privacy.compose([(training.event, training.settings.num_steps)]).epsilon(settings.delta)
         assert 0.99 * epsilon < spent.high <= epsilon
 
 
@@ -60,7 +60,7 @@ def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path
     monkeypatch.setattr(runner, "load_trainable", lambda name: module)
     run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
     assert run.settings.target_epsilon is None
-    assert run.training.noise_multiplier == 3.0
+    assert run.training.settings.noise_multiplier == 3.0
     run.close()
 
 
@@ -68,8 +68,10 @@ def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path
 def test_anchors_have_the_labels_of_the_data_only_if_these_are_meant(has_labels):
     settings = gep_mnist.Settings(**SMALL)
     training = new_training(settings, made_up(has_labels).build_task(settings), None)
-    assert isinstance(training.perturbation, tp.GEP)
-    taken = training.perturbation.subspace.labels((None, torch.arange(5)), torch.zeros(5, 10), torch.Generator())
+    assert isinstance(training.settings.perturbation, tp.GEP)
+    taken = training.settings.perturbation.subspace.labels(
+        (None, torch.arange(5)), torch.zeros(5, 10), torch.Generator()
+    )
     assert torch.equal(taken, torch.arange(5)) == has_labels
 
 
@@ -109,7 +111,7 @@ def test_house_numbers_train_as_small_photographs_do(monkeypatch):
         settings = gep_svhn.Settings(**{**row.settings, "epochs": 0.1, "expected_batch_size": 10, "num_anchors": 60})
         task = experiment.build_task(replace(settings, num_basis=20, num_test_examples=7))
         training = new_training(replace(settings, num_basis=20), task, None)
-        assert (training.delta, len(task.test), asked[-1]) == (1e-6, 7, not quick)
+        assert (training.settings.delta, len(task.test), asked[-1]) == (1e-6, 7, not quick)
     for x, y in own_batches(training, lambda model, x, y: task.losses(model(x), y)):
         assert training.step(task.losses(training.model(x), y))
     assert training.step_count == 3

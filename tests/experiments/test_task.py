@@ -152,7 +152,7 @@ def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regressio
     results = finish(stopped)
     whole = finish(Run.resume(tmp_path / "whole"))  # not before: both draw from torch's random state
     assert results == {**whole, "seconds": results["seconds"]}
-    assert stopped.training.views == 3
+    assert stopped.training.settings.views == 3
     assert stopped.average is not None
     assert stopped.average.step_count == stopped.training.step_count
     x, y = stopped.task.test.tensors

@@ -49,15 +49,15 @@ def noise_of(training, step):
     """The standard normal numbers of a step: for the embedding, and for the residual if there is one."""
     zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism._anchors.quotas.items()}
     count = sum(map(len, zeros.values()))
-    if isinstance(training.perturbation, tp.GEP):
+    if isinstance(training.settings.perturbation, tp.GEP):
         zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
-    training._noise.add_to(step, zeros, stddev=1.0)
+    training._releases.noise.add_to(step, zeros, stddev=1.0)
     both = torch.cat([z.flatten() for z in zeros.values()])
     return both[:count], both[count:]
 
 
 def without_noise(training):
-    training._noise.add_to = lambda *_: None
+    training._releases.noise.add_to = lambda *_: None
     return training
 
 
@@ -68,7 +68,7 @@ def clipped(rows, bound):
 def released(training, rows, v, step):
     """The gradient times the batch size as the formulas say it, from explicit residuals, for `FLAT` or `GROUPS`."""
     w, r = rows @ v.T, rows - rows @ v.T @ v
-    setting, (z, y) = training.perturbation, noise_of(training, step)
+    setting, (z, y) = training.settings.perturbation, noise_of(training, step)
     if isinstance(setting.embedding_clipping, tp.Groups):
         k = sum(count for group, count in training._mechanism._anchors.quotas.items() if group.startswith("0"))
         w, r = (
@@ -198,7 +198,7 @@ def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
 def test_empty_batches_release_noise_alone_with_its_two_deviations():
     """Which has no part of the residual's noise in the subspace."""
     training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
-    training._indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    training._releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
     released, begin = [], training._mechanism.gradient
 
     def noted(release):
@@ -337,7 +337,7 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted(kind):
         for dataset in (everyone, others)
     ]
     for training in trainings:
-        training._indices = lambda step, n=training.num_examples: torch.arange(n).numpy()
+        training._releases.indices = lambda step, n=training.settings.num_examples: torch.arange(n).numpy()
         train(training)
     torch.testing.assert_close(*map(parameters_of, trainings))
     assert [training.num_non_finite for training in trainings] == [1, 0]
@@ -443,6 +443,8 @@ def test_perturbation_changed_on_the_way_is_refused():
     train(training, steps=1)
     with pytest.raises(AttributeError, match=r"PrivateTraining.perturbation cannot be set"):
         training.perturbation = gep(share=0.3)
+    with pytest.raises(AttributeError, match="cannot assign"):
+        training.settings.perturbation = gep(share=0.3)
 
 
 def test_basis_may_be_asked_for_between_a_batch_and_its_step():
@@ -450,7 +452,7 @@ def test_basis_may_be_asked_for_between_a_batch_and_its_step():
     train(expected)
     for x, y in training:
         losses = cross_entropy(training.model, x, y)
-        training.perturbation.subspace.basis(training.model)
+        training.settings.perturbation.subspace.basis(training.model)
         training.step(losses)
     assert torch.equal(parameters_of(training), parameters_of(expected))
 

@@ -8,7 +8,7 @@ from oracle import flat, one_backward_per_example
 from parts import trained
 
 import torch_privacy as tp
-from torch_privacy.jacobian.clipped_sum import RowsAsTheyCome
+from torch_privacy.jacobian.clipped_sum import NativeBackward
 from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
 from torch_privacy.jacobian.plan import Budget
 from torch_privacy.jacobian.tape import Tape
@@ -169,7 +169,7 @@ def test_coupled_examples_are_refused_also_after_batches_of_one():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_second_backward_in_half_precision(autocast, monkeypatch):
     monkeypatch.setattr(Budget, "wants_second_backward", True)
-    monkeypatch.setattr(RowsAsTheyCome, "_native_sum", None)  # called, it would fail
+    monkeypatch.setattr(NativeBackward, "__call__", None)  # called, it would fail
     dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
     model = torch.nn.Linear(3, 2, dtype=dtype)
     for _ in range(PROOFS + 1):

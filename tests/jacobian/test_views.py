@@ -69,7 +69,7 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
         if not training.step(losses_of(model, x, y)):
             continue
         noise = {name: torch.zeros_like(p) for name, p in trained(before).items()}
-        training._noise.add_to(step, noise, 0.4)
+        training._releases.noise.add_to(step, noise, 0.4)
         total = explicit_sum(before, batches, tp.Flat(0.4)) + torch.cat([z.flatten() for z in noise.values()])
         moved = [b - a for a, b in zip(model.parameters(), before.parameters(), strict=True)]
         torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), total / BATCH, rtol=1e-9, atol=1e-9)

@@ -62,7 +62,7 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
         if not training.step(cross_entropy(training.model, x, y)):
             continue
         noise, everyone = noise_of(training, step), torch.cat(rows)
-        groups = torch.from_numpy(training._sampler.groups(step, len(everyone), 2))
+        groups = torch.from_numpy(training._releases.sampler.groups(step, len(everyone), 2))
         rows = []
         if rule == "adaptive":
             explicit = clipped_in_parts([26], [clip_norm])
@@ -80,7 +80,7 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
 def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule):
     """The clip norm of an adaptive rule goes on by the noise of its count alone."""
     training = training_of(clipping=RULES[rule][0], expected_batch_size=0.5, num_steps=3)
-    training._indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    training._releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
     assert train(training) == []
     expected, stddev, clip_norm = network_parameters(), noise_stddev(rule), 0.5
     for step in range(3):
@@ -137,8 +137,8 @@ def test_example_that_outweighs_its_micro_batch_counts_twice():
 def test_micro_batches_are_drawn_anew_for_every_step_by_the_key_alone():
     here, there = training_of(), training_of()
     torch.manual_seed(7)
-    draws = [here._sampler.groups(step, 1000, 5) for step in range(3)]
-    assert all((draw == there._sampler.groups(step, 1000, 5)).all() for step, draw in enumerate(draws))
+    draws = [here._releases.sampler.groups(step, 1000, 5) for step in range(3)]
+    assert all((draw == there._releases.sampler.groups(step, 1000, 5)).all() for step, draw in enumerate(draws))
     assert all(stats.chisquare(torch.from_numpy(draw).bincount(minlength=5)).pvalue > 1e-4 for draw in draws)
     assert all((draws[i] != draws[j]).mean() > 0.7 for i in range(3) for j in range(i))  # 0.8 where independent
 
@@ -158,7 +158,7 @@ def test_example_that_is_not_finite_is_left_out_and_counted(rule):
     for x, y in own_batches(training, cross_entropy):
         rows = rows_of(training, x, y)
         assert rows[7].isnan().any()
-        groups = torch.from_numpy(training._sampler.groups(0, N, 10))
+        groups = torch.from_numpy(training._releases.sampler.groups(0, N, 10))
         kept = groups != groups[7] if rule == "micro-batches" else torch.arange(N) != 7
         training.step(cross_entropy(training.model, x, y))
     assert training.num_non_finite == (~kept).sum()  # examples, not micro-batches

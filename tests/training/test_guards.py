@@ -86,10 +86,14 @@ def refused(message: str):
 )
 def test_settings_cannot_be_set_after_the_start(name, value):
     training = training_of()
-    before = getattr(training, name)
+    owner = training.settings if hasattr(training.settings, name) else training
+    before = getattr(owner, name)
     with pytest.raises(AttributeError, match=f"{name} cannot be set"):
         setattr(training, name, value)
-    assert getattr(training, name) is before
+    if owner is not training:
+        with pytest.raises(AttributeError):
+            setattr(owner, name, value)
+    assert getattr(owner, name) == before
     loop(training)
     assert training.step_count == 6
 
@@ -111,12 +115,12 @@ def test_a_delta_above_a_tenth_of_one_over_n_warns(delta, warned):
         training = training_of(delta=delta)
         at_start = len(caught)
         training.spent(delta)
-    told = [str(w.message) for w in caught if "close to 1/n" in str(w.message)]
+    warned_of = [str(w.message) for w in caught if "close to 1/n" in str(w.message)]
     assert bool(at_start) == warned
-    assert len(told) == 2 * warned
+    assert len(warned_of) == 2 * warned
 
 
-# Whose steps move the weights.
+# Steps of other optimizers, and other changes of the weights.
 
 
 def ordinary(training, losses):
@@ -274,6 +278,27 @@ def test_a_scheduler_that_asks_for_a_loss_is_refused_at_construction():
         training_of(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "setting", "value"),
+    [
+        (torch.optim.SGD, "lr", lambda x: 0.1 + float(x.detach().mean())),
+        (torch.optim.SGD, "weight_decay", lambda x: float(x.detach().square().mean())),
+        (torch.optim.SGD, "momentum", lambda x: 0.5 + 0.1 * float(x.detach().mean().sigmoid())),
+        (torch.optim.Adam, "betas", lambda x: (0.9, 0.9 + 0.05 * float(x.detach().mean().sigmoid()))),
+    ],
+)
+def test_an_optimizer_setting_that_follows_the_batch_is_refused(optimizer, setting, value):
+    model = network()
+    training = training_of(model, optimizer=optimizer(model.parameters(), lr=0.1))
+    before = [p.clone() for p in model.parameters()]
+    with refused(f"{setting} of the optimizer changed before the step was made"):
+        for x, y in training:
+            training.optimizer.param_groups[0][setting] = value(x)
+            training.step(F.cross_entropy(model(x), y, reduction="none"))
+    assert training.step_count == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_scheduler_that_is_advanced_on_rehearsals_is_refused():
     training = training_of()
@@ -424,7 +449,7 @@ def test_with_a_budget_the_planned_steps_are_those_that_it_allows():
 
 @pytest.mark.parametrize("kind", ["model", "optimizer", "both"])
 def test_what_opacus_wrapped_is_refused_by_name(kind):
-    """Its classes are told by the module they are from, so that Opacus need not be there."""
+    """Its classes are recognized by their module, so that Opacus need not be installed."""
     wrapper = type("GradSampleModule", (nn.Module,), {"__module__": "opacus.grad_sample.grad_sample_module"})
     sgd = type("DPOptimizer", (torch.optim.SGD,), {"__module__": "opacus.optimizers.optimizer"})
     model = network()
@@ -439,7 +464,7 @@ def test_what_opacus_wrapped_is_refused_by_name(kind):
 
 def test_a_data_frame_is_refused():
     frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
-    with refused("dataset is a DataFrame of pandas, whose items are columns"):
+    with refused("dataset is a DataFrame of pandas, and its items are columns"):
         training_of(dataset=frame(["a", "b"]))
 
 

@@ -40,7 +40,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
         rows = one_backward_per_example(copy.deepcopy(model), x, losses_of)
         training.step(losses_of(model, x))
         if isinstance(rule, tp.MicroBatches):
-            groups = torch.from_numpy(training._sampler.groups(step, len(x), 2))
+            groups = torch.from_numpy(training._releases.sampler.groups(step, len(x), 2))
             total, divisor, stddev = clipped_means(rows, groups), 2, 1.0
         elif isinstance(rule, tp.Flat):
             total, divisor, stddev = clipped(rows, 0.5), 8, 0.5

@@ -50,7 +50,7 @@ def stranger():
         (lambda: {"memory_budget": -1.2}, r"memory_budget=-1\.2 must be greater than 0"),
         (
             lambda: {"clipping": tp.MicroBatches(1.0, 2), "microbatch_size": 3},
-            r"microbatch_size=3 would cut through the groups of MicroBatches\(clip_norm=1\.0, size=2\)",
+            r"microbatch_size=3 would split the groups of MicroBatches\(clip_norm=1\.0, size=2\)",
         ),
         (lambda: {"clipping": tp.Groups({"0": 1.0})}, r"no prefix in clip_norms matches '2\.weight', '2\.bias'"),
         (lambda: {"clipping": tp.Adaptive(1.0)}, r"count_noise_stddev=0\.4 must be greater than 0\.5"),

@@ -306,7 +306,7 @@ def test_layers_may_be_frozen_and_unfrozen_on_the_way():
     model = Net()
     model.b.requires_grad_(False)
     training = training_of(model, TensorDataset(x, y), expected_batch_size=6, num_steps=9)
-    training._noise.add_to = lambda *_: None
+    training._releases.noise.add_to = lambda *_: None
     for x, y in own_batches(training, cross_entropy):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -295,7 +295,7 @@ def test_one_noise_for_two_releases_of_one_process_is_refused():
 
 def test_a_training_goes_on_in_its_own_process_only():
     training = secret_training()
-    training._process += 1  # as it is behind a fork
+    training._releases._process += 1  # as it is behind a fork
     with pytest.raises(tp.Refused, match="was forked from the one that began the training"):
         train(training)
     assert len(training.ledger) == 0

@@ -21,7 +21,10 @@ def test_statement_and_spent_say_what_was_released():
     spent = training.spent()
     assert spent.epsilon == tp.privacy.compose([(training.event, 6)]).epsilon(1e-3)
     assert str(spent).startswith("NOT PRIVATE")
-    assert not any(secret in str(statement) for secret in (training._noise.key.hex(), training._sampler.key.hex()))
+    assert not any(
+        secret in str(statement)
+        for secret in (training._releases.noise.key.hex(), training._releases.sampler.key.hex())
+    )
 
 
 def test_private_run_says_so():

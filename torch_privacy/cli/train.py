@@ -150,7 +150,7 @@ def train_in(
             closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
         ):
             if not see_through(job, signals, silent=quiet or as_json):
-                say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
+                say(f"stopped after step {job.training.step_count} of {job.training.settings.num_steps}; continue with")
                 say(f"  torch-privacy train --resume {folder}")
                 raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()

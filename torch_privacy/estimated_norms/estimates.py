@@ -20,7 +20,8 @@ from ..jacobian.tape import Tape
 
 if TYPE_CHECKING:
     from .._model import Census
-    from ..jacobian.operator import Block, Jacobian
+    from ..jacobian.blocks import Block
+    from ..jacobian.operator import Jacobian
     from .choose import Sketched
     from .directions import Directions
 

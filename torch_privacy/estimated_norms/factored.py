@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._validate import Refused
+from ..jacobian.blocks import Block
 from ..jacobian.measure import fresh_generator
-from ..jacobian.operator import Block
 from ..jacobian.plan import held_bytes, projections
 from ..ops import Method, Op
 from ..ops.conv import Conv

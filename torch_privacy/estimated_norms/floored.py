@@ -19,7 +19,8 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ..jacobian.operator import Block, Jacobian
+from ..jacobian.blocks import Block
+from ..jacobian.operator import Jacobian
 from ..jacobian.plan import squared_norms
 from ..ops import Op
 from ..ops.conv import Conv, _by_group

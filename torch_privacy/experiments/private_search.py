@@ -109,7 +109,7 @@ class PrivateSearch:
                 f"search: {self._experiment} is not scored by accuracy, whose noisy count could rank runs."
             )
         training = new_training(settings, task, None)
-        if training.prior_releases or not isinstance(training.event, privacy.SubsampledGaussian):
+        if training.settings.prior_releases or not isinstance(training.event, privacy.SubsampledGaussian):
             raise ValueError(
                 f"search: the runs of {self._experiment} release more than noisy sums of gradients, which a private "
                 "search has no price for. Search on public data: --on public --stand-in DIR."

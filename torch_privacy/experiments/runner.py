@@ -109,7 +109,7 @@ class Run:
         training = new_training(settings, task, folder.path)
         average = new_average(task, training.model, training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
-        log = partial(Log, num_steps=training.num_steps, epochs=settings.epochs, **score)
+        log = partial(Log, num_steps=training.settings.num_steps, epochs=settings.epochs, **score)
         return cls(folder, experiment, settings, task, training, average, log("private"), log("non-private"))
 
     @property
@@ -318,14 +318,17 @@ def losses_and_scores(task: Task, model: nn.Module, batch: Any, views: int = 1) 
 
 def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:
     """What a training has released after ``num_steps`` steps, with what it was given."""
-    return [*((release.event, 1) for release in training.prior_releases), (training.event, num_steps)]
+    return [*((release.event, 1) for release in training.settings.prior_releases), (training.event, num_steps)]
 
 
 def _check_priced(settings: Any, task: Task) -> None:
     """Raise a ``ValueError`` if no epsilon can be told for these settings, before hours are spent on training."""
     training = new_training(settings, task, None)
     try:
-        for steps in (max(1, round(training.num_steps / max(1, settings.epochs))), training.num_steps):
+        for steps in (
+            max(1, round(training.settings.num_steps / max(1, settings.epochs))),
+            training.settings.num_steps,
+        ):
             summarize(_releases(training, steps), settings.delta)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(

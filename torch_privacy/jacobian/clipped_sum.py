@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jacobian blocks, made while the backward runs: so that an op's input and its b are freed as soon as they may be."""
+"""The clipped sum, block by block while the backward runs, so that each op's input and b are freed early."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from .._validate import Refused
 from ..ops._base import is_half
-from .operator import Block, Jacobian, Native, NothingKept
+from .blocks import Block, NothingKept
+from .operator import Jacobian
 from .plan import Budget
 from .prediction import Prediction
 
 if TYPE_CHECKING:
-    from ..estimated_norms.estimates import Estimates
     from ..ops import AnyLayout, Op, Use
     from .calls import Call, Reached
     from .layout import Merging
     from .recorder import Source
     from .self_check import Checks
 
-# The coarsest rounding on the way with which a second backward, whose cotangents are rounded again, keeps the bound.
+# The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
 LayoutOf = Callable[[int, Tensor | None, Tensor], "AnyLayout"]  # (number of a call, its b, losses)
 OnBlock = Callable[[Block], None]
@@ -32,40 +32,53 @@ Clip = Callable[[Jacobian, str], dict[str, Tensor]]
 Observe = Callable[[Jacobian, str], None]
 
 
-class Taker(Protocol):
-    """What the gradients of a backward go to."""
+class NormEstimates(Protocol):
+    """Estimates of the rows' norms, which take the place of the exact ones."""
+
+    block_by_block: bool  # whether estimates add up over the blocks, so that what they are made of may be freed
+
+    def prepare(self, block: Block, *, alone: bool) -> None:
+        """Takes a block whose uses are all known; ``alone`` if no other block meets its parameter."""
+
+    def squared_norms(self, jacobian: Jacobian) -> Tensor | None:
+        """Returns estimates (n,) for whole rows; None if those of the blocks add up."""
+
+
+class GradientSink(Protocol):
+    """Receives the gradients of a backward."""
 
     def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        """The gradient at the edge of a call (or cut) has come; gradients are off, as they are in a backward."""
+        """Receives the gradient at the edge of a call (or cut); gradients are off, as they are in a backward."""
 
 
-def layouts_by(told: Sequence[AnyLayout] | Prediction, merging: Merging | None = None) -> LayoutOf:
-    """The layouts that are known, or that the gradients of the plain backward are to bear out."""
+def layouts_by(source: Sequence[AnyLayout] | Prediction, merging: Merging | None = None) -> LayoutOf:
+    """Returns a function that gives the layout of each call: a known one, or one that the backward must confirm."""
 
     def known(number: int, b: Tensor | None, like: Tensor) -> AnyLayout:
         return layouts[number]
 
     def predicted(number: int, b: Tensor | None, like: Tensor) -> AnyLayout:
-        assert isinstance(told, Prediction)
-        call = told.calls[number]
-        layout = told.layout(number, call.output.gradient(b, like) if b is None or call.is_cut else b)
+        assert isinstance(source, Prediction)
+        call = source.calls[number]
+        layout = source.layout(number, call.output.gradient(b, like) if b is None or call.is_cut else b)
         return layout if merging is None else merging.layout(layout)
 
-    if isinstance(told, Prediction):
+    if isinstance(source, Prediction):
         return predicted
-    layouts = told if merging is None else [merging.layout(layout) for layout in told]
+    layouts = source if merging is None else [merging.layout(layout) for layout in source]
     return known
 
 
 class Collector:
-    """Takes the b of every call as it comes, and makes the blocks: a block is done when all uses of its weight are in.
+    """Receives the b of every call and makes the blocks: a block is done when all uses of its weight are in.
 
     Args:
         calls: the calls whose b will come.
-        layouts: where the examples sit in the output of each; also of what is no call, whose b may come as well.
-        sources: weight's id -> what is known of it.
-        budget: what may be kept; None keeps everything for any question that may be asked.
-        lets_go: whether the calls' inputs are not needed any more.
+        layouts: where the examples lie in the output of each; also of cuts, whose b may come as well.
+        sources: weight's id -> what is known about it.
+        budget: decides what may be kept; None keeps everything, for any question.
+        native: gives the sum of blocks of which nothing is kept; with a budget only.
+        frees_inputs: whether the calls' inputs are not needed any more.
         estimates: take the place of exact norms.
     """
 
@@ -75,11 +88,12 @@ class Collector:
         layouts: LayoutOf,
         sources: Mapping[int, Source],
         budget: Budget | None = None,
+        native: NativeBackward | None = None,
         *,
-        lets_go: bool = False,
-        estimates: Estimates | None = None,
+        frees_inputs: bool = False,
+        estimates: NormEstimates | None = None,
     ):
-        self._lets_go, self._estimates = lets_go, estimates
+        self._native, self._frees_inputs, self._estimates = native, frees_inputs, estimates
         self.blocks: list[Block] = []
         self._calls, self._layouts, self._sources = calls, layouts, sources
         self._budget = budget
@@ -98,7 +112,7 @@ class Collector:
         if self._budget is not None:
             self._budget.passed(call.size)
         uses, layout = call.uses, self._layouts(number, b, like)
-        if self._lets_go:
+        if self._frees_inputs:
             call.forget()
         for use in uses:
             self._take_use(use, b, layout)
@@ -110,6 +124,7 @@ class Collector:
         if block is None:
             rounds = source.half and not source.direct
             block = Block(use.weight, source.names, source.direct, source.rearranged, rounds)
+            block.summed_once = self._budget is not None
         block.ops.append(op)
         self._awaited[key] -= 1
         if self._awaited[key]:
@@ -125,7 +140,8 @@ class Collector:
             self._estimates.prepare(block, alone=alone)
         if self._budget is not None:
             if block.stands_alone and alone and (self._estimates is None or self._estimates.block_by_block):
-                block.reduce(self._budget)
+                assert self._native is not None
+                block.reduce(self._budget, self._native)
             else:
                 block.hold(self._budget)
         if self.on_block is None:
@@ -135,7 +151,7 @@ class Collector:
 
 
 def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> Op:
-    """The Jacobian block of one use; a refusal names the parameters behind its weight."""
+    """Returns the Jacobian block of one use; a refusal names the parameters behind its weight."""
     try:
         return use.op(b, layout)
     except Refused as error:
@@ -143,7 +159,7 @@ def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> O
 
 
 class GroupSums:
-    """Clips and sums group by group, as soon as the last block of a group is done; then nothing of it is kept.
+    """Clips and sums each group of parameters as soon as its last block is done; then frees the group.
 
     Args:
         groups: label -> names of its parameters.
@@ -152,12 +168,11 @@ class GroupSums:
         dtype: type of the losses.
         parameters: all recorded ones.
         blocks: the names behind each block that will come.
-        budget: is told what is not held any more.
-        checks: to be shown every group's rows.
-        observe: to be shown them, too, with the label.
-        native: gives the clipped sum of what was not kept.
+        budget: gets back what is not held any more.
+        checks: sees every group's rows.
+        observe: sees them, too, with the label.
         estimates: take the place of exact norms.
-        prove: raises unless the layouts hold, before anything is made of the blocks.
+        prove: raises unless the layouts hold, before anything is computed from the blocks.
     """
 
     def __init__(
@@ -170,12 +185,11 @@ class GroupSums:
         blocks: Sequence[tuple[str, ...]],
         budget: Budget,
         checks: Checks | None = None,
-        native: Native | None = None,
-        estimates: Estimates | None = None,
+        estimates: NormEstimates | None = None,
         observe: Observe | None = None,
         prove: Callable[[], None] | None = None,
     ):
-        self._budget, self._checks, self._native, self._estimates = budget, checks, native, estimates
+        self._budget, self._checks, self._estimates = budget, checks, estimates
         self._observe, self._prove = observe, prove
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
@@ -188,7 +202,7 @@ class GroupSums:
                 self._finish(label)
 
     def add(self, block: Block) -> None:
-        """One more block is done."""
+        """Adds a block that is done."""
         for label in self._labels(block.names):
             self._blocks[label].append(block)
             self._awaited[label] -= 1
@@ -202,8 +216,7 @@ class GroupSums:
         if self._prove is not None:
             self._prove()
         blocks = self._blocks.pop(label)
-        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, used_up=True, native=self._native)
-        jacobian = jacobian.restricted(self._groups[label])
+        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks).restricted(self._groups[label])
         if self._checks is not None:
             self._checks.look(jacobian)
         if self._estimates is not None:
@@ -214,8 +227,42 @@ class GroupSums:
         self._budget.release(sum([block.held for block in blocks]))
 
 
+class NativeBackward:
+    """Gives the clipped sum of blocks of which nothing was kept: by a backward of the losses, times the factors.
+
+    Args:
+        losses: (n,), whose graph stays.
+        parameters: all recorded ones.
+        cotangent: (n,) weight of each loss in its row.
+        merging: examples whose mean is one row.
+    """
+
+    def __init__(
+        self, losses: Tensor, parameters: Mapping[str, Tensor], cotangent: Tensor, merging: Merging | None = None
+    ):
+        self._losses, self._parameters, self._cotangent, self._merging = losses, parameters, cotangent, merging
+        self._names: list[str] = []
+        self._factors: Tensor | None = None  # of the latest backward
+        self._sums: dict[str, Tensor] = {}
+
+    def expect(self, name: str) -> None:
+        self._names.append(name)
+
+    def __call__(self, c: Tensor, name: str) -> Tensor:
+        if self._factors is not c:
+            self._factors, self._sums = c, self._backward(c)
+        return self._sums.pop(name)
+
+    def _backward(self, c: Tensor) -> dict[str, Tensor]:
+        c = c.to(self._cotangent)
+        if self._merging is not None:
+            c = c[self._merging.assignment.to(c.device)] * self._cotangent
+        leaves = [self._parameters[name] for name in self._names]
+        return dict(zip(self._names, torch.autograd.grad(self._losses, leaves, c, retain_graph=True), strict=True))
+
+
 def backward_into(
-    taker: Taker,
+    sink: GradientSink,
     losses: Tensor,
     cotangent: Tensor,
     calls: Sequence[Call],
@@ -223,7 +270,7 @@ def backward_into(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """One backward that stops at the calls; each b goes to the taker as soon as it is there, and is then freed.
+    """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
     ``deepest`` marks the calls below which there is no other: the backward ends at these.
     """
@@ -231,7 +278,7 @@ def backward_into(
     try:
         for number, (call, last) in enumerate(zip(calls, deepest, strict=True)):
             if not last:
-                hook = _hand_over(taker, number, call.edge.output_nr, losses)
+                hook = _hand_over(sink, number, call.edge.output_nr, losses)
                 handles.append(call.edge.node.register_prehook(hook))
         ends = [number for number, last in enumerate(deepest) if last]
         edges = [calls[number].edge for number in ends]
@@ -241,23 +288,23 @@ def backward_into(
             handle.remove()
     with torch.no_grad():
         for number, g in zip(ends, gradients, strict=True):
-            taker.take(number, g, losses)
+            sink.take(number, g, losses)
 
 
-def _hand_over(taker: Taker, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:
+def _hand_over(sink: GradientSink, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        taker.take(number, gradients[output], losses)
+        sink.take(number, gradients[output], losses)
 
     return hook
 
 
 class RowsAsTheyCome:
-    """The rows of one batch, which come op by op as the backward runs, and of which no more is kept than must be.
+    """The rows of one batch, made op by op while the backward runs; no more is kept than necessary.
 
     Args:
         reached: what the losses were computed from; its graph is used up.
-        layouts: where the examples sit in the output of each call; or a prediction, for one group of parameters.
-        sources: weight's id -> what is known of it.
+        layouts: where the examples lie in the output of each call; or a prediction, for one group of parameters.
+        sources: weight's id -> what is known about it.
         parameters: all recorded ones.
         merging: examples whose mean is one row.
         estimates: take the place of exact norms.
@@ -270,7 +317,7 @@ class RowsAsTheyCome:
         sources: Mapping[int, Source],
         parameters: Mapping[str, Tensor],
         merging: Merging | None,
-        estimates: Estimates | None = None,
+        estimates: NormEstimates | None = None,
     ):
         self._estimates = estimates
         self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
@@ -288,12 +335,15 @@ class RowsAsTheyCome:
         checks: Checks | None,
         observe: Observe | None = None,
     ) -> dict[str, Tensor]:
-        """Of all groups, by name; ``checks`` see the rows first and must agree. Nothing is summed without ``clip``."""
+        """Returns the sum of all groups by name; ``checks`` see the rows first and must agree.
+
+        Without ``clip`` nothing is summed.
+        """
         if clip is None:
             return self._run(groups, lambda *_: {}, budget(), checks, observe)
         if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
             return self._run(groups, clip, budget(), checks, observe)
-        if checks is not None or observe is not None:  # these want rows
+        if checks is not None or observe is not None:  # these need rows
             self._run(groups, lambda *_: {}, budget(), checks, observe, retain_graph=True)
         try:
             dropping = budget()
@@ -304,7 +354,7 @@ class RowsAsTheyCome:
 
     @property
     def _rounds(self) -> bool:
-        """Whether a native sum would be rounded by more than the bound allows."""
+        """True if a native sum would be rounded by more than the bound allows."""
         return self._reached.precision() > FINE or any(is_half(p) for p in self._parameters.values())
 
     def _run(
@@ -318,22 +368,27 @@ class RowsAsTheyCome:
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
         losses, calls, predicted = self._reached.losses, self._reached.calls, self._predicted
-        retain_graph = retain_graph or predicted is not None  # which may not hold
-        lets_go = not retain_graph
-        collector = Collector(calls, self._layouts, self._sources, budget, lets_go=lets_go, estimates=self._estimates)
-        num_rows = len(losses) if self._merging is None else self._merging.count
-        awaited, estimates = collector.names, self._estimates
+        retain_graph = retain_graph or predicted is not None  # the prediction may fail
+        native = NativeBackward(losses, self._parameters, self._cotangent, self._merging)
+        collector = Collector(
+            calls,
+            self._layouts,
+            self._sources,
+            budget,
+            native,
+            frees_inputs=not retain_graph,
+            estimates=self._estimates,
+        )
         sums = GroupSums(
             groups,
             clip,
-            num_rows,
+            len(losses) if self._merging is None else self._merging.count,
             losses.dtype,
             self._parameters,
-            awaited,
+            collector.names,
             budget,
             checks,
-            self._native_sum,
-            estimates,
+            self._estimates,
             observe,
             None if predicted is None else predicted.conclude,
         )
@@ -344,11 +399,3 @@ class RowsAsTheyCome:
         if checks is not None:
             checks.conclude()
         return sums.sums
-
-    def _native_sum(self, c: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """By a backward of the losses, each with the factor of its row."""
-        c = c.to(self._cotangent)
-        if self._merging is not None:
-            c = c[self._merging.assignment.to(c.device)] * self._cotangent
-        leaves = [self._parameters[name] for name in names]
-        return dict(zip(names, torch.autograd.grad(self._reached.losses, leaves, c, retain_graph=True), strict=True))

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 from .._model_state import ModelState, ParameterMarks, restore, same
 from .._replay import in_eval, torch_generators
 from .._validate import Refused
-from .operator import Block, Jacobian
-from .plan import projections
+from .operator import Jacobian
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # and rows, which are long sums; in most networks both are equal to the last bit
@@ -104,27 +103,8 @@ class RowAnswers:
 
 
 def fingerprint(jacobian: Jacobian) -> Tensor:
-    """(n,): the product of each row with one direction, drawn once and for all.
-
-    The direction lies in the space of what ops met (weights, or what was computed from them), so that nothing is
-    pushed through the way from parameters to these.
-    """
-    joined, values = jacobian._joined()
-    apart = [block for block in jacobian._blocks if not any(block is one for one in joined)]
-    parts = [part for block in apart for part in _products(block)]
-    if joined:
-        v = torch.cat([_direction(block.weight.shape, values.device).flatten() for block in joined])
-        parts.append(values @ v.to(values.dtype))
-    total = torch.zeros(jacobian.num_examples, dtype=jacobian._sum_dtype, device=jacobian._device)
-    for part in parts:
-        total = total + part
-    return total
-
-
-def _products(block: Block) -> Iterator[Tensor]:
-    v = _direction(block.weight.shape, block.weight.device)[None]
-    for op in block.ops:
-        yield projections(op, v.to(op.dtype))[:, 0]
+    """Returns the product (n,) of each row with one direction, which is drawn once and for all."""
+    return jacobian.project_on(_direction)
 
 
 def _direction(shape: torch.Size, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,18 @@ from .._model import Attributes, Census
 from .._torch_modes import uncompiled, without_autocast
 from .._validate import Refused, whole
 from ..ops import OPS, AnyLayout, Layout
+from .blocks import Block
 from .calls import Call, Reached
-from .clipped_sum import Clip, Collector, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
+from .clipped_sum import Clip, Collector, NormEstimates, Observe, RowsAsTheyCome, backward_into, layouts_by, make_op
 from .graph import Graph, saved_bytes
 from .layout import Footprint, Layouts, Measurement, Merging, kind_of_call
 from .measure import Rounding
-from .operator import Block, Jacobian
+from .operator import Jacobian
 from .plan import Budget, distinct_bytes, least_bytes
 from .prediction import Disagreement, Expected, Prediction
 from .recorder import Notes
 from .self_check import Checks
 from .torch_functions import without_numbers
-
-if TYPE_CHECKING:
-    from ..estimated_norms.estimates import Estimates
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2
@@ -68,7 +66,7 @@ class Tape(Notes):
         constants: Iterable[Tensor] = (),
         layouts: Layouts | None = None,
         num_examples: int | None = None,
-        estimates: Estimates | None = None,
+        estimates: NormEstimates | None = None,
     ):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)

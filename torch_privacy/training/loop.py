@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private training: the only place that joins tape, clipping, noise, sampling and ledger; so they cannot disagree."""
+"""Private training: the only place that joins recording, clipping, noise, sampling and ledger."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,45 +20,29 @@ from .. import privacy
 from .._model import Attributes, Census, Seal, check_model, check_no_hooks, padding_rows, take_census
 from .._replay import OwnRandomNumbers, next_numbers
 from .._torch_modes import uncompiled
-from .._validate import Refused
-from ..batches import Batches, Collate, Draw, Drawn, split
+from .._validate import Refused, whole
+from ..batches import Batches, Collate, Draw
 from ..clipping import ClippingRule
-from ..estimated_norms.choose import Sketched
-from ..gep.settings import BGEP, GEP
-from ..jacobian.code_path import RehearsedCode
-from ..jacobian.independence import (
-    AS_IT_IS,
-    Answers,
-    Rehearsal,
-    RowAnswers,
-    Turn,
-    few,
-    halves,
-    inner,
-    without_random_numbers,
-    written_into,
-)
+from ..estimated_norms import Sketched
+from ..gep import BGEP, GEP
+from ..jacobian.independence import AS_IT_IS, Answers, RowAnswers, Turn, without_random_numbers, written_into
 from ..jacobian.tape import MEMORY_BUDGET, Tape, check_losses
 from ..mechanism import ClippedSum, Summing
-from ..noise import Noise, key_from_test_seed
-from ..sampling import Poisson
-from .hooks import Pending, Switch
-from .settings import check_alone, check_numbers, check_scheduler, choose_noise, new_mechanism, open_ledger
-from .statement import Spent, check_delta, spent, statement
-from .weights import OptimizerGuard, WeightMarks
-
-THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves replaced, one left out
-RARELY = 64  # from then on steps 4, 8, 16, ... are rehearsed, and one in so many, by the secret key
+from .hooks import ForwardHooks, Pending
+from .rehearsals import Part, Rehearsals
+from .release import Releases
+from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
+from .statement import Account, Progress, Spent
+from .weights import WeightGuard
 
 
-class _HandedOut(threading.local):
+class _Latest(threading.local):
     """The training that handed out a batch last, in this thread."""
 
     training: Any = staticmethod(lambda: None)
 
 
-_HANDED_OUT = _HandedOut()
-_RELEASED: dict[bytes, dict[int, str]] = {}  # by this process: noise key -> step -> fingerprint of the release
+_LATEST = _Latest()
 
 
 class PrivateTraining:
@@ -134,6 +112,7 @@ class PrivateTraining:
         - Inside the loop the random numbers of torch, numpy and Python are a function of the secret key, the step and
           the microbatch; ``step`` puts the user's own random state back.
         - The settings cannot be changed after the start.
+        - The row of an embedding's ``padding_idx`` stays as it is, as in ordinary training, without noise.
         - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
 
     Edge cases:
@@ -193,57 +172,56 @@ class PrivateTraining:
         assume_independent: str | None = None,
         test_seed: int | None = None,
     ):
-        check_alone()
+        check_single_process()
+        whole("PrivateTraining", num_workers=num_workers)
         self._batches = Batches(dataset, collate_fn, num_workers)
-        self.num_examples = len(dataset)  # type: ignore[arg-type]
-        self.expected_batch_size, self.num_steps, self.microbatch_size = expected_batch_size, num_steps, microbatch_size
-        self.views = views
-        self.delta, self.target_epsilon, self.budget = delta, target_epsilon, budget
-        self.memory_budget, self.prior_releases = memory_budget, tuple(prior_releases)
-        self.jacobian, self.perturbation, self.not_for_release = jacobian, perturbation, not_for_release
-        self.test_seed, self.assume_independent = test_seed, assume_independent
-        check_numbers(self, num_workers)
+        settings = TrainingSettings(
+            num_examples=len(dataset),  # type: ignore[arg-type]
+            expected_batch_size=expected_batch_size,
+            num_steps=num_steps,
+            clipping=clipping,
+            noise_multiplier=noise_multiplier,
+            target_epsilon=target_epsilon,
+            delta=delta,
+            budget=budget,
+            microbatch_size=microbatch_size,
+            views=views,
+            memory_budget=memory_budget,
+            jacobian=jacobian,
+            perturbation=perturbation,
+            prior_releases=tuple(prior_releases),
+            not_for_release=not_for_release,
+            assume_independent=assume_independent,
+            test_seed=test_seed,
+        )
         check_model(model, optimizer)
         check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._attributes = Attributes(model)
         self._census = self._take_census()
-        self._mechanism = new_mechanism(self, clipping, self._census.trained)
-        self.sampling_probability = expected_batch_size / self.num_examples
-        self.noise_multiplier = choose_noise(self, noise_multiplier)
-        self.event = self._mechanism.event(self.noise_multiplier, self.sampling_probability)
-        self._mechanism.stddevs([], self.noise_multiplier)  # refuses noise that an adaptive rule cannot split
-        prior = [(release.event, 1) for release in self.prior_releases]
-        privacy.compose([*prior, (self.event, num_steps)])  # refuses what cannot be priced together
-        self.ledger = open_ledger(run_folder, self.prior_releases)
-        self._num_planned = self._num_steps_allowed()
-        if not self._num_planned:
-            raise Refused(
-                f"PrivateTraining: {budget!r} does not allow one step of {self.event!r}. Raise noise or budget."
-            )
-        keys = {} if test_seed is None else {p: key_from_test_seed(test_seed, p) for p in ("noise", "sampling")}
-        self._set_keys(keys.get("noise"), keys.get("sampling"))
+        self._mechanism = settings.new_mechanism(self._census.trained, dataset)
+        self.settings = settings.with_noise(self._mechanism)
+        self.event = self.settings.event(self._mechanism)
+        self.ledger = open_ledger(run_folder, self.settings.prior_releases)
+        self._account = Account(self.settings, self.event, self.ledger)
+        self._weight_guard = WeightGuard(_weakly(self, lambda training: training._census.trained, {}))
         self._step_count = 0
         self._num_non_finite = 0
         self._stop_reason: str | None = None
-        self._planned: tuple[Any, privacy.Profile] | None = None
-        self._weights: WeightMarks | None = None  # behind the last step, or at the start of the loop
-        self._moved_otherwise = ""  # when the weights were first seen to have moved in another way
-        self._guard: OptimizerGuard | None = None  # while a loop is under way
-        self._rehearsed = RehearsedCode()
-        self._moving: set[str] = set()  # frozen parameters that the loop changes, as those of a teacher
-        self._overwritten: set[str] = set()  # attributes that take in data, and are written before they are read
-        self._not_compared: set[str] = set()  # by rehearsals, in words
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
         self._padding = padding_rows(model, self._census.trained)
-        self._part: Any = None  # the (micro)batch under way
+        self._releases = Releases(self.settings, self.event, self.ledger)
+        self._rehearsals = Rehearsals(model, self._releases, assumed=assume_independent is not None)
+        self._part: Part | None = None  # the (micro)batch in progress
         self._turn: Turn | None = None  # to be handed out next
         self._is_rehearsal = False
         self._pending: Pending | None = None  # handed out, and not answered yet
+        self._optimizer_settings: list[dict[str, str]] | None = None  # when the part began
+        self._start: Any = None  # where the part's random numbers begin, if it is rehearsed
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
-        self._switch = Switch(self)
-        self._switch.watch(model)
+        self._hooks = ForwardHooks(_weakly(self, lambda training: training._pending, None))
+        self._hooks.register(model)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -276,29 +254,31 @@ class PrivateTraining:
         return self._mechanism.rule if isinstance(self._mechanism, ClippedSum) else None
 
     def __len__(self) -> int:
-        """Number of steps in all."""
-        return self.num_steps
+        """Returns the number of steps in all."""
+        return self.settings.num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """(Micro)batches from the next step to the last; each must be answered by ``step(losses)``.
+        """Yields (micro)batches from the next step to the last; each must be answered by ``step(losses)``.
 
-        Some are handed out again with other examples in some places, or without some: `rehearsing` is then true, and
-        ``step`` compares, releases nothing and returns False. The batch itself comes last.
+        Some come again with other examples in some places, or without some: `rehearsing` is then true, and ``step``
+        compares, releases nothing and returns False. The batch itself comes last.
 
-        After ``break`` or an exception, iterating anew begins with the first microbatch of the step that was not done.
+        After ``break`` or an exception, a new iteration begins with the first microbatch of the unfinished step.
         """
-        check_alone()
+        check_single_process()
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        self._begin_guard()
-        num_steps = self._num_planned
+        self._census = self._take_census()
+        self._weight_guard.activate()
+        num_steps = self._account.steps_allowed
         drawn = self._batches(self._draws(self.step_count, num_steps))
         try:
             while self.step_count < num_steps:
                 self._sums = {}
-                parts = self._parts(self.step_count)
-                self._mechanism.begin(self.model, self._take_census(), self._noise.key, self.step_count)
+                parts = self._releases.parts(self.step_count)
+                self._census = self._take_census()
+                self._mechanism.begin(self.model, self._census, self._releases.noise.key, self.step_count)
                 for number in range(len(parts)):
                     self._begin_part(next(drawn), number, len(parts))
                     while self._turn is not None:
@@ -312,12 +292,11 @@ class PrivateTraining:
                                 "the loop went on without training.step(losses) for its batch. Call it once a batch."
                             )
                 if not parts:
-                    self._census = self._take_census()
                     self._release()
         finally:
             if self._loops == loop:
                 self._forget_batch()
-                self._end_guard()
+                self._weight_guard.deactivate()
 
     @property
     def rehearsing(self) -> bool:
@@ -329,7 +308,7 @@ class PrivateTraining:
         return self._is_rehearsal
 
     def step(self, losses: Tensor) -> bool:
-        """Clip and sum the batch's per-example gradients; after the last microbatch add noise, record, and update.
+        """Clips and sums the batch's per-example gradients; after the last microbatch adds noise, records and updates.
 
         Args:
             losses: (n,) one loss per example of the batch just handed out (``reduction="none"``), or (n, views).
@@ -342,26 +321,24 @@ class PrivateTraining:
                 other, code that does not repeat, ...; nothing was released, and the step can be tried again by
                 iterating anew.
         """
-        pending = self._pending
-        if pending is None:
+        pending, part = self._pending, self._part
+        if pending is None or part is None:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
-        self._switch.unwind()
+        self._hooks.unwind()
         try:
-            part, summing, answers = self._answers(pending, losses)
+            sums, summing, answers = self._answers(pending, part, losses)
             pending.close()
-            if not self._part.thorough and self._is_new(pending):
-                self._part.script.close()
-                self._part.script = self._rehearsal(thorough=True)
-                self._part.rehearsed = self._part.thorough = True
-                self._turn, self._pending, self._is_rehearsal = next(self._part.script), None, True
+            if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
+                self._rehearsals.restart(part, self._units(part.drawn.count))
+                self._turn, self._pending, self._is_rehearsal = next(part.script), None, True
                 return False
             try:
-                self._turn = self._part.script.send(answers)
+                self._turn = part.script.send(answers)
             except StopIteration:
                 self._turn = None
         except BaseException:
             pending.close()
-            self._part.script.close()
+            part.script.close()
             raise
         self._pending = None
         if self._turn is not None:
@@ -369,161 +346,13 @@ class PrivateTraining:
             return False
         assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
-        if self._part.rehearsed:
-            self._rehearsed.add(pending.tape.code, self._part.drawn.count)
+        self._rehearsals.note_passed(part, pending.tape.code)
         self._num_non_finite += summing.num_left_out
-        for name, tensor in part.items():
+        for name, tensor in sums.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
-        if self._part.is_last:
+        if part.is_last:
             self._release()
-        return self._part.is_last
-
-    def _begin_part(self, drawn: Drawn, number: int, count: int) -> None:
-        """A (micro)batch of this step begins: its first turn."""
-        self._part = _Part(drawn, number, number == count - 1)
-        rehearsed, thorough = self._rehearsal_is_due(self.step_count, number, count)
-        script = self._rehearsal(thorough) if rehearsed else _alone(drawn)
-        self._part.script, self._part.rehearsed, self._part.thorough = script, rehearsed, rehearsed and thorough
-        self._turn = next(script)
-
-    def _rehearsal_is_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
-        """Whether this microbatch of a step is to be rehearsed, and whether thoroughly."""
-        early = step <= THOROUGH
-        chance = int.from_bytes(self._secret(b"rehearsal", step)[:8], "little")
-        if self.assume_independent is not None or number != chance // 64 % count:
-            return False, False
-        return early or step & (step - 1) == 0 or chance % RARELY == 0, early
-
-    def _rehearsal(self, thorough: bool) -> Generator[Turn, Answers, None]:
-        drawn, step = self._part.drawn, self.step_count
-        if thorough:
-            self._overwritten.clear()  # to be shown again
-            if not drawn.repeats():
-                self._not_compared.add(
-                    "The data set gives other items when it is asked again, so whether they depend on items that were "
-                    "fetched before was not shown. It is harmless where random numbers of its own are the reason."
-                )
-        units = self._mechanism.units(self._sampler, step, drawn.count)
-        kept = halves(drawn.count, drawn.generator, units)
-        alone = [few(drawn.count, drawn.generator), *(map(inner, kept) if thorough else ())]
-        return Rehearsal(
-            self.model,
-            drawn,
-            kept if thorough else kept[:1],
-            alone=alone,
-            rows_alone=thorough,
-            units=units,
-            moving=self._moving,
-            overwritten=self._overwritten,
-            notes=self._not_compared,
-            keep_weights=thorough,
-        ).turns()
-
-    def _hand_out(self, turn: Turn) -> Any:
-        """What must be set while the user's code runs; then the batch."""
-        other = _HANDED_OUT.training()
-        if other is not None and other is not self and other._pending is not None:
-            raise Refused(
-                "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
-                "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
-            )
-        turn.prepare()
-        self._check_learning_rates()
-        self._census, step, number = self._take_census(), self.step_count, self._part.number
-        size, tape = turn.count * self.views, None
-        if turn.rows or turn.is_batch:
-            tape = self._mechanism.watch(self._census, self._noise.key, step, number, size)
-        contexts = ExitStack()
-        contexts.enter_context(uncompiled())
-        seed = self._secret(b"random numbers", step, number)
-        numbers = OwnRandomNumbers(seed)
-        if self._part.rehearsed and self._part.start is None:
-            self._part.start = next_numbers()  # the same before every turn
-            numbers.begin(seed)
-        if turn.random != AS_IT_IS:
-            contexts.enter_context(without_random_numbers(self.model, turn.random))
-        if turn.trace is not None:
-            contexts.enter_context(turn.trace.watching(size))
-        self._is_rehearsal, _HANDED_OUT.training = not turn.is_batch, weakref.ref(self)
-        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
-        return turn.batch
-
-    def _check_learning_rates(self) -> None:
-        """Refuse a loop that advances its scheduler on rehearsals, too."""
-        rates = [
-            {key: repr(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        if self._part.rates is None:
-            self._part.rates = rates
-        elif rates != self._part.rates:
-            pairs = zip(rates, self._part.rates, strict=False)
-            changed = sorted({key for now, was in pairs for key in now if now[key] != was.get(key)}) or ["params"]
-            raise Refused(
-                f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
-                "rehearsal of its batch. Advance a scheduler where training.step(losses) returns True, or pass it as "
-                "scheduler=; and let no setting depend on the batch."
-            )
-
-    def _answers(self, pending: Pending, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
-        """The sums of a turn, which are secret, and what is compared."""
-        turn, tape = pending.turn, pending.tape
-        losses = self._of_views(losses, turn.count)
-        if pending.numbers.was_seeded:
-            raise Refused(
-                "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
-                "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
-                "numbers come from the training's secret key, and a resumed run repeats them."
-            )
-        _check_unscaled(losses)
-        written, changed = pending.seal.changed()
-        if written:
-            raise Refused(written_into(written))
-        changes = {} if turn.state is None else turn.state.changes()
-        summing = self._mechanism.summing(self._sampler, self.step_count, turn.count)
-        weigh = None if turn.is_batch else summing.weigh
-        rows = RowAnswers(weigh) if tape is not None and self._part.rehearsed else None
-        part: dict[str, Tensor] = {}
-        if tape is not None:
-            tape.code.note(("changed", name) for name in changed)
-            with _unused_graph():
-                part = tape.clipped_sum(
-                    losses,
-                    self._mechanism.groups(list(tape.parameters)),
-                    summing if turn.is_batch else None,
-                    merging=summing.merging,
-                    may_miss=self._seen if turn.is_batch else tape.parameters,
-                    memory_budget=self.memory_budget,
-                    observe=None if rows is None else rows.take,
-                )
-            summing.check_bound()
-            otherwise = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
-            self._padding = {name: row for name, row in self._padding.items() if name not in otherwise}
-            self._seen |= tape.reached  # layers that are left out at random are reached when they are not
-        if rows is not None:
-            rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
-        end = next_numbers() if self._part.rehearsed else None
-        answers = Answers(
-            losses=losses.detach().view(turn.count, self.views),
-            rows=rows,
-            changes=changes,
-            later={} if turn.state is None else turn.state.changes(),
-            settled=tape is not None and not tape.measured,
-            random=end,
-            drew=end is not None and self._part.start != end,
-            shapes=0 if tape is None else tape.code.shapes,
-        )
-        return part, summing, answers
-
-    def _is_new(self, pending: Pending) -> bool:
-        """Whether the batch took a path through the code that no rehearsal has seen."""
-        if self.assume_independent is not None or pending.tape is None:
-            return False
-        return not self._rehearsed.has(pending.tape.code, self._part.drawn.count)
-
-    def _secret(self, purpose: bytes, *numbers: int) -> bytes:
-        """32 bytes that are a function of the secret key and of these numbers."""
-        return hashlib.blake2b(purpose + repr(numbers).encode(), key=self._sampler.key, digest_size=32).digest()
+        return part.is_last
 
     def record(self) -> AbstractContextManager[Any]:
         """Returns a context that records as the model's own forward does, for parameters used outside of it.
@@ -544,17 +373,19 @@ class PrivateTraining:
             ValueError: no delta was given, or it is 1/n or more.
         """
         if delta is not None:
-            return spent(self, check_delta(self, delta))
-        if self.delta is None:
+            check_delta(self.settings.num_examples, delta, stacklevel=3)
+        elif self.settings.delta is not None:
+            delta = self.settings.delta
+        else:
             raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
-        return spent(self, self.delta)
+        return self._account.spent(self._progress(), delta)
 
     def declare_stop(self, reason: str) -> None:
-        """Declares that training stops for a reason that has nothing to do with the data, such as a time limit.
+        """Declares that training stops for a reason that is independent of the data, such as a time limit.
 
-        The statement then carries the epsilon of the steps made, and prints the reason. Without a declaration it
-        carries the epsilon of all planned steps: less does not cover a stop that depends on what was released, such as
-        early stopping.
+        The statement then shows the epsilon of the steps made, and prints the reason. Without a declaration it shows
+        the epsilon of all planned steps: less does not cover a stop that depends on what was released, such as early
+        stopping.
 
         Raises:
             ValueError: the reason is empty.
@@ -564,30 +395,21 @@ class PrivateTraining:
         self._stop_reason = str(reason)
 
     def explain(self) -> str:
-        """How the step is computed: exact norms, or by which kind of projections; in which subspace."""
+        """Returns how the step is computed: by exact or estimated norms, and in which subspace."""
         return self._mechanism.explain()
 
     def profile(self) -> privacy.Profile:
-        """Privacy profile of the releases so far."""
-        return self.ledger.profile()
-
-    def _planned_profile(self) -> privacy.Profile:
-        """Of the releases so far, and of the steps that are still planned."""
-        left = self._num_planned - self.step_count
-        made = self.ledger.events
-        key = repr(made), left
-        if self._planned is None or self._planned[0] != key:
-            self._planned = key, privacy.compose([*made, (self.event, left)]) if left > 0 else self.profile()
-        return self._planned[1]
+        """Returns the privacy profile of the releases so far."""
+        return self._account.profile()
 
     def statement(self) -> dict[str, Any]:
-        """Everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
-        return statement(self)
+        """Returns everything that determines the guarantee, as plain data for a machine-readable privacy statement."""
+        return self._account.statement(self._progress(), self._mechanism)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what is needed to go on after a stop: keys of noise and sampler, step, settings and ledger.
 
-        THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and take it off.
+        THIS STATE IS SECRET. From the key anyone can compute the noise of every step, past and future, and subtract it.
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
         scheduler have state dicts of their own. Random numbers need none: inside the loop those of torch, numpy and
         Python follow from the key and the step, so that a resumed run repeats dropout and augmentation bit for bit. A
@@ -595,12 +417,12 @@ class PrivateTraining:
         """
         return {
             "format": 1,
-            "settings": self._settings(),
+            "settings": self._settings_that_must_agree(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
-            "moved_otherwise": self._weights_moved_otherwise(),
-            "noise_key": self._noise.key.hex(),
-            "sampler_key": self._sampler.key.hex(),
+            "moved_otherwise": self._weight_guard.moved_otherwise(self.step_count),
+            "noise_key": self._releases.noise.key.hex(),
+            "sampler_key": self._releases.sampler.key.hex(),
             "stop_reason": self._stop_reason,
             "ledger": self.ledger.state_dict(),
             **self._mechanism.state(),
@@ -610,218 +432,229 @@ class PrivateTraining:
         """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
-        the same batch, dropout, augmentation and noise: the same release, recorded once. That takes the same weights,
-        optimizer and losses, and arithmetic that repeats bit for bit; a step that comes out otherwise is refused
-        when it is made.
+        the same batch, dropout, augmentation and noise: the same release, recorded once. That requires the same
+        weights, optimizer and losses, and arithmetic that repeats bit for bit; a step that differs is refused when it
+        is made.
 
         Raises:
             Refused: the state is of other settings; the ledger on disk is not the state's.
         """
+        settings = self.settings
         # states from before these were settings
-        early = {"memory_budget": self.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
-        saved = early | state["settings"]
-        differing = {key: (value, saved.get(key)) for key, value in self._settings().items() if saved.get(key) != value}
+        early = {"memory_budget": settings.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
+        saved, ours = early | state["settings"], self._settings_that_must_agree()
+        differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
         self.ledger.load_state_dict(state["ledger"])
-        self._set_keys(bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"]))
+        keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
+        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys)
         self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
         self._forget_batch()
-        self._weights, self._moved_otherwise = None, state.get("moved_otherwise", "")
+        self._weight_guard.reset(state.get("moved_otherwise", ""))
         self._stop_reason = state.get("stop_reason")
 
+    # Turns: a batch, or a rehearsal of it
+
+    def _draws(self, step: int, end: int) -> Iterator[Draw]:
+        for later in range(step, end):
+            parts = self._releases.parts(later)
+            for number, part in enumerate(parts):
+                rehearsed, _ = self._rehearsals.are_due(later, number, len(parts))
+                seed = self._releases.secret(b"data", later, number)
+                yield Draw(part, self.settings.views, seed, rehearsed)
+
+    def _begin_part(self, drawn: Any, number: int, count: int) -> None:
+        """Begins a (micro)batch of this step with its first turn."""
+        self._part = self._rehearsals.begin(drawn, self.step_count, number, count, self._units(drawn.count))
+        self._optimizer_settings = self._start = None
+        self._turn = next(self._part.script)
+
+    def _units(self, count: int) -> Any:
+        return self._mechanism.units(self._releases.sampler, self.step_count, count)
+
+    def _hand_out(self, turn: Turn) -> Any:
+        """Sets what must hold while the user's code runs, and returns the batch."""
+        other, part = _LATEST.training(), self._part
+        assert part is not None
+        if other is not None and other is not self and other._pending is not None:
+            raise Refused(
+                "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
+                "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
+            )
+        turn.prepare()
+        self._check_optimizer_settings()
+        self._census, step = self._take_census(), self.step_count
+        size, tape = turn.count * self.settings.views, None
+        if turn.rows or turn.is_batch:
+            tape = self._mechanism.watch(self._census, self._releases.noise.key, step, part.number, size)
+        contexts = ExitStack()
+        contexts.enter_context(uncompiled())
+        seed = self._releases.secret(b"random numbers", step, part.number)
+        numbers = OwnRandomNumbers(seed)
+        if part.rehearsed and self._start is None:
+            self._start = next_numbers()  # the same before every turn
+            numbers.begin(seed)
+        if turn.random != AS_IT_IS:
+            contexts.enter_context(without_random_numbers(self.model, turn.random))
+        if turn.trace is not None:
+            contexts.enter_context(turn.trace.watching(size))
+        self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
+        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
+        return turn.batch
+
+    def _check_optimizer_settings(self) -> None:
+        """Refuses a loop that changes learning rate, weight decay, ... between the turns of one batch."""
+        now = [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        before = self._optimizer_settings
+        if before is None:
+            self._optimizer_settings = now
+        elif now != before:
+            pairs = zip(now, before, strict=False)
+            changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
+            raise Refused(
+                f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
+                "rehearsal of its batch. Advance a scheduler where training.step(losses) returns True, or pass it as "
+                "scheduler=; and let no setting depend on the batch."
+            )
+
+    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
+        """Returns the sums of a turn, which are secret, and what is compared."""
+        turn, tape = pending.turn, pending.tape
+        losses = self._of_views(losses, turn.count)
+        if pending.numbers.was_seeded:
+            raise Refused(
+                "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
+                "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
+                "numbers come from the training's secret key, and a resumed run repeats them."
+            )
+        _check_unscaled(losses)
+        written, changed = pending.seal.changed()
+        if written:
+            raise Refused(written_into(written))
+        changes = {} if turn.state is None else turn.state.changes()
+        summing = self._mechanism.summing(self._releases.sampler, self.step_count, turn.count)
+        rows = RowAnswers(None if turn.is_batch else summing.weigh) if tape is not None and part.rehearsed else None
+        sums: dict[str, Tensor] = {}
+        if tape is not None:
+            tape.code.note(("changed", name) for name in changed)
+            with _unused_graph():
+                sums = tape.clipped_sum(
+                    losses,
+                    self._mechanism.groups(list(tape.parameters)),
+                    summing if turn.is_batch else None,
+                    merging=summing.merging,
+                    may_miss=self._seen if turn.is_batch else tape.parameters,
+                    memory_budget=self.settings.memory_budget,
+                    observe=None if rows is None else rows.take,
+                )
+            summing.check_bound()
+            otherwise = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
+            self._padding = {name: row for name, row in self._padding.items() if name not in otherwise}
+            self._seen |= tape.reached  # layers that are left out at random are reached when they are not
+        if rows is not None:
+            rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
+        end = next_numbers() if part.rehearsed else None
+        answers = Answers(
+            losses=losses.detach().view(turn.count, self.settings.views),
+            rows=rows,
+            changes=changes,
+            later={} if turn.state is None else turn.state.changes(),
+            settled=tape is not None and not tape.measured,
+            random=end,
+            drew=end is not None and self._start != end,
+            shapes=0 if tape is None else tape.code.shapes,
+        )
+        return sums, summing, answers
+
     def _of_views(self, losses: Tensor, size: int) -> Tensor:
-        """The losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
-        shape = (size,) if self.views == 1 else (size, self.views)
-        of_views = losses.flatten() if self.views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
+        """Returns the losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
+        views = self.settings.views
+        shape = (size,) if views == 1 else (size, views)
+        of_views = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
         check_losses(of_views)
         if losses.shape != shape:
-            words = "one loss per example" if self.views == 1 else "a loss for every view of each example"
+            words = "one loss per example" if views == 1 else "a loss for every view of each example"
             raise Refused(
                 f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, {words}."
             )
         return of_views
+
+    def _forget_batch(self) -> None:
+        """Leaves the batch that was handed out, if any: nothing of it stays in the model or the random state."""
+        if self._pending is not None:
+            self._pending.close()
+        if self._part is not None:
+            self._part.script.close()
+        self._pending = self._part = self._turn = None
+        self._hooks.unwind()
+
+    # The release
+
+    def _release(self) -> None:
+        """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
+        self._check_unchanged()
+        parameters, step = self._census.trained, self.step_count
+        release = self._mechanism.complete(self._sums, parameters)
+        for name, p in parameters.items():
+            assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
+        assert self.settings.noise_multiplier is not None
+        self._releases.release(step, release, self._mechanism.stddevs(release, self.settings.noise_multiplier))
+        self._sums = {}
+        self._stop_reason = None  # training did not stop
+        self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
+        self.optimizer.zero_grad(set_to_none=True)
+        gradient = self._mechanism.gradient(release)
+        for name, p in parameters.items():
+            p.grad = gradient[name].to(p.dtype)
+            if name in self._padding:  # its gradient is noise alone, which would make padding count
+                p.grad[self._padding[name]] = 0
+        del release, gradient
+        self._weight_guard.update(self.optimizer, parameters, self.step_count)
+        for p in parameters.values():
+            p.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _check_unchanged(self) -> None:
+        """Refuses settings that were changed since the start: what is released must be what the ledger will say."""
+        ours, assumed = self.settings, self._mechanism.settings()
+        assert ours.noise_multiplier is not None
+        event, none = self._mechanism.event(ours.noise_multiplier, ours.sampling_probability), repr(None)
+        jacobian, perturbation = assumed.get("jacobian", none), assumed.get("perturbation", none)
+        if event != self.event or (jacobian, perturbation) != (repr(ours.jacobian), repr(ours.perturbation)):
+            raise Refused(
+                f"PrivateTraining: noise, sampling, jacobian={ours.jacobian!r} or perturbation={ours.perturbation!r} "
+                f"were changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
+                f"{perturbation}, and the ledger would say {self.event!r}. Make a new PrivateTraining, with the "
+                "releases so far as prior_releases."
+            )
+
+    def _settings_that_must_agree(self) -> dict[str, Any]:
+        return self.settings.that_must_agree(self._mechanism, self._census.trained)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.step_count,
+            self._stop_reason,
+            self._weight_guard.moved_otherwise(self.step_count),
+            frozenset(self._rehearsals.not_compared),
+        )
 
     def _take_census(self) -> Census:
         census = take_census(self.model, self.optimizer, self._attributes)
         check_no_hooks(census.trained)
         return census
 
-    def _forget_batch(self) -> None:
-        """Leave the batch that was handed out, if any: nothing of it stays in the model or the random state."""
-        if self._pending is not None:
-            self._pending.close()
-        if self._part is not None:
-            self._part.script.close()
-        self._pending = self._part = self._turn = None
-        self._switch.unwind()
-
-    def _release(self) -> None:
-        """Noise onto the sums, the release into the ledger, the private gradient to the optimizer."""
-        self._check_unchanged()
-        parameters, step = self._census.trained, self.step_count
-        release = self._mechanism.complete(self._sums, parameters)
-        for name, p in parameters.items():
-            assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
-        self._noise.add_to(step, release, self._mechanism.stddevs(release, self.noise_multiplier))
-        self._sums = {}
-        fingerprint = self._fingerprint(release)
-        self._check_noise(step, fingerprint)
-        self.ledger.record(self.event, len(self.prior_releases) + step, fingerprint)
-        _RELEASED.setdefault(self._noise.key, {})[step] = fingerprint
-        self._stop_reason = None  # it was no stop
-        self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
-        self.optimizer.zero_grad(set_to_none=True)
-        gradient = self._mechanism.gradient(release)
-        for name, p in parameters.items():
-            p.grad = gradient[name].to(p.dtype)
-            if name in self._padding:  # it has no gradient but noise, with which padding would count
-                p.grad[self._padding[name]] = 0
-        del release, gradient
-        self._update(parameters)
-        for p in parameters.values():
-            p.grad = None
-        if self.scheduler is not None:
-            self.scheduler.step()
-
-    def _update(self, parameters: Mapping[str, Tensor]) -> None:
-        """The optimizer's step, which must move the weights."""
-        self._weights_moved_otherwise()
-        if self._weights is None or not self._weights.holds(parameters):
-            self._weights = WeightMarks(parameters)
-        else:
-            self._weights.renew()
-        assert self._guard is not None
-        self._guard.step(self.optimizer)
-        rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
-        if self._weights.untouched() and any(rates):
-            raise Refused(
-                f"PrivateTraining: {type(self.optimizer).__name__}.step() made no update, as a wrapper does that "
-                "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
-                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
-            )
-        self._weights.renew()
-
-    def _weights_moved_otherwise(self) -> str:
-        """When the trained weights were moved other than by the training's own updates; empty if they were not."""
-        if self._weights is not None and not self._moved_otherwise:
-            moved = self._weights.moved()
-            if moved:
-                self._moved_otherwise = f"first seen after step {self.step_count}, in {moved[0]!r}"
-        return self._moved_otherwise
-
-    def _begin_guard(self) -> None:
-        """From now on no step of another's may move the weights."""
-        self._end_guard()
-        self._guard = OptimizerGuard(weakly(self))
-        if self._weights is None:
-            self._weights = WeightMarks(self._take_census().trained)
-
-    def _end_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-        self._guard = None
-
-    def _check_noise(self, step: int, fingerprint: str) -> None:
-        """Refuse a release with noise that another has: of a copy of the training, or of a process forked from it."""
-        if os.getpid() != self._process:
-            raise Refused(
-                "PrivateTraining: this process was forked from the one that began the training, which may release the "
-                "same steps with the same noise. Make the training, or load its state, in the process that trains."
-            )
-        before = _RELEASED.get(self._noise.key, {}).get(step, fingerprint)
-        if before != fingerprint and self.test_seed is None:
-            raise Refused(
-                f"PrivateTraining: step {step} was released before with the same noise and other sums, by a copy of "
-                "this training or from the same state: the difference of the two would have no noise. Go on with that "
-                "one, or begin a new training, with the releases so far as prior_releases."
-            )
-
-    def _check_unchanged(self) -> None:
-        """Refuse settings that were changed since the start: what is released must be what the ledger will say."""
-        event = self._mechanism.event(self.noise_multiplier, self.sampling_probability)
-        settings, none = self._mechanism.settings(), repr(None)
-        jacobian, perturbation = settings.get("jacobian", none), settings.get("perturbation", none)
-        if event != self.event or (jacobian, perturbation) != (repr(self.jacobian), repr(self.perturbation)):
-            raise Refused(
-                f"PrivateTraining: noise, sampling, jacobian={self.jacobian!r} or perturbation={self.perturbation!r} "
-                f"were changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
-                f"{perturbation}, and the ledger would say {self.event!r}. Make a new PrivateTraining, with the "
-                "releases so far as prior_releases."
-            )
-
-    def _set_keys(self, noise_key: bytes | None, sampler_key: bytes | None) -> None:
-        """The generators, from the keys given or from the operating system's."""
-        self._noise, self._process = Noise(noise_key), os.getpid()
-        self._sampler = Poisson(self.num_examples, self.sampling_probability, sampler_key or secrets.token_bytes(32))
-        self._indices = lru_cache(maxsize=64)(self._sampler.indices)  # asked for by loader, loop and fingerprint
-
-    def _fingerprint(self, release: Mapping[str, Tensor]) -> str:
-        """Tells the step's release from any other without giving it away: keyed digest of step, batch and some entries.
-
-        A replay after a crash has the same fingerprint. The same step with other weights, learning rates or losses
-        before it has not, and must not be released: it would have the same noise.
-        """
-        digest = hashlib.blake2b(
-            self._sampler.key + self.step_count.to_bytes(8, "big"), key=self._noise.key, digest_size=8
-        )
-        digest.update(self._indices(self.step_count).tobytes())
-        for total in release.values():
-            some = total.view(-1)[:: max(1, total.numel() // 256)]
-            digest.update(some.cpu().numpy().tobytes())
-        return digest.hexdigest()
-
-    def _parts(self, step: int) -> list[np.ndarray]:
-        return list(split(self._indices(step), self.microbatch_size))
-
-    def _draws(self, step: int, end: int) -> Iterator[Draw]:
-        for later in range(step, end):
-            parts = self._parts(later)
-            for number, part in enumerate(parts):
-                rehearsed, _ = self._rehearsal_is_due(later, number, len(parts))
-                yield Draw(part, self.views, self._secret(b"data", later, number), rehearsed)
-
-    def _num_steps_allowed(self) -> int:
-        """Steps in all: as many as planned, or as the budget allows."""
-        if self.budget is None:
-            return self.num_steps
-        released = self.ledger.events
-        made = sum(count for _, count in released) - len(self.prior_releases)
-        return min(self.num_steps, made + self.budget.remaining(self.event, after=released, most=self.num_steps))
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "num_examples": self.num_examples,
-            "expected_batch_size": self.expected_batch_size,
-            "num_steps": self.num_steps,
-            "views": self.views,
-            "noise_multiplier": self.noise_multiplier,
-            **self._mechanism.settings(),
-            "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
-            "prior_releases": [release.fingerprint for release in self.prior_releases],
-            "parameters": {name: list(p.shape) for name, p in self._census.trained.items()},
-        }
-
-
-@dataclass
-class _Part:
-    """A (micro)batch under way."""
-
-    drawn: Drawn
-    number: int  # of the microbatch in its step
-    is_last: bool
-    script: Generator[Turn, Answers, None] = field(default_factory=lambda: _nothing())
-    rehearsed: bool = False
-    thorough: bool = False  # whether it is rehearsed in full
-    rates: list[Any] | None = None  # learning rates when it began
-    start: Any = None  # where its random numbers begin, if it is rehearsed
-
 
 def _check_unscaled(losses: Tensor) -> None:
-    """Refuse losses that a GradScaler scaled: by a tensor that holds a large power of two."""
+    """Refuses losses that a GradScaler scaled: by a tensor that holds a large power of two."""
     node = losses.grad_fn
     if node is None or not node.name().startswith("MulBackward"):
         return
@@ -834,24 +667,20 @@ def _check_unscaled(losses: Tensor) -> None:
                 )
 
 
-def weakly(training: PrivateTraining) -> Any:
-    """Gives the trained parameters for as long as the training is there."""
-    alive = weakref.ref(training)
-    return lambda: {} if alive() is None else alive()._census.trained  # type: ignore[union-attr]
+def _weakly(training: PrivateTraining, answer: Callable[[PrivateTraining], Any], otherwise: Any) -> Callable[[], Any]:
+    """Returns a function that gives an answer for as long as the training exists, and does not keep it alive."""
+    reference = weakref.ref(training)
 
+    def of_training() -> Any:
+        alive = reference()
+        return otherwise if alive is None else answer(alive)
 
-def _nothing() -> Generator[Turn, Answers, None]:
-    yield from ()
-
-
-def _alone(drawn: Drawn) -> Generator[Turn, Answers, None]:
-    """A batch that is not rehearsed."""
-    yield Turn(drawn.batch, drawn.count, is_batch=True)
+    return of_training
 
 
 @contextmanager
 def _unused_graph() -> Iterator[None]:
-    """Say what happened where the losses' graph was used up before."""
+    """Says what happened if the losses' graph was used up before."""
     try:
         yield
     except RuntimeError as error:

@@ -1,136 +1,207 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a training's arguments, and what is made of them: mechanism, noise, ledger."""
+"""Validates PrivateTraining's arguments and builds its mechanism, noise and ledger."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from .. import privacy
-from .._validate import Refused, positive, whole
+from .._validate import Refused, positive, strictly_between, whole
 from ..batches import share_examples
 from ..clipping import ClippingRule, MicroBatches, check_rule
+from ..estimated_norms import Sketched
 from ..estimated_norms.mechanism import SketchedSum
+from ..gep import BGEP, GEP
 from ..gep.mechanism import EmbeddedSum
-from ..gep.settings import BGEP, GEP
+from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
-from .statement import check_delta
-
-if TYPE_CHECKING:
-    from .loop import PrivateTraining
 
 WHERE = "PrivateTraining"
 
 
-def check_numbers(training: PrivateTraining, num_workers: int) -> None:
-    """Raise a ``ValueError`` for what is out of range."""
-    n, delta = training.num_examples, training.delta
-    positive(WHERE, expected_batch_size=training.expected_batch_size, memory_budget=training.memory_budget)
-    whole(WHERE, num_steps=training.num_steps, at_least=1)
-    whole(WHERE, num_workers=num_workers)
-    whole(WHERE, views=training.views, at_least=1)
-    if training.microbatch_size is not None:
-        whole(WHERE, microbatch_size=training.microbatch_size, at_least=1)
-    if training.expected_batch_size > n:
-        raise ValueError(f"{WHERE}: expected_batch_size={training.expected_batch_size!r} must be at most {n} examples.")
-    if delta is not None:
-        check_delta(training, delta)
-    if training.assume_independent is not None and not str(training.assume_independent).strip():
-        raise ValueError(f"{WHERE}: assume_independent={training.assume_independent!r} must be a reason, in words.")
-    strangers = [release for release in training.prior_releases if not isinstance(release, privacy.Release)]
-    if strangers:
-        raise ValueError(f"{WHERE}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is.")
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The arguments of a `PrivateTraining` that its releases and their price depend on; see there for each of them.
+
+    ``clipping`` is the rule of the first step, which an adaptive rule changes later. ``noise_multiplier`` is None
+    until it is calibrated.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    num_steps: int
+    clipping: ClippingRule | None = None
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    delta: float | None = None
+    budget: privacy.Budget | None = None
+    microbatch_size: int | None = None
+    views: int = 1
+    memory_budget: float = MEMORY_BUDGET
+    jacobian: Sketched | None = None
+    perturbation: GEP | BGEP | None = None
+    prior_releases: tuple[privacy.Release, ...] = ()
+    not_for_release: bool = False
+    assume_independent: str | None = None
+    test_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        n = self.num_examples
+        positive(WHERE, expected_batch_size=self.expected_batch_size, memory_budget=self.memory_budget)
+        whole(WHERE, num_steps=self.num_steps, at_least=1)
+        whole(WHERE, views=self.views, at_least=1)
+        if self.microbatch_size is not None:
+            whole(WHERE, microbatch_size=self.microbatch_size, at_least=1)
+        if self.expected_batch_size > n:
+            raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} examples.")
+        if self.delta is not None:
+            check_delta(n, self.delta, stacklevel=5)
+        if self.assume_independent is not None and not str(self.assume_independent).strip():
+            raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
+        strangers = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
+        if strangers:
+            raise ValueError(
+                f"{WHERE}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is."
+            )
+
+    @property
+    def sampling_probability(self) -> float:
+        """Returns q, the probability with which an example joins a batch."""
+        return self.expected_batch_size / self.num_examples
+
+    @property
+    def prior_events(self) -> list[tuple[privacy.Event, int]]:
+        """Returns the events of the prior releases, each with the count 1."""
+        return [(release.event, 1) for release in self.prior_releases]
+
+    def new_mechanism(self, trained: Mapping[str, Tensor], dataset: Dataset) -> Mechanism:
+        """Returns what a step is to release."""
+        if self.perturbation is not None:
+            return self._embedded_sum(trained, dataset)
+        clipping = check_rule(WHERE, "clipping", self.clipping)
+        if isinstance(clipping, MicroBatches) and self.microbatch_size is not None:
+            raise ValueError(
+                f"{WHERE}: microbatch_size={self.microbatch_size!r} would split the groups of {clipping!r}. Leave it "
+                "out."
+            )
+        names, sketched = list(trained), self.jacobian
+        if sketched is None:
+            return ClippedSum(clipping, names, self.expected_batch_size, self.views)
+        if self.views > 1:
+            raise Refused(
+                f"{WHERE}: views={self.views} needs exact norms, and jacobian={sketched!r} was given. Leave one of the "
+                "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and give "
+                "the mean of their losses."
+            )
+        return SketchedSum(sketched, clipping, names, self.expected_batch_size, not_for_release=self.not_for_release)
+
+    def _embedded_sum(self, trained: Mapping[str, Tensor], dataset: Dataset) -> EmbeddedSum:
+        perturbation = self.perturbation
+        if not isinstance(perturbation, (GEP, BGEP)):
+            raise ValueError(f"{WHERE}: perturbation={perturbation!r} must be a GEP(AnchorSubspace(...)) or BGEP(...).")
+        kind = type(perturbation).__name__
+        if self.jacobian is not None:
+            raise Refused(
+                f"{WHERE}: jacobian={self.jacobian!r} with perturbation={kind}(...) has no price: the residuals' norms "
+                "must be exact. Leave one of the two out."
+            )
+        if self.clipping is not None:
+            raise Refused(
+                f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which clips embedding and "
+                f"residual by its own rules. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
+            )
+        if share_examples(perturbation.subspace.dataset, dataset):
+            raise Refused(
+                f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples, those of dataset. The "
+                "anchors' directions are released as they are and must come from public data."
+            )
+        return EmbeddedSum(perturbation, trained, self.expected_batch_size, self.views)
+
+    def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
+        """Returns the settings with the noise multiplier given, or the smallest that meets the target.
+
+        With the target, all steps and prior releases together spend at most ``target_epsilon`` at ``delta``.
+        """
+        given, target, delta = self.noise_multiplier, self.target_epsilon, self.delta
+        q, steps = self.sampling_probability, self.num_steps
+        if (given is None) == (target is None):
+            raise ValueError(
+                f"{WHERE}: noise_multiplier={given!r} and target_epsilon={target!r}: give exactly one of the two."
+            )
+        if given is not None:
+            positive(WHERE, noise_multiplier=given)
+            mechanism.check_price(given, q, steps, delta or 1 / (10 * self.num_examples))
+            return self
+        assert target is not None
+        if delta is None:
+            raise ValueError(f"{WHERE}: target_epsilon needs delta, a number below 1/n such as 1e-5.")
+        exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
+        mechanism.check_price(exact, q, steps, delta)
+        if not self.prior_releases and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
+            return replace(self, noise_multiplier=exact)
+        spent = privacy.compose(self.prior_events).epsilon_high(delta)
+        if spent >= target:
+            raise ValueError(
+                f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {spent:.4g}. Raise the "
+                "target, or put more noise into those."
+            )
+        noise = privacy.calibrate_schedule(
+            lambda noise: [*self.prior_events, (mechanism.event(noise, q), steps)], target, delta, start=exact
+        )
+        return replace(self, noise_multiplier=noise)
+
+    def event(self, mechanism: Mechanism) -> privacy.Event:
+        """Returns the event of one step; refuses noise that the mechanism cannot use, and events without a price."""
+        assert self.noise_multiplier is not None
+        event = mechanism.event(self.noise_multiplier, self.sampling_probability)
+        mechanism.stddevs([], self.noise_multiplier)  # refuses noise that an adaptive rule cannot split
+        privacy.compose([*self.prior_events, (event, self.num_steps)])  # refuses events that have no price together
+        return event
+
+    def that_must_agree(self, mechanism: Mechanism, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the settings that a resumed run must share with its state, as plain data."""
+        return {
+            "num_examples": self.num_examples,
+            "expected_batch_size": self.expected_batch_size,
+            "num_steps": self.num_steps,
+            "views": self.views,
+            "noise_multiplier": self.noise_multiplier,
+            **mechanism.settings(),
+            "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
+            "prior_releases": [release.fingerprint for release in self.prior_releases],
+            "parameters": {name: list(p.shape) for name, p in trained.items()},
+        }
 
 
-def new_mechanism(training: PrivateTraining, clipping: ClippingRule | None, trained: Mapping[str, Tensor]) -> Mechanism:
-    """What a step of the training is to release."""
-    sketched, names = training.jacobian, list(trained)
-    if training.perturbation is not None:
-        return _embedded_sum(training, clipping, trained)
-    clipping = check_rule(WHERE, "clipping", clipping)
-    if isinstance(clipping, MicroBatches) and training.microbatch_size is not None:
-        raise ValueError(
-            f"{WHERE}: microbatch_size={training.microbatch_size!r} would cut through the groups of {clipping!r}. "
-            "Leave it out."
+def check_delta(num_examples: int, delta: float, *, stacklevel: int) -> float:
+    """Returns a delta that is below 1/n; warns above a tenth of that."""
+    n = num_examples
+    hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
+    strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
+    if delta > 1 / (10 * n) * (1 + 1e-9):
+        warnings.warn(
+            f"delta={delta!r} is close to 1/n for the {n} examples: with that probability everything about some "
+            f"example may be revealed. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
+            stacklevel=stacklevel,
         )
-    if sketched is None:
-        return ClippedSum(clipping, names, training.expected_batch_size, training.views)
-    if training.views > 1:
-        raise Refused(
-            f"{WHERE}: views={training.views} needs exact norms, and jacobian={sketched!r} was given. Leave one of the "
-            "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and give "
-            "the mean of their losses."
-        )
-    return SketchedSum(
-        sketched, clipping, names, training.expected_batch_size, not_for_release=training.not_for_release
-    )
-
-
-def _embedded_sum(
-    training: PrivateTraining, clipping: ClippingRule | None, trained: Mapping[str, Tensor]
-) -> EmbeddedSum:
-    perturbation = training.perturbation
-    if not isinstance(perturbation, (GEP, BGEP)):
-        raise ValueError(f"{WHERE}: perturbation={perturbation!r} must be a GEP(AnchorSubspace(...)) or BGEP(...).")
-    kind = type(perturbation).__name__
-    if training.jacobian is not None:
-        raise Refused(
-            f"{WHERE}: jacobian={training.jacobian!r} with perturbation={kind}(...) has no price: the residuals' norms "
-            "must be exact. Leave one of the two out."
-        )
-    if clipping is not None:
-        raise Refused(
-            f"{WHERE}: clipping={clipping!r} with perturbation={kind}(...), which clips embedding and residual by "
-            f"rules of their own. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
-        )
-    if share_examples(perturbation.subspace.dataset, training._batches.dataset):
-        raise Refused(
-            f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples, those of dataset. The "
-            "anchors' directions are released as they are and must come from public data."
-        )
-    return EmbeddedSum(perturbation, trained, training.expected_batch_size, training.views)
-
-
-def choose_noise(training: PrivateTraining, noise_multiplier: float | None) -> float:
-    """The noise multiplier: the one given, or the smallest whose steps and prior releases stay within the target."""
-    target, delta = training.target_epsilon, training.delta
-    q, steps = training.sampling_probability, training.num_steps
-    mechanism, prior = training._mechanism, [(release.event, 1) for release in training.prior_releases]
-    if (noise_multiplier is None) == (target is None):
-        raise ValueError(
-            f"{WHERE}: noise_multiplier={noise_multiplier!r} and target_epsilon={target!r}: give exactly one of the "
-            "two."
-        )
-    if noise_multiplier is not None:
-        positive(WHERE, noise_multiplier=noise_multiplier)
-        mechanism.check_price(noise_multiplier, q, steps, delta or 1 / (10 * training.num_examples))
-        return noise_multiplier
-    assert target is not None
-    if delta is None:
-        raise ValueError(f"{WHERE}: target_epsilon needs delta, a number below 1/n such as 1e-5.")
-    exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
-    mechanism.check_price(exact, q, steps, delta)
-    if not prior and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
-        return exact
-    spent = privacy.compose(prior).epsilon_high(delta)
-    if spent >= target:
-        raise ValueError(
-            f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {spent:.4g}. Ask for more, or "
-            "put more noise into those."
-        )
-    return privacy.calibrate_schedule(
-        lambda noise: [*prior, (mechanism.event(noise, q), steps)], target, delta, start=exact
-    )
+    return delta
 
 
 def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.Release]) -> privacy.Ledger:
-    """The ledger of a run, new or begun earlier, with the prior releases first."""
+    """Returns the ledger of a run, new or begun earlier, with the prior releases first."""
     path = None if run_folder is None else Path(run_folder) / "ledger.jsonl"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,29 +212,28 @@ def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse a scheduler whose steps want to know a loss."""
+    """Refuses a scheduler whose steps need a loss."""
     if scheduler is None:
         return
-    wanted = [
+    needed = [
         name
         for name, parameter in inspect.signature(scheduler.step).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if wanted:
+    if needed:
         raise Refused(
-            f"{WHERE}: scheduler={type(scheduler).__name__} asks for {', '.join(wanted)} at every step. A loss or an "
+            f"{WHERE}: scheduler={type(scheduler).__name__} asks for {', '.join(needed)} at every step. A loss or an "
             "accuracy of the training data is private, and no noise is added to it. Take a schedule of the step alone, "
             "such as CosineAnnealingLR; or call the scheduler yourself, with a score of public data."
         )
 
 
-def check_alone() -> None:
-    """Refuse several processes: each would train a model of its own, with its own epsilon."""
+def check_single_process() -> None:
+    """Refuses several processes: each would train its own model, with its own epsilon."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise Refused(
-            f"{WHERE}: torch.distributed runs with {distributed.get_world_size()} processes, and private training over "
-            "several of them is not there yet: each would train another model, with an epsilon of its own. Train in "
-            "one process."
+            f"{WHERE}: torch.distributed runs with {distributed.get_world_size()} processes, which private training "
+            "does not support yet: each would train another model, with its own epsilon. Train in one process."
         )

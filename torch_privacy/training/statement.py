@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training says about its privacy: one line, and a statement for machines."""
+"""The privacy that a training has spent: in one line, and as a machine-readable statement."""
 
 from __future__ import annotations
 
 import math
 import platform
-import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import __version__, privacy
-from .._validate import strictly_between
-from ..privacy.spent import NOT_FOR_RELEASE, NOT_PRIVATE
-from ..privacy.spent import Spent as Spent
-
-if TYPE_CHECKING:
-    from .loop import PrivateTraining
+from .._validate import Refused
+from ..mechanism import Mechanism
+from ..privacy.spent import NOT_FOR_RELEASE, NOT_PRIVATE, Spent
+from .settings import TrainingSettings
 
 MOVED = (
     "NOT PRIVATE (the trained weights were changed other than by the training's own steps, {}; if that used no private "
@@ -27,113 +25,148 @@ MOVED = (
 CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 
 
-def warning_of(training: PrivateTraining) -> str | None:
-    """Why there is no privacy, if there is none."""
-    if training.test_seed is not None:
-        return NOT_PRIVATE
-    if training.not_for_release:
-        return NOT_FOR_RELEASE
-    moved = training._weights_moved_otherwise()
-    if moved:
-        return MOVED.format(moved)
-    return next((release.warning for release in training.prior_releases if release.warning), None)
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is, as its privacy statement depends on it."""
+
+    steps_made: int
+    stop_reason: str | None  # why it stopped, if that was declared to be independent of the data
+    moved_otherwise: str  # when the weights were first seen to have moved by other code; empty if they were not
+    not_compared: frozenset[str]  # what rehearsals could not compare, in words
 
 
-def check_delta(training: PrivateTraining, delta: float) -> float:
-    """A delta that is below 1/n; warns above a tenth of that."""
-    n = training.num_examples
-    hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
-    strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
-    if delta > 1 / (10 * n) * (1 + 1e-9):
-        warnings.warn(
-            f"delta={delta!r} is close to 1/n for the {n} examples: with that probability everything about some "
-            f"example may come out. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
-            stacklevel=4,
+class Account:
+    """Prices the steps of a training: those made, and those still planned.
+
+    Args:
+        settings: of the training.
+        event: of one step.
+        ledger: records the releases.
+
+    Raises:
+        Refused: the budget does not allow one step.
+    """
+
+    def __init__(self, settings: TrainingSettings, event: privacy.Event, ledger: privacy.Ledger):
+        self._settings, self._event, self._ledger = settings, event, ledger
+        self.steps_allowed = self._steps_allowed()
+        self._planned: tuple[Any, privacy.Profile] | None = None
+        if not self.steps_allowed:
+            raise Refused(
+                f"PrivateTraining: {settings.budget!r} does not allow one step of {event!r}. Raise noise or budget."
+            )
+
+    def _steps_allowed(self) -> int:
+        """Returns the number of steps in all: as planned, or as the budget allows."""
+        budget, num_steps = self._settings.budget, self._settings.num_steps
+        if budget is None:
+            return num_steps
+        released = self._ledger.events
+        made = sum(count for _, count in released) - len(self._settings.prior_releases)
+        return min(num_steps, made + budget.remaining(self._event, after=released, most=num_steps))
+
+    def profile(self) -> privacy.Profile:
+        """Returns the privacy profile of the releases so far."""
+        return self._ledger.profile()
+
+    def planned_profile(self, progress: Progress) -> privacy.Profile:
+        """Returns the privacy profile of the releases so far and of the steps still planned."""
+        left = self.steps_allowed - progress.steps_made
+        made = self._ledger.events
+        key = repr(made), left
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, privacy.compose([*made, (self._event, left)]) if left > 0 else self.profile()
+        return self._planned[1]
+
+    def spent(self, progress: Progress, delta: float) -> Spent:
+        """Returns the privacy spent by the releases so far, and by all that are planned."""
+        profile, planned, warning = self.profile(), self.planned_profile(progress), self._warning(progress)
+        text, made, steps = profile.statement(delta), progress.steps_made, self.steps_allowed
+        if made < steps and progress.stop_reason is None:
+            text = (
+                f"{text} after {made} of {steps} steps; {planned.statement(delta)} after all, which is the one to "
+                "report if a stop depends on what was released"
+            )
+        epsilon = profile.epsilon(delta)
+        return Spent(
+            epsilon,
+            delta,
+            text if warning is None else f"{warning}: {text}",
+            epsilon if made == steps else planned.epsilon(delta),
         )
-    return delta
 
+    def statement(self, progress: Progress, mechanism: Mechanism) -> dict[str, Any]:
+        """Returns everything that determines the guarantee, as plain data."""
+        settings, warning = self._settings, self._warning(progress)
+        budget = settings.budget
+        return {
+            "format": 2,
+            "private": warning is None,
+            **({} if warning is None else {"warning": warning}),
+            "neighboring_relation": self._event.neighboring_relation.value,
+            "sampler": self._event.sampler,
+            "unit": "one item of the dataset",
+            "num_examples": settings.num_examples,
+            "expected_batch_size": settings.expected_batch_size,
+            "sampling_probability": settings.sampling_probability,
+            "num_steps_planned": settings.num_steps,
+            "num_steps_made": progress.steps_made,
+            "stop": {"independent_of_data": progress.stop_reason is not None, "reason": progress.stop_reason},
+            "independence": {
+                "shown_by": "rehearsal" if settings.assume_independent is None else "assumption",
+                "assumed_because": settings.assume_independent,
+                "not_compared": sorted(progress.not_compared),
+            },
+            "clipping": mechanism.statement(),
+            "sensitivity": mechanism.sensitivity,
+            "noise_multiplier": settings.noise_multiplier,
+            "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
+            "target_epsilon": settings.target_epsilon,
+            "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
+            "delta": settings.delta,
+            "epsilon": self._as_json(self._covering(progress)),
+            "epsilon_of_steps_made": self._as_json(self.profile()),
+            "releases": [
+                {"event": privacy.event_to_dict(event), "count": count} for event, count in self._ledger.events
+            ],
+            "treated_as_public": [
+                "num_examples",
+                "model architecture",
+                "hyper-parameters",
+                "number of steps",
+                *mechanism.treated_as_public,
+            ],
+            "not_covered": [
+                "losses, accuracies and counts computed on the training data and shown or logged without noise",
+                CHOICE_OF_SETTINGS,
+                "the test data, on which accuracy is measured",
+            ],
+            "versions": {
+                "torch_privacy": __version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+        }
 
-def spent(training: PrivateTraining, delta: float) -> Spent:
-    """By the releases so far, and by all that are planned."""
-    profile, planned, warning = training.profile(), training._planned_profile(), warning_of(training)
-    text, made, steps = profile.statement(delta), training.step_count, training._num_planned
-    if made < steps and training._stop_reason is None:
-        text = (
-            f"{text} after {made} of {steps} steps; {planned.statement(delta)} after all, which is the one to report "
-            "if a stop depends on what was released"
-        )
-    epsilon = profile.epsilon(delta)
-    return Spent(
-        epsilon,
-        delta,
-        text if warning is None else f"{warning}: {text}",
-        epsilon if made == steps else planned.epsilon(delta),
-    )
+    def _warning(self, progress: Progress) -> str | None:
+        """Returns why there is no privacy, if there is none."""
+        if self._settings.test_seed is not None:
+            return NOT_PRIVATE
+        if self._settings.not_for_release:
+            return NOT_FOR_RELEASE
+        if progress.moved_otherwise:
+            return MOVED.format(progress.moved_otherwise)
+        return next((release.warning for release in self._settings.prior_releases if release.warning), None)
 
+    def _covering(self, progress: Progress) -> privacy.Profile:
+        """Returns the profile that holds wherever training stops; of the steps made if the stop is independent."""
+        made = progress.stop_reason is not None or progress.steps_made >= self.steps_allowed
+        return self.profile() if made else self.planned_profile(progress)
 
-def statement(training: PrivateTraining) -> dict[str, Any]:
-    """Everything that determines the guarantee, as plain data."""
-    warning, budget, mechanism = warning_of(training), training.budget, training._mechanism
-    return {
-        "format": 2,
-        "private": warning is None,
-        **({} if warning is None else {"warning": warning}),
-        "neighboring_relation": training.event.neighboring_relation.value,
-        "sampler": training.event.sampler,
-        "unit": "one item of the dataset",
-        "num_examples": training.num_examples,
-        "expected_batch_size": training.expected_batch_size,
-        "sampling_probability": training.sampling_probability,
-        "num_steps_planned": training.num_steps,
-        "num_steps_made": training.step_count,
-        "stop": {"independent_of_data": training._stop_reason is not None, "reason": training._stop_reason},
-        "independence": {
-            "shown_by": "rehearsal" if training.assume_independent is None else "assumption",
-            "assumed_because": training.assume_independent,
-            "not_compared": sorted(training._not_compared),
-        },
-        "clipping": mechanism.statement(),
-        "sensitivity": mechanism.sensitivity,
-        "noise_multiplier": training.noise_multiplier,
-        "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
-        "target_epsilon": training.target_epsilon,
-        "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
-        "delta": training.delta,
-        "epsilon": _epsilon_as_json(training, _covering(training)),
-        "epsilon_of_steps_made": _epsilon_as_json(training, training.profile()),
-        "releases": [
-            {"event": privacy.event_to_dict(event), "count": count} for event, count in training.ledger.events
-        ],
-        "treated_as_public": [
-            "num_examples",
-            "model architecture",
-            "hyper-parameters",
-            "number of steps",
-            *mechanism.treated_as_public,
-        ],
-        "not_covered": [
-            "losses, accuracies and counts computed on the training data and shown or logged without noise",
-            CHOICE_OF_SETTINGS,
-            "the test data, on which accuracy is measured",
-        ],
-        "versions": {
-            "torch_privacy": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _covering(training: PrivateTraining) -> privacy.Profile:
-    """What holds wherever training stops; of the steps made, where the stop has nothing to do with the data."""
-    made = training._stop_reason is not None or training.step_count >= training._num_planned
-    return training.profile() if made else training._planned_profile()
-
-
-def _epsilon_as_json(training: PrivateTraining, profile: privacy.Profile) -> dict[str, float | None] | None:
-    """The bracket at the given delta; null stands for infinity."""
-    if training.delta is None:
-        return None
-    bracket = profile.epsilon(training.delta)._asdict()
-    return {side: value if math.isfinite(value) else None for side, value in bracket.items()}
+    def _as_json(self, profile: privacy.Profile) -> dict[str, float | None] | None:
+        """Returns the certified interval at the given delta; null stands for infinity."""
+        if self._settings.delta is None:
+            return None
+        interval = profile.epsilon(self._settings.delta)._asdict()
+        return {side: value if math.isfinite(value) else None for side, value in interval.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moved the weights? Between two steps of a private training nobody but its own updates may."""
+"""Guards the trained weights: only the training's own updates may move them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._validate import Refused
 
-SOME = 16  # entries of each parameter that are remembered
+SAMPLED = 16  # entries of each parameter that are compared
 
 
 class WeightMarks:
-    """What some entries of each parameter are, and how often it was written into, when it was looked at last."""
+    """Remembers some entries of each parameter, and how often it was written into."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._views = {name: (p, p.data_ptr(), _some(p)) for name, p in parameters.items()}
+        self._views = {name: (p, p.data_ptr(), _sampled(p)) for name, p in parameters.items()}
         self.renew()
 
     def renew(self) -> None:
-        """Look at them now."""
+        """Remembers their present values."""
         self._entries = [view.clone() for _, _, view in self._views.values()]
         self._versions = [p._version for p, _, _ in self._views.values()]
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether these are the parameters that are looked at, in the memory where they were."""
+        """True if these are the parameters that are remembered, at the same places in memory."""
         known = self._views
         return parameters.keys() == known.keys() and all(
             known[name][0] is p and known[name][1] == p.data_ptr() for name, p in parameters.items()
         )
 
     def moved(self) -> list[str]:
-        """Names of the parameters that are others since they were looked at."""
+        """Returns the names of the parameters that have changed since."""
         return [
             name
             for (name, (p, place, view)), before in zip(self._views.items(), self._entries, strict=True)
@@ -44,45 +45,84 @@ class WeightMarks:
         ]
 
     def untouched(self) -> bool:
-        """Whether nothing was written into any of them since."""
+        """True if nothing was written into any of them since."""
         return self._versions == [p._version for p, _, _ in self._views.values()] and not self.moved()
 
 
-def _some(p: Tensor) -> Tensor:
-    """A view of some entries, as whole numbers, which are equal where they are undefined, too."""
+def _sampled(p: Tensor) -> Tensor:
+    """Returns a view of some entries as whole numbers, so that undefined ones compare equal, too."""
     flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
-    some = flat[:: max(1, flat.numel() // SOME)]
+    some = flat[:: max(1, flat.numel() // SAMPLED)]
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return some.view(kinds[p.itemsize]) if p.itemsize in kinds else torch.view_as_real(some)
 
 
-class OptimizerGuard:
-    """Refuses the steps of any optimizer that holds trained parameters, but the training's own.
+class WeightGuard:
+    """Makes the updates of a training, and notices those of other code.
+
+    While it is active, steps of any other optimizer that holds trained parameters are refused.
 
     Args:
-        parameters: gives the trained parameters.
+        trained: gives the trained parameters by name; must not keep the training alive.
     """
 
-    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
-        self._parameters, self._own_step = parameters, False
-        self._handle = register_optimizer_step_pre_hook(self._check)
+    def __init__(self, trained: Callable[[], Mapping[str, Tensor]]):
+        self._trained = trained
+        self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
+        self._moved_otherwise = ""
+        self._is_own_step = False
+        self._handle: RemovableHandle | None = None  # while a loop is running
 
-    def step(self, optimizer: Optimizer) -> None:
-        """The training's own step."""
-        self._own_step = True
+    def activate(self) -> None:
+        """Refuses the steps of other optimizers from now on."""
+        self.deactivate()
+        self._handle = register_optimizer_step_pre_hook(self._check)
+        if self._marks is None:
+            self._marks = WeightMarks(self._trained())
+
+    def deactivate(self) -> None:
+        """Lets every step pass again."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def reset(self, moved_otherwise: str) -> None:
+        """Forgets the weights, before others are loaded; what is known about earlier changes is given."""
+        self._marks, self._moved_otherwise = None, moved_otherwise
+
+    def moved_otherwise(self, steps_made: int) -> str:
+        """Returns when the weights were first seen to have moved by other code; empty if they have not."""
+        if self._marks is not None and not self._moved_otherwise:
+            moved = self._marks.moved()
+            if moved:
+                self._moved_otherwise = f"first seen after step {steps_made}, in {moved[0]!r}"
+        return self._moved_otherwise
+
+    def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
+        """Makes the training's own step, which must move the weights."""
+        self.moved_otherwise(steps_made)
+        if self._marks is None or not self._marks.holds(parameters):
+            self._marks = WeightMarks(parameters)
+        else:
+            self._marks.renew()
+        self._is_own_step = True
         try:
             optimizer.step()
         finally:
-            self._own_step = False
-
-    def close(self) -> None:
-        """Let every step pass again."""
-        self._handle.remove()
+            self._is_own_step = False
+        rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        if self._marks.untouched() and any(rates):
+            raise Refused(
+                f"PrivateTraining: {type(optimizer).__name__}.step() made no update, as a wrapper does that "
+                "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
+                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
+            )
+        self._marks.renew()
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._own_step:
+        if self._is_own_step:
             return
-        trained = {id(p) for p in self._parameters().values()}
+        trained = {id(p) for p in self._trained().values()}
         if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
             raise Refused(
                 "PrivateTraining: optimizer.step() was called inside of the loop, with a gradient that is not private. "

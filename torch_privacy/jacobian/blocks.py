@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the Jacobian: all uses of one weight, and what is kept of them until the clipped sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops import Op
+from ..ops._base import in_sum_dtype
+from ..ops.dense import Rows, squared_lengths, sum_rows
+from .plan import Budget, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
+
+SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
+
+# (shape, device) -> one direction in the space of a weight of that shape
+Direction = Callable[[torch.Size, torch.device], Tensor]
+
+
+class NothingKept(Exception):
+    """Raised by questions about rows of which only norms and one weighted sum remain."""
+
+
+class NativeSum(Protocol):
+    """Gives the weighted sum of blocks of which nothing was kept, by one ordinary backward for all of them."""
+
+    def expect(self, name: str) -> None:
+        """Adds a parameter, before the first sum."""
+
+    def __call__(self, c: Tensor, name: str) -> Tensor:
+        """Returns Jᵀ c in one of the parameters."""
+        ...
+
+
+@dataclass(eq=False)
+class Block:
+    """All uses of one tensor ``weight``: a parameter (``direct``) or a function of parameters.
+
+    ``rearranged`` means that the weight is one parameter whose entries are only moved about. The fields below ``ops``
+    say what is kept of the block; only its own methods set them.
+    """
+
+    weight: Tensor
+    names: tuple[str, ...]
+    direct: bool
+    rearranged: bool
+    rounds: bool  # the way back to the parameters rounds to half precision
+    ops: list[Op] = field(default_factory=list)  # more than one: uses without a common form
+    norms: Tensor | None = None  # squared norms (n,) of the rows, if they are known already
+    native: NativeSum | None = None  # gives the sum if no op was kept
+    held: int = 0  # bytes counted by a budget
+    estimated: bool = False  # the norms are estimates
+    summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
+
+    @property
+    def kind(self) -> str:
+        """Returns the kinds of its ops, as text."""
+        return " + ".join(type(op).__name__.lower() for op in self.ops)
+
+    @property
+    def dropped(self) -> bool:
+        """True if no op was kept."""
+        return self.native is not None
+
+    @property
+    def stands_alone(self) -> bool:
+        """True if the rows in the weight have the norms of the rows in the parameter behind it.
+
+        False where the way back rounds: norms must be those of the rows that are summed.
+        """
+        return self.rearranged and not self.rounds and len(self.ops) <= 1
+
+    @property
+    def small_rows(self) -> Rows | None:
+        """Returns its rows if they are those of the parameter itself and few enough to be joined with others."""
+        if len(self.ops) == 1 and self.direct and not self.rounds and not self.estimated:
+            (op,) = self.ops
+            if isinstance(op, Rows) and op.values.numel() <= SMALL:
+                return op
+        return None
+
+    @property
+    def least_bytes(self) -> int:
+        """Returns the bytes that must be held of it until the clipped sum."""
+        if self.stands_alone and self.small_rows is None:
+            return least_bytes(self.ops[0])
+        return sum(map(held_bytes, self.ops))
+
+    # What is kept, while the backward runs
+
+    def merge(self) -> None:
+        """Merges uses that have a common form, with their cross terms: halves first, so that copies stay few."""
+        ops = self.ops
+        while len(ops) > 2:
+            pairs = [_merged(ops[k : k + 2]) for k in range(0, len(ops), 2)]
+            fewer = [op for pair in pairs for op in pair]
+            if len(fewer) == len(ops):
+                break
+            ops = fewer
+        done: list[Op] = []
+        for op in ops:
+            for k, known in enumerate(done):
+                both = known.merge(op) or op.merge(known)
+                if both is not None:
+                    done[k] = both
+                    break
+            else:
+                done.append(op)
+        self.ops = done
+
+    def reduce(self, budget: Budget, native: NativeSum) -> None:
+        """Computes the norms of a block that stands alone, and keeps no more than the budget allows."""
+        if self.small_rows is not None:
+            self.hold(budget)
+            return  # norms are computed for many such blocks together
+        (op,) = self.ops
+        choice = budget.choose(op)
+        self.held = choice.held
+        if choice.keeps == "rows":
+            rows, self.norms = rows_and_norms(op, choice.method)
+            self.ops = [rows]
+        else:
+            self.norms = squared_norms(op, choice.method)
+        if choice.keeps == "nothing":
+            self.ops, self.native = [], native
+            native.expect(self.names[0])
+
+    def hold(self, budget: Budget) -> None:
+        """Keeps all of it, because its rows must be joined with those of other blocks."""
+        self.held = self.least_bytes
+        budget.hold(self.held)
+
+    def select(self, index: Tensor | slice) -> Block:
+        """Returns the same block for some of the examples only."""
+        if self.dropped:
+            raise NothingKept
+        norms = None if self.norms is None else self.norms[index]
+        return replace(self, ops=[op.select(index) for op in self.ops], norms=norms)
+
+    # Answers
+
+    def squared_norms(self) -> Tensor:
+        """Returns the squared norms (n,) of a block that stands alone."""
+        return squared_norms(self.ops[0]) if self.norms is None else self.norms
+
+    def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns name -> (n, *shape), the rows in the parameters behind the weight."""
+        if self.dropped:
+            raise NothingKept
+        rows = sum_rows(self.ops).values
+        return {self.names[0]: rows} if self.direct else self._pull_back(rows, parameters, batched=True)
+
+    def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns name -> (*shape,), Jᵀ c in the parameters behind the weight."""
+        if self.native is not None:
+            return {self.names[0]: self.native(c, self.names[0])}
+        if self.rounds:
+            return self._sum_of_rows(c, parameters)
+        first, *others = (op.weighted_sum(c.to(op.dtype)) for op in self.ops)
+        total = sum(others, first)
+        return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
+
+    def last_weighted_sum(
+        self, c: Tensor, parameters: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns `weighted_sum`, and frees a block that is summed once if all of its parameters are wanted."""
+        total = self.weighted_sum(c, parameters)
+        if self.summed_once and all([name in wanted for name in self.names]):
+            self.ops = []
+        return total
+
+    def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns J v (n, k), with the directions pushed forward from the parameters to the weight."""
+        if self.dropped:
+            raise NothingKept
+        if self.rounds:  # the rounded rows, because their lengths and projections are compared
+            parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
+            found = ([Rows(r).project(v[name].to(r.dtype)) for name, r in rows.items()] for _, rows in parts)
+            return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
+        pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
+        first, *others = (projections(op, pushed.to(op.dtype)) for op in self.ops)
+        return sum(others, first)
+
+    def project_on(self, direction: Direction) -> Iterator[Tensor]:
+        """Yields, for each op, the products (n,) of its rows in the weight with one direction."""
+        v = direction(self.weight.shape, self.weight.device)[None]
+        for op in self.ops:
+            yield projections(op, v.to(op.dtype))[:, 0]
+
+    def _sum_of_rows(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the weighted sum of the same rounded rows that the norms were computed from."""
+        total: dict[str, Tensor] = {}
+        for part, rows in self._rows_in_parts(len(c), parameters):
+            for name, of_name in rows.items():
+                add = Rows(of_name).weighted_sum(c[part].to(of_name.dtype))
+                total[name] = total[name] + add if name in total else add
+        return total
+
+    def _rows_in_parts(self, n: int, parameters: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yields the rows in the type for sums, a chunk of examples at a time."""
+        size = chunk_size(n, n * sum(parameters[name].numel() for name in self.names))
+        for i in range(0, max(n, 1), size):
+            part = slice(i, i + size)
+            yield part, {name: in_sum_dtype(rows) for name, rows in self.select(part).rows(parameters).items()}
+
+    def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
+        """Returns the rows in the parameters, by one (batched) backward from the weight to these alone."""
+        leaves = [parameters[name] for name in self.names]
+        if batched and not len(rows):  # torch cannot batch an empty tensor
+            return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(self.names, leaves, strict=True)}
+        with torch.enable_grad():
+            pulled = torch.autograd.grad(
+                self.weight, leaves, rows.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched
+            )
+        # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
+        copies = (g.clone(memory_format=torch.contiguous_format) for g in pulled)
+        return dict(zip(self.names, copies, strict=True))
+
+    def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns the derivatives (k, *weight.shape) of the weight along v, by differentiating a backward."""
+        leaves = [parameters[name] for name in self.names]
+        with torch.enable_grad():
+            u = torch.zeros_like(self.weight, requires_grad=True)
+            pulled = torch.autograd.grad(self.weight, leaves, u, create_graph=True)
+            directions = zip(*(v[name] for name in self.names), strict=True)
+            pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
+        return torch.stack(pushed)
+
+
+class JoinedRows:
+    """The small rows of several blocks, side by side: one product answers for all of them.
+
+    Args:
+        blocks: of one Jacobian; those with small rows are joined if there are several, all of one type.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        small = [block for block in blocks if block.small_rows is not None]
+        rows = [block.ops[0].rows().unsqueeze(-1) for block in small]  # also of a scalar
+        joins = len(small) > 1 and len({values.dtype for values in rows}) == 1
+        self.blocks = small if joins else []
+        self._values = torch.cat([values.flatten(1) for values in rows], 1) if joins else torch.empty(0)
+        self._ids = {id(block) for block in self.blocks}
+
+    def __contains__(self, block: Block) -> bool:
+        return id(block) in self._ids
+
+    def squared_norms(self) -> Tensor:
+        """Returns (n,), over all of the blocks."""
+        return squared_lengths(self._values)
+
+    def weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name of each block's parameter with Jᵀ c in it."""
+        if self.blocks:
+            sums = (c.to(self._values.dtype) @ self._values).split([block.weight.numel() for block in self.blocks])
+            for block, part in zip(self.blocks, sums, strict=True):
+                yield block.names[0], part.view(block.weight.shape)
+
+    def project_on(self, direction: Direction) -> Iterator[Tensor]:
+        """Yields the products (n,) of the rows with one direction in each weight."""
+        if self.blocks:
+            v = [direction(block.weight.shape, self._values.device).flatten() for block in self.blocks]
+            yield self._values @ torch.cat(v).to(self._values.dtype)
+
+
+def disjoint(blocks: list[Block]) -> bool:
+    """True if all weights are pieces of one parameter's memory that do not overlap, like the chunks of a matrix."""
+    if len(blocks) == 1:
+        return True
+    spans = []
+    for block in blocks:
+        w = block.weight
+        dense = sorted((stride, size) for stride, size in zip(w.stride(), w.shape, strict=True) if size > 1)
+        expected = 1
+        for stride, size in dense:
+            if stride != expected:
+                return False
+            expected *= size
+        if not (block.rearranged and w._is_view()) and not block.direct:
+            return False
+        spans.append((w.untyped_storage().data_ptr(), w.storage_offset(), w.storage_offset() + w.numel()))
+    spans.sort()
+    return all(a[0] == b[0] and a[2] <= b[1] for a, b in pairwise(spans))
+
+
+def _merged(ops: list[Op]) -> list[Op]:
+    both = ops[0].merge(ops[1]) if len(ops) == 2 else None
+    return ops if both is None else [both]

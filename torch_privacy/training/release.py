@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The releases of a training: noise and batches from its secret keys, and the record of each before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from torch import Tensor
+
+from .. import privacy
+from .._validate import Refused
+from ..batches import split
+from ..noise import Noise, key_from_test_seed
+from ..sampling import Poisson
+from .settings import TrainingSettings
+
+# The releases of this process: noise key -> step -> fingerprint
+_RELEASED: dict[bytes, dict[int, str]] = {}
+
+
+class Releases:
+    """Draws batches and noise of every step from two secret keys, and records what is released.
+
+    Args:
+        settings: of the training; a ``test_seed`` fixes the keys.
+        event: of one step.
+        ledger: records the releases.
+        keys: of noise and sampler; by default from the operating system.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        event: privacy.Event,
+        ledger: privacy.Ledger,
+        keys: tuple[bytes, bytes] | None = None,
+    ):
+        self._settings, self._event, self.ledger = settings, event, ledger
+        seed = settings.test_seed
+        if keys is None and seed is not None:
+            keys = key_from_test_seed(seed, "noise"), key_from_test_seed(seed, "sampling")
+        self.noise = Noise(None if keys is None else keys[0])
+        sampler_key = secrets.token_bytes(32) if keys is None else keys[1]
+        self.sampler = Poisson(settings.num_examples, settings.sampling_probability, sampler_key)
+        self.indices = lru_cache(maxsize=64)(self.sampler.indices)  # asked for by loader, loop and fingerprint
+        self._process = os.getpid()
+
+    def secret(self, purpose: bytes, *numbers: int) -> bytes:
+        """Returns 32 bytes that are a function of the secret key and of these numbers."""
+        return hashlib.blake2b(purpose + repr(numbers).encode(), key=self.sampler.key, digest_size=32).digest()
+
+    def parts(self, step: int) -> Sequence[np.ndarray]:
+        """Returns the numbers of the examples in each microbatch of a step; no microbatch if the batch is empty."""
+        return split(self.indices(step), self._settings.microbatch_size)
+
+    def release(self, step: int, sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> None:
+        """Adds the step's noise to the sums in place, and records the release.
+
+        Raises:
+            Refused: the step was released before with the same noise, or may be by another process.
+        """
+        self.noise.add_to(step, sums, stddevs)
+        fingerprint = self._fingerprint(step, sums)
+        self._check_noise(step, fingerprint)
+        self.ledger.record(self._event, len(self._settings.prior_releases) + step, fingerprint)
+        _RELEASED.setdefault(self.noise.key, {})[step] = fingerprint
+
+    def _fingerprint(self, step: int, release: Mapping[str, Tensor]) -> str:
+        """Returns a keyed digest of step, batch and some entries, which identifies the release and does not reveal it.
+
+        A replay after a crash has the same fingerprint. The same step with other weights, learning rates or losses
+        before it has another one, and must not be released: it would have the same noise.
+        """
+        digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
+        digest.update(self.indices(step).tobytes())
+        for total in release.values():
+            some = total.view(-1)[:: max(1, total.numel() // 256)]
+            digest.update(some.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _check_noise(self, step: int, fingerprint: str) -> None:
+        """Refuses noise that another release has: of a copy of the training, or of a process forked from it."""
+        if os.getpid() != self._process:
+            raise Refused(
+                "PrivateTraining: this process was forked from the one that began the training, which may release the "
+                "same steps with the same noise. Make the training, or load its state, in the process that trains."
+            )
+        before = _RELEASED.get(self.noise.key, {}).get(step, fingerprint)
+        if before != fingerprint and self._settings.test_seed is None:
+            raise Refused(
+                f"PrivateTraining: step {step} was released before with the same noise and other sums, by a copy of "
+                "this training or from the same state: the difference of the two would have no noise. Go on with that "
+                "one, or begin a new training, with the releases so far as prior_releases."
+            )
