@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train neural networks with differential privacy: exact, at about the price of ordinary training."""
+"""Trains PyTorch models with differential privacy: exact per-example gradients, certified accounting."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
