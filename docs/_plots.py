@@ -17,6 +17,7 @@ from torch_privacy.privacy.tradeoff import (
     true_positive_rate,
 )
 from torch_privacy.report import figures as plots
+from torch_privacy.report import style
 
 IMAGES = Path(__file__).parent / "img"
 MNIST = 256 / 60000
@@ -82,9 +83,10 @@ def projections() -> plots.Figure:
     axes = figure.axes[0]
     axes.set(xscale="linear", yscale="log", xlabel="epsilon", ylabel="delta", ylim=(1e-12, 1e-2))
     axes.legend(frameon=False, loc="center right")
-    axes.plot([2.4], [1e-5], "o", color=plots.INK)
+    axes.plot([2.4], [1e-5], "o", color=style.FILE_INK)
     claim = "claimed for all\n3516 steps, r = 1"
-    axes.annotate(claim, (2.4, 1e-5), (3.4, 6e-9), fontsize=9, arrowprops={"arrowstyle": "-", "color": plots.FAINT})
+    line = {"arrowstyle": "-", "color": style.FILE_FAINT}
+    axes.annotate(claim, (2.4, 1e-5), (3.4, 6e-9), fontsize=9, arrowprops=line)
     return figure
 
 
@@ -98,7 +100,7 @@ def underestimates() -> plots.Figure:
         curves[f"noise multiplier {noise:g}"] = steps, true
     figure = plots.profile_plot(curves, title="True delta where the CLT claims 1e-5")
     axes = figure.axes[0]
-    axes.axhline(1e-5, color=plots.FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axhline(1e-5, color=style.FILE_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set(xlabel="steps, q = 256/60000", ylabel="true delta", yscale="log")
     axes.autoscale(axis="y")
     return figure

@@ -15,7 +15,7 @@ from torch_privacy.cli import run
 from torch_privacy.cli import tables as _display
 from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.privacy import comparison
-from torch_privacy.privacy.summary import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.metrics import Metrics, Progress
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_privacy import privacy
-from torch_privacy._validate import Refused
+from torch_privacy import Refused, privacy
 
 A, B = privacy.SubsampledGaussian(1.0, 0.01), privacy.Gaussian(4.0)
 RELEASES = [(A, "a0"), (A, "a1"), (B, "b"), (A, "a2")]

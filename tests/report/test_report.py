@@ -4,9 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from torch_privacy.privacy.summary import compose_steps, equal_releases, privacy_lines, round_down, round_up, summarize
-from torch_privacy.report import overlays as _overlays
-from torch_privacy.report import training_plots as _plots
+from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.summary import compose_steps, equal_releases, privacy_lines, summarize
+from torch_privacy.report import style, training_plots
 from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Measure, Metrics
@@ -75,7 +75,7 @@ def test_report_shows_four_plots_that_follow_the_page_colors(page):
     assert page.count("<svg ") == 4
     assert "var(--first)" in page
     assert "prefers-color-scheme: dark" in page
-    assert not set(_plots.VARIABLES) & set(re.findall(r"#[0-9a-f]{6}", page))
+    assert not set(style.PAGE_VARIABLES) & set(re.findall(r"#[0-9a-f]{6}", page))
 
 
 def test_report_has_the_numbers_of_the_closing_table(parsed):
@@ -112,16 +112,16 @@ def test_metrics_survive_the_file(tmp_path):
 
 def test_plots_work_without_a_baseline_and_after_part_of_an_epoch():
     rows = [Metrics("private", 0.5, 10, 0.6, 0.7, 0.71, 0.9, 1.0)]
-    assert "non-private" not in _plots.score_plot(rows, Measure("accuracy", percent=True))
-    assert "at most 1.000" in _plots.epsilon_plot(rows, 1e-5)
+    assert "non-private" not in training_plots.score_plot(rows, Measure("accuracy", percent=True))
+    assert "at most 1.000" in training_plots.epsilon_plot(rows, 1e-5)
 
 
 @pytest.mark.parametrize(("largest", "scale"), [(3.0, "linear"), (300.0, "log"), (float("inf"), "linear")])
 def test_epsilons_are_drawn_by_powers_of_ten_where_runs_are_far_apart(largest, scale):
-    _, axes = _plots.new_axes("", "", "")
+    _, axes = training_plots.new_axes("", "", "")
     axes.plot([0, 1], [0.5, 1.0])
     axes.plot([0, 1], [0.5, largest])
-    _overlays._scale_epsilons(axes)
+    training_plots.scale_epsilons(axes)
     assert axes.get_yscale() == scale
     assert scale == "log" or axes.get_ylim()[0] == 0
 
@@ -129,7 +129,7 @@ def test_epsilons_are_drawn_by_powers_of_ten_where_runs_are_far_apart(largest, s
 def test_tradeoff_plot_marks_what_the_attacker_misses():
     summary = summarize(equal_releases(*EVENTS), 1e-5)
     missed = round_down(100 * (1 - summary.true_positive_rate_high), 1)
-    assert f"at least {missed} % are missed" in _plots.tradeoff_plot(compose_steps(*EVENTS), summary)
+    assert f"at least {missed} % are missed" in training_plots.tradeoff_plot(compose_steps(*EVENTS), summary)
 
 
 @pytest.mark.parametrize("value", [0.1, 11.80701, 2.0, 1e-9, 123.4567])

@@ -61,10 +61,10 @@ def epsilon(
     summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
     if plot is not None:
         from torch_privacy import privacy
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        mark = _pictures.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
-        _draw(_pictures.profile_picture(noise_multiplier, sampling_probability, steps, mark), plot)
+        mark = accounting_plots.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
+        _draw(accounting_plots.profile_figure(noise_multiplier, sampling_probability, steps, mark), plot)
     print_result(summary.as_json(), privacy_lines(summary), as_json)
 
 
@@ -85,9 +85,9 @@ def delta(
     setting = noise_multiplier, sampling_probability, steps
     bracket = compose_steps(*setting).delta(epsilon)
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.profile_picture(*setting, _pictures.delta_mark(epsilon, bracket)), plot)
+        _draw(accounting_plots.profile_figure(*setting, accounting_plots.delta_mark(epsilon, bracket)), plot)
     content = {
         "noise_multiplier": noise_multiplier,
         "sampling_probability": sampling_probability,
@@ -117,9 +117,9 @@ def calibrate(
     summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
     lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.calibration_picture(noise, sampling_probability, steps, delta, epsilon), plot)
+        _draw(accounting_plots.calibration_figure(noise, sampling_probability, steps, delta, epsilon), plot)
     print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
 
 
@@ -141,9 +141,9 @@ def tradeoff(
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.tradeoff_picture(noise_multiplier, sampling_probability, steps), plot)
+        _draw(accounting_plots.tradeoff_figure(noise_multiplier, sampling_probability, steps), plot)
     print_result({"tradeoff": points, **attacker}, tradeoff_view(points, attacker_lines(attacker)), as_json)
 
 
@@ -170,9 +170,9 @@ def compare(
         f"{steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {sampling_probability:.4g}, delta = {delta:g}"
     )
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.claims_picture(claims, setting), plot)
+        _draw(accounting_plots.claims_figure(claims, setting), plot)
     content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
     print_result({**content, "delta": delta, "claims": comparison.as_json(claims)}, claims_table(claims), as_json)
 

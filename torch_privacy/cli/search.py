@@ -131,7 +131,7 @@ def _search_privately(
     as_json: bool,
 ) -> None:
     from torch_privacy.experiments.private_search import PrivateSearch
-    from torch_privacy.privacy.summary import round_down, round_up
+    from torch_privacy.privacy.rounding import round_down, round_up
     from torch_privacy.runs.folder import RunFolder
 
     place = RunFolder(folder)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from torch_privacy.privacy.summary import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.runs.metrics import Progress as Step
 from torch_privacy.runs.table import MISSING, duration, headings, lines, summary, title, what
 

@@ -22,6 +22,7 @@ from torch_privacy.experiments import jl, jl_mnist
 from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
+from torch_privacy.report import style
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 SIZES, QUICK_SIZE = (1_500, 3_000), 1_000  # training examples
@@ -129,7 +130,7 @@ def _differences(curves: Mapping[str, tuple[Array, Interval]], title: str) -> pl
     axes = figure.axes[0]
     for line, (x, interval) in zip(axes.get_lines(), curves.values(), strict=True):
         axes.fill_between(x, interval.low, interval.high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.axhline(0, color=plots.FAINT, linewidth=1.2)
+    axes.axhline(0, color=style.FILE_FAINT, linewidth=1.2)
     return figure
 
 

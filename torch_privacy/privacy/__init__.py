@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was released, and what it costs: events, profiles with certified bounds, calibration and the ledger."""
+"""Provides differential privacy accounting: events, profiles with certified bounds, calibration and the ledger.
+
+This folder needs numpy and scipy alone.
+"""
 
 from . import tradeoff as tradeoff
 from .approximate import CLT as CLT
@@ -10,16 +13,14 @@ from .approximate import rdp as rdp
 from .approximate import sampled_epsilon as sampled_epsilon
 from .approximate import scaled_epsilon as scaled_epsilon
 from .approximate import strong_composition as strong_composition
-from .budget import Budget as Budget
-from .budget import what_if as what_if
+from .bracket import Bracket as Bracket
+from .calibrate import Budget as Budget
 from .calibrate import calibrate as calibrate
 from .calibrate import calibrate_schedule as calibrate_schedule
-from .calibrate import fewest_projections as fewest_projections
 from .calibrate import largest_sampling_probability as largest_sampling_probability
 from .calibrate import most_steps as most_steps
 from .compose import Profile as Profile
 from .compose import compose as compose
-from .engines.curve import Bracket as Bracket
 from .events.base import Event as Event
 from .events.base import NeighboringRelation as NeighboringRelation
 from .events.base import event_from_dict as event_from_dict
@@ -31,11 +32,9 @@ from .events.custom import FinitePair as FinitePair
 from .events.custom import KnownProfile as KnownProfile
 from .events.estimated_norms import SubsampledJL as SubsampledJL
 from .events.estimated_norms import SubsampledSketch as SubsampledSketch
-from .events.estimated_norms import SubsampledSketchConjectured as SubsampledSketchConjectured
 from .events.gaussian import FixedSizeGaussian as FixedSizeGaussian
 from .events.gaussian import Gaussian as Gaussian
 from .events.gaussian import NoisyCovariance as NoisyCovariance
-from .events.gaussian import SubsampledAdaptiveClip as SubsampledAdaptiveClip
 from .events.gaussian import SubsampledBlocks as SubsampledBlocks
 from .events.gaussian import SubsampledGaussian as SubsampledGaussian
 from .events.gaussian import SubsampledGEP as SubsampledGEP

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What papers and other libraries report: one approximation and three loose bounds, by name. For a guarantee use
-`compose`.
+"""Provides the numbers of papers and other libraries: one approximation and three loose bounds.
 
-All but `moments_of` are about equal Poisson-sampled Gaussian steps; neighbors differ by one example added or removed.
+For a guarantee use `compose`. All but `moments_of` are for equal Poisson-sampled Gaussian steps; neighbors differ by
+one example added or removed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +14,9 @@ from .._validate import in_range, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import crossing
-from .events.base import LAWS, Event, check_noise
+from .events.base import PAIRS, Event, check_noise
 from .events.gaussian import SubsampledGaussian
-from .pairs.base import LARGEST_SHIFT, SubsampledNormal
+from .pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from .tradeoff import Gaussian
 
 
@@ -28,7 +28,7 @@ class CLT:
 
     **An approximation, not a bound on either side.** It lies below the truth in every setting of the papers, by 0.2%
     to 17% of ε, and far above it with little noise and few steps: 59.3 against 14.5 at σ = 0.3, q = 256 / 29305, T =
-    11, δ = 1e-5. It must never be reported as a guarantee; `true_delta` says what its claims are worth.
+    11, δ = 1e-5. It must never be reported as a guarantee; `true_delta` is the δ that the steps really have.
 
     Source: Bu, Dong, Long & Su (2020), arXiv:1911.11607, equation 5.
     """
@@ -47,22 +47,27 @@ class CLT:
         return float(self.sampling_probability * np.sqrt(self.num_steps) * deviation)
 
     def delta(self, epsilon: float) -> float:
-        """Approximate δ at any real ε."""
+        """Returns the approximate δ at any real ε."""
         return float(Gaussian(self.mu).delta(epsilon))
 
     def epsilon(self, delta: float) -> float:
-        """Approximate ε >= 0 at δ in (0, 1)."""
+        """Returns the approximate ε >= 0 at δ in (0, 1)."""
         strictly_between("CLT.epsilon", 0, 1, delta=delta)
         return float(crossing(lambda epsilon: self.delta(epsilon) <= delta).high)
 
     def true_delta(self, epsilon: float) -> Bracket[float]:
-        """Certified bounds on the δ that the steps really have at an ε, such as the one that the CLT claims."""
+        """Returns certified bounds on the true δ of the steps at an ε, such as the ε of the CLT."""
         step = SubsampledGaussian(self.noise_multiplier, self.sampling_probability)
         return compose([(step, self.num_steps)]).delta(epsilon)
 
 
 def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) -> CLT:
-    """The CLT for equal Poisson-sampled Gaussian steps; not a bound on either side, see `CLT`.
+    """Returns the CLT of equal Poisson-sampled Gaussian steps; not a bound on either side, see `CLT`.
+
+    Args:
+        noise_multiplier: σ, in [1e-6, 1e6].
+        sampling_probability: q, in (0, 1].
+        num_steps: T, at least 1.
 
     Example:
         >>> limit = clt(noise_multiplier=0.638, sampling_probability=256 / 60000, num_steps=16406)
@@ -82,7 +87,7 @@ def moments(
     delta: float,
     orders: Sequence[float] | Array = MOMENT_ORDERS,
 ) -> float:
-    """The moments accountant of 2016: a valid but loose upper bound on ε, kept to compare with published numbers.
+    """Returns ε of the moments accountant of 2016: a valid but loose upper bound, to compare with published numbers.
 
     ``ε = min_λ (T α(λ) + log 1/δ) / λ``,  ``α(λ) = log max(E_Q[(Q/P)^λ], E_P[(P/Q)^λ])``,
     with ``P = (1 - q) N(0, 1) + q N(1/σ, 1)``, ``Q = N(0, 1)``.
@@ -108,16 +113,16 @@ def moments(
 def moments_of(
     events: Iterable[tuple[Event, int]], delta: float, orders: Sequence[float] | Array = MOMENT_ORDERS
 ) -> float:
-    """The moments accountant for releases of several kinds, pairs (event, how often): their α(λ) add up.
+    """Returns ε of the moments accountant for releases of several kinds: their α(λ) add up.
 
     Args:
-        events: each must be one Poisson-sampled or full-batch Gaussian release to the accountant, as a
-            `SubsampledGaussian`, `NoisyCovariance`, `SubsampledBlocks` or `SubsampledGEP` is.
-        delta: as of `moments`.
-        orders: as of `moments`.
+        events: pairs (event, how often); each event must be priced as one Poisson-sampled or full-batch Gaussian, such
+            as `SubsampledGaussian`, `NoisyCovariance`, `SubsampledBlocks` and `SubsampledGEP`.
+        delta: as in `moments`.
+        orders: as in `moments`.
 
     Raises:
-        ValueError: an event of another kind.
+        ValueError: if an event is of another kind.
 
     Example:
         >>> from torch_privacy.privacy import NoisyCovariance
@@ -128,10 +133,10 @@ def moments_of(
     values = _check_orders("moments", orders, above=0)
     total = np.zeros(len(values))
     for event, count in events:
-        law = LAWS[type(event)](event) if type(event) in LAWS else None
-        if not isinstance(law, SubsampledNormal):
+        pair = PAIRS[type(event)](event) if type(event) in PAIRS else None
+        if not isinstance(pair, SubsampledGaussianPair):
             raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
-        total += count * _log_moments(law.shift, law.probability, values)
+        total += count * _log_moments(pair.shift, pair.probability, values)
     return float(((total - np.log(delta)) / values).min())
 
 
@@ -145,10 +150,10 @@ def rdp(
     delta: float,
     orders: Sequence[float] | Array = DP_ACCOUNTING_ORDERS,
 ) -> float:
-    """Rényi differential privacy, the default of most libraries: a valid but loose upper bound on ε.
+    """Returns ε by Rényi differential privacy, the default of most libraries: a valid but loose upper bound.
 
     ``ε = min_a T R(a) + log(1 - 1/a) - log(a δ) / (a - 1)``, at least 0, with the Rényi divergence
-    ``R(a) = α(a - 1) / (a - 1)`` of one step; α as in `moments`, which differs by the last step alone.
+    ``R(a) = α(a - 1) / (a - 1)`` of one step; α as in `moments`, which differs in the last step only.
 
     Args:
         noise_multiplier: σ, in [1e-6, 1e6].
@@ -173,12 +178,12 @@ def rdp(
 
 
 def sampled_epsilon(epsilon: Array, sampling_probability: float) -> Array:
-    """Amplification by Poisson sampling, valid for any (ε, δ) with δ becoming q δ: ``log(1 + q (e^ε - 1))``."""
+    """Returns ``log(1 + q (e^ε - 1))``, amplification by Poisson sampling; valid for any (ε, δ) if δ becomes q δ."""
     return np.log1p(sampling_probability * np.expm1(epsilon))
 
 
 def scaled_epsilon(epsilon: Array, sampling_probability: float) -> Array:
-    """``q ε``, the amplification with which the 2016 paper's baseline was computed. **Not valid**: it is too small."""
+    """Returns ``q ε``, the amplification in the baseline of the 2016 paper. **Not valid**: it is too small."""
     return sampling_probability * epsilon
 
 
@@ -189,7 +194,7 @@ def strong_composition(
     delta: float,
     amplification: Callable[[Array, float], Array] = sampled_epsilon,
 ) -> float:
-    """The bound that the moments accountant replaced, as the baseline of its paper: valid and very loose.
+    """Returns ε by strong composition, the baseline of the moments accountant: valid and very loose.
 
     One step is ``(ε₀, δ₀)``-private with ``ε₀ = sqrt(2 log(1.25/δ₀)) / σ``, after sampling ``(ε₁, q δ₀)``, and T of
     them are ``ε₁ sqrt(2 T log(1/δ')) + T ε₁ (e^ε₁ - 1)`` at ``δ = T q δ₀ + δ'``; the split of δ is the best of many.
@@ -203,8 +208,8 @@ def strong_composition(
             9.34 and 24.22 come out only with `scaled_epsilon`, which is not valid; the valid ones are 26.4 and 82.3.
 
     Guarantees:
-        - with the default never below the true ε (where the formula for ε₀ is not, beyond its range ε₀ <= 1, the
-          exact value is used).
+        - with the default never below the true ε: where the formula for ε₀ is invalid (above ε₀ = 1), the exact value
+          is used.
 
     Source: Dwork & Roth (2014), Theorems 3.20 and A.1; Abadi et al. (2016), section 5.1 for the numbers.
 
@@ -217,9 +222,9 @@ def strong_composition(
     """
     _check("strong_composition", noise_multiplier, sampling_probability, num_steps)
     strictly_between("strong_composition", 0, 1, delta=delta)
-    share = 1 / (1 + np.exp(-np.linspace(-12, 12, 241)))  # of δ that goes to the steps
+    share = 1 / (1 + np.exp(-np.linspace(-12, 12, 241)))  # share of δ for the steps
     step_delta = np.minimum(share * delta / (num_steps * sampling_probability), 0.5)
-    with np.errstate(over="ignore"):  # e^ε beyond floats makes the bound infinite, rightly
+    with np.errstate(over="ignore"):  # where e^ε overflows, the bound is infinite, which is valid
         step = amplification(_step_epsilon(noise_multiplier, step_delta), sampling_probability)
         spread = step * np.sqrt(-2 * num_steps * np.log((1 - share) * delta))
         total = spread + num_steps * step * np.expm1(step)
@@ -227,7 +232,7 @@ def strong_composition(
 
 
 def _step_epsilon(noise_multiplier: float, deltas: Array) -> Array:
-    """ε of one full-batch Gaussian step at each δ, by the textbook's formula or exactly, whichever is larger."""
+    """Returns ε of one full-batch Gaussian step at each δ: the textbook formula, or the exact value if larger."""
     textbook = np.sqrt(2 * np.log(1.25 / deltas)) / noise_multiplier
     falls_short = Gaussian(1 / noise_multiplier).delta(textbook) > deltas
     for index in np.flatnonzero(falls_short):
@@ -250,8 +255,8 @@ def _check_orders(where: str, orders: Sequence[float] | Array, *, above: float) 
 
 
 def _log_moments(shift: float, probability: float, orders: Array) -> Array:
-    """α(λ) by the trapezoid rule, geometrically convergent: the nearest branch points lie σπ off the axis."""
-    if shift > LARGEST_SHIFT:  # out of floating-point range; without sampling α is larger, hence still a bound
+    """Returns α(λ) by the trapezoid rule, which converges geometrically: branch points lie σπ off the axis."""
+    if shift > LARGEST_SHIFT:  # beyond floating point; without sampling α is larger, so it is still a bound
         return orders * (orders + 1) / 2 * shift**2
     step = min(0.1, 1 / (4 * shift))
     x = np.arange(-12 - shift * orders.max(), 12 + shift * (orders.max() + 1), step)
@@ -265,6 +270,6 @@ def _log_moments(shift: float, probability: float, orders: Array) -> Array:
 
 
 def _log_sum(exponents: Array) -> float:
-    """``log Σ e^exponents``."""
+    """Returns ``log Σ e^exponents``."""
     largest = exponents.max()
     return float(largest + np.log(np.exp(exponents - largest).sum()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every answer of the accountant is: two bounds on one true value."""
+"""Provides `Bracket`, the two bounds in which the accountant encloses every true value."""
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,7 +16,11 @@ class Bracket(NamedTuple, Generic[T]):
     high: T
 
 
+def ordered(low: float, high: float) -> Bracket[float]:
+    """Returns the bracket ``(min(low, high), high)``: rounding must not lift a lower bound above the upper one."""
+    return Bracket(min(low, high), high)
+
+
 def inner(first: Bracket[float], second: Bracket[float]) -> Bracket[float]:
-    """What two brackets of the same value say together."""
-    high = min(first.high, second.high)
-    return Bracket(min(max(first.low, second.low), high), high)
+    """Returns the intersection of two brackets of the same value."""
+    return ordered(max(first.low, second.low), min(first.high, second.high))

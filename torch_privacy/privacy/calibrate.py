@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much noise a privacy target needs, and how many steps, which sampling, how many projections it allows."""
+"""Calibrates to a privacy target: the noise it needs, and the steps and the sampling that it allows."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count
 from math import exp, log, log1p
 
 from .._validate import in_range, positive, strictly_between, whole
+from .bracket import Bracket
 from .compose import compose
 from .engines.curve import bisect
 from .events.base import Event
-from .events.estimated_norms import SubsampledJL
 from .events.gaussian import SubsampledGaussian
 from .tradeoff import Gaussian
 
-Point = tuple[float, float]  # noise multiplier, log of ε over the target: nearly a straight line in log-log
-SMALLEST, LARGEST = 0.1, 1e4  # noise multipliers among which to search
-FEWEST = 8  # projections; fewer are heavy-tailed beyond use
+Releases = Iterable[tuple[Event, int]]
+Point = tuple[float, float]  # noise multiplier, log of ε / target; nearly a straight line in log-log
+SMALLEST, LARGEST = 0.1, 1e4  # range in which noise multipliers are searched
 
 
 def calibrate(
@@ -26,22 +27,21 @@ def calibrate(
     num_steps: int,
     tolerance: float = 1e-4,
 ) -> float:
-    """Noise multiplier at which ``num_steps`` Poisson-sampled Gaussian steps are (target_epsilon, delta)-private.
+    """Returns a noise multiplier at which ``num_steps`` Poisson-sampled Gaussian steps reach (target_epsilon, delta).
 
     Args:
         target_epsilon: above 0.
         delta: in (0, 1).
         sampling_probability: q, in (0, 1].
         num_steps: T, at least 1.
-        tolerance: how far above the smallest sufficient value the answer may be, relative.
+        tolerance: largest relative distance from the smallest sufficient value.
 
     Guarantees:
         - the certified upper bound on ε at the returned value is at most the target, never above;
         - a value smaller by ``tolerance`` (relative) no longer reaches the target with a certified bound.
 
     Raises:
-        ValueError: the target needs a noise multiplier above 1e4, or is met even at 0.1, where hardly any noise
-            is left.
+        ValueError: if the target needs a noise multiplier above 1e4, or is met even at 0.1, which is hardly any noise.
 
     Example:
         >>> sigma = calibrate(3, 1e-5, sampling_probability=256 / 60000, num_steps=10_000)
@@ -68,21 +68,21 @@ def calibrate_schedule(
     start: float = 1.0,
     tolerance: float = 1e-4,
 ) -> float:
-    """Smallest scale of the noise at which a whole schedule of releases reaches the target.
+    """Returns the smallest scale of the noise at which a whole schedule of releases reaches the target.
 
     Args:
-        schedule: all releases, pairs (event, how often), at a scale; a larger scale must cost less. For instance the
-            noise multiplier of a `SubsampledJL`, or a factor to the noise multipliers of steps with growing batches.
+        schedule: function from a scale to all releases, as pairs (event, how often); a larger scale must cost less. The
+            scale may be the noise multiplier of a `SubsampledJL`, or a factor on the noise of growing batches.
         target_epsilon: above 0.
         delta: in (0, 1).
-        start: a guess of the scale.
-        tolerance: how far above the smallest sufficient value the answer may be, relative.
+        start: a guess of the scale; a good one saves time.
+        tolerance: largest relative distance from the smallest sufficient value.
 
     Guarantees:
         - the certified upper bound on ε at the returned value is at most the target, never above.
 
     Raises:
-        ValueError: no scale in [0.1, 1e4] will do, or even 0.1 does; or a scale on the way makes no valid event.
+        ValueError: if no scale in [0.1, 1e4] suffices, or even 0.1 does, or ``schedule`` raises one.
 
     Example:
         >>> from torch_privacy.privacy import SubsampledJL
@@ -99,17 +99,25 @@ def calibrate_schedule(
 def most_steps(
     event: Event, target_epsilon: float, delta: float, *, beside: Iterable[tuple[Event, int]] = (), most: int = 10**7
 ) -> int:
-    """How many releases of an event the target allows, beside others; 0 if none.
+    """Returns the largest number of releases of an event within the target, in addition to others; 0 if none.
 
     Args:
         event: what is released in each step.
         target_epsilon: above 0.
         delta: in (0, 1).
         beside: releases that count as well, as pairs (event, how often), such as those made already.
-        most: where to stop counting.
+        most: largest number to return.
 
     Guarantees:
-        - the certified upper bound on ε of that many is at most the target, and of one more (unless ``most``) above.
+        - the certified upper bound on ε of that number is at most the target, and above it for one more release
+          (unless the number is ``most``).
+
+    Raises:
+        ValueError: if the releases ``beside`` cost more than the target by themselves.
+
+    Example:
+        >>> most_steps(SubsampledGaussian(1.0, 0.01), target_epsilon=2.0, delta=1e-5)
+        1202
     """
     positive("most_steps", target_epsilon=target_epsilon)
     strictly_between("most_steps", 0, 1, delta=delta)
@@ -128,20 +136,76 @@ def most_steps(
         steps = guess if good < guess < bad and abs(guess - steps) < (bad - good) / 2 else middle
         steps = min(max(steps, good + 1), bad - 1)
     if good == 0 and others and excess(0) > 0:
-        raise ValueError(f"most_steps: the releases beside cost more than target_epsilon={target_epsilon!r} already.")
+        raise ValueError(f"most_steps: the releases in beside cost more than target_epsilon={target_epsilon!r}.")
     return good
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An (ε, δ) that all releases together must not exceed: a privacy filter and an odometer.
+
+    `allows` and `remaining` are the filter. They use certified upper bounds, so the releases that they allow are
+    (epsilon, delta)-private together, even if one stops early for any reason. `spent` is the odometer: the cost of the
+    releases so far, provided that their number was fixed in advance. If outcomes decide when to stop, report the
+    budget instead. The events themselves (noise, sampling) must be chosen in advance, not from outcomes.
+
+    Args:
+        epsilon: above 0.
+        delta: in (0, 1).
+
+    Example:
+        >>> budget, event = Budget(epsilon=2.0, delta=1e-5), SubsampledGaussian(1.0, 0.01)
+        >>> budget.remaining(event)
+        1202
+        >>> budget.remaining(event, after=[(event, 1000)]), budget.allows([(event, 1203)])
+        (202, False)
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        positive("Budget", epsilon=self.epsilon)
+        strictly_between("Budget", 0, 1, delta=self.delta)
+
+    def allows(self, releases: Releases) -> bool:
+        """True if all of these together are certainly within the budget."""
+        return compose(releases).epsilon_high(self.delta) <= self.epsilon
+
+    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
+        """Returns how many more releases of an event are within the budget after those; at most ``most``."""
+        after = list(after)
+        return most_steps(event, self.epsilon, self.delta, beside=after, most=most) if self.allows(after) else 0
+
+    def spent(self, releases: Releases) -> Bracket[float]:
+        """Returns ε of the releases so far at the budget's δ."""
+        return compose(releases).epsilon(self.delta)
 
 
 def largest_sampling_probability(
     target_epsilon: float, delta: float, *, noise_multiplier: float, num_steps: int, tolerance: float = 1e-4
 ) -> float:
-    """Largest sampling probability at which so many Poisson-sampled Gaussian steps reach the target.
+    """Returns the largest sampling probability at which Poisson-sampled Gaussian steps reach the target.
+
+    Times the number of examples, that is the largest expected batch size.
+
+    Args:
+        target_epsilon: above 0.
+        delta: in (0, 1).
+        noise_multiplier: σ, in [1e-6, 1e6].
+        num_steps: T, at least 1.
+        tolerance: largest relative distance from the largest allowed value.
 
     Guarantees:
         - the certified upper bound on ε at the returned value is at most the target, never above.
 
     Raises:
-        ValueError: even 1e-9 is too much.
+        ValueError: if even a sampling probability of 1e-9 exceeds the target.
+
+    Example:
+        >>> probability = largest_sampling_probability(2.0, 1e-5, noise_multiplier=1.0, num_steps=2000)
+        >>> round(60_000 * probability)  # the expected batch size
+        476
     """
     positive("largest_sampling_probability", target_epsilon=target_epsilon, tolerance=tolerance)
     strictly_between("largest_sampling_probability", 0, 1, delta=delta)
@@ -154,40 +218,14 @@ def largest_sampling_probability(
         return 1.0
     log_good, log_bad = log(1e-9), 0.0
     if not enough(1e-9):
-        raise ValueError(f"largest_sampling_probability: target_epsilon={target_epsilon!r} is out of reach.")
+        raise ValueError(
+            f"largest_sampling_probability: target_epsilon={target_epsilon!r} is out of reach: even a sampling "
+            "probability of 1e-9 exceeds it. Add noise or take fewer steps."
+        )
     while log_bad - log_good > tolerance:
         middle = (log_good + log_bad) / 2
         log_good, log_bad = (middle, log_bad) if enough(exp(middle)) else (log_good, middle)
     return exp(log_good)
-
-
-def fewest_projections(
-    target_epsilon: float, delta: float, *, noise_multiplier: float, sampling_probability: float, num_steps: int
-) -> int:
-    """Fewest random projections at which `SubsampledJL` steps reach the target, at least 8.
-
-    Guarantees:
-        - the certified upper bound on ε at the returned number is at most the target, at one fewer above it.
-
-    Raises:
-        ValueError: exact norms would not reach the target either, or by so little that 10^6 projections would not.
-    """
-    positive("fewest_projections", target_epsilon=target_epsilon)
-    strictly_between("fewest_projections", 0, 1, delta=delta)
-
-    def enough(projections: int) -> bool:
-        event = SubsampledJL(noise_multiplier, projections, sampling_probability)
-        return compose([(event, num_steps)]).epsilon_high(delta) <= target_epsilon
-
-    bad, good = FEWEST - 1, 64
-    while not enough(good):
-        bad, good = good, 4 * good
-        if good > 10**6:
-            raise ValueError(f"fewest_projections: target_epsilon={target_epsilon!r} is out of reach. Add noise.")
-    while good - bad > 1:
-        middle = (good + bad) // 2
-        bad, good = (bad, middle) if enough(middle) else (middle, good)
-    return good
 
 
 def _smallest(
@@ -198,6 +236,8 @@ def _smallest(
     tolerance: float,
     what: str,
 ) -> float:
+    """Returns the smallest scale of the noise that reaches the target; ``what`` begins error messages."""
+
     def excess(scale: float) -> float:
         return _log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
 
@@ -206,13 +246,13 @@ def _smallest(
 
 
 def _log_ratio(epsilon: float, target: float) -> float:
-    """``log(ε / target)``, at most 0 if and only if ε <= target, kept finite."""
+    """Returns ``log(ε / target)``, at most 0 if and only if ε <= target, clipped to be finite."""
     value = log(min(max(epsilon / target, 1e-9), 1e9))
     return max(value, 1e-15) if epsilon > target else min(value, 0.0)
 
 
 def _enclose(excess: Callable[[float], float], start: float, what: str) -> tuple[Point, Point]:
-    """A noise multiplier that is too small and one that is enough, each with its excess."""
+    """Returns a noise multiplier that is too small and one that suffices, each with its excess."""
     point, slope, least = (start, excess(start)), 4.0, 0.01
     too_small = point[1] > 0
     while True:
@@ -230,7 +270,7 @@ def _enclose(excess: Callable[[float], float], start: float, what: str) -> tuple
 
 
 def _narrow(excess: Callable[[float], float], fails: Point, enough: Point, tolerance: float) -> float:
-    """Regula falsi in log-log, aimed alternately just above and just below the root, so that both ends close in."""
+    """Narrows by regula falsi in log-log, aimed alternately just above and below the root, so that both ends move."""
     above = True
     for attempt in count():
         if enough[0] - fails[0] <= tolerance * enough[0]:
@@ -246,6 +286,6 @@ def _narrow(excess: Callable[[float], float], fails: Point, enough: Point, toler
 
 
 def clt_noise(epsilon: float, delta: float, sampling_probability: float, num_steps: int) -> float:
-    """Noise multiplier whose CLT μ has the target's δ: a few percent too low, hence a good place to start."""
+    """Returns the noise multiplier that the CLT gives for a target: a few percent too low, a good start."""
     mu = bisect(lambda mu: float(Gaussian(mu).delta(epsilon)) <= delta, 1e3, 1e-9, 1e-6)[1]
     return log1p((mu / sampling_probability) ** 2 / num_steps) ** -0.5

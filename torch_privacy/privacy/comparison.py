@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every accountant says of one setting, side by side, and what each claim is worth."""
+"""Compares accountants: their ε for one setting side by side, with the true δ at each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from typing import Any
 from torch_privacy import privacy
 
 CERTIFIED = "torch_privacy"
-MOST_STEPS_OF_PRV = 100_000  # beyond, prv-accountant takes minutes and tens of gigabytes
+MOST_STEPS_OF_PRV = 100_000  # with more steps prv-accountant takes minutes and tens of gigabytes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Equal Poisson-sampled Gaussian steps, neighbors that differ by one example added or removed."""
+    """Equal Poisson-sampled Gaussian steps under add/remove one example, and the δ of interest."""
 
     noise_multiplier: float
     sampling_probability: float
@@ -24,33 +24,33 @@ class Setting:
 
     @property
     def numbers(self) -> tuple[float, float, int]:
-        """All but delta, as the accountants take them."""
+        """All fields except delta, in the order of the accountants' arguments."""
         return self.noise_multiplier, self.sampling_probability, self.num_steps
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One accountant's answer, held against the certified bracket."""
+    """One accountant's ε, to compare with the certified bracket."""
 
     accountant: str
     kind: str
-    """What the number is by its nature: certified, a bracket, an upper bound, an approximation, not valid."""
+    """The nature of the number: certified, bracket, upper bound, approximation or not valid."""
 
     epsilon: float | None
-    """What one would report: an upper end where there is one. None if the accountant did not answer."""
+    """The number to report: the upper end if there is one. None if the accountant gave no answer."""
 
     low: float | None = None
     """The accountant's own lower end, if it has one."""
 
     true_delta: privacy.Bracket[float] | None = None
-    """Certified bounds on the δ that the releases have at ``epsilon``."""
+    """Certified bounds on the true δ of the releases at ``epsilon``."""
 
     seconds: float = 0.0
     note: str = ""
-    """Why there is no answer."""
+    """The reason if there is no answer."""
 
     def against(self, certified: "Claim") -> str:
-        """Where the claim lies: "below the truth", "a bound", or "within the bracket", which no one can tell apart."""
+        """Returns "below the truth", "a bound", or "within the bracket" where neither can be decided."""
         assert certified.low is not None
         assert certified.epsilon is not None
         if self.epsilon is None:
@@ -63,10 +63,10 @@ class Claim:
 
 
 class NotAsked(Exception):
-    """An accountant is left out, and why."""
+    """Raised with the reason why an accountant is left out."""
 
 
-Answer = tuple[float | None, float]  # the accountant's own lower end, and what one would report
+Answer = tuple[float | None, float]  # the accountant's own lower end, and the number to report
 
 
 def _certified(setting: Setting) -> Answer:
@@ -116,7 +116,7 @@ def _prv(setting: Setting) -> Answer:
     return float(low), float(high)
 
 
-# Who is asked: name -> (nature of the answer, how to ask). One more accountant is one more line here.
+# The accountants: name -> (nature of the answer, function). A new accountant is one more line here.
 ACCOUNTANTS: dict[str, tuple[str, Callable[[Setting], Answer]]] = {
     CERTIFIED: ("certified", _certified),
     "prv-accountant": ("bracket", _prv),
@@ -140,10 +140,10 @@ ACCOUNTANTS: dict[str, tuple[str, Callable[[Setting], Answer]]] = {
 
 
 def compare(noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> list[Claim]:
-    """What every accountant says, the certified bracket first.
+    """Returns every accountant's claim, the certified bracket first.
 
-    An accountant that is not installed, or that fails, has no epsilon and a note that says why. Times are of one call
-    each, whatever was imported or computed before.
+    An accountant that is not installed, or that fails, has no epsilon, and a note with the reason. Times are of one
+    call each, without imports.
 
     Example:
         >>> certified, *others = compare(0.7, 256 / 60000, 10547, 1e-5)
@@ -151,7 +151,7 @@ def compare(noise_multiplier: float, sampling_probability: float, num_steps: int
         ['CLT']
     """
     setting = Setting(noise_multiplier, sampling_probability, num_steps, delta)
-    _certified(setting)  # raises for a setting that no one can price, and warms up what all share
+    _certified(setting)  # raises if the setting cannot be priced, and fills caches that all share
     return [_ask(name, *ACCOUNTANTS[name], setting) for name in ACCOUNTANTS]
 
 
@@ -163,7 +163,7 @@ def _ask(name: str, kind: str, ask: Callable[[Setting], Answer], setting: Settin
         return Claim(name, kind, None, note=f"not installed: pip install {name.split()[0]}")
     except NotAsked as reason:
         return Claim(name, kind, None, note=str(reason))
-    except Exception as error:  # whatever another library raises is its answer
+    except Exception as error:  # any error of another library becomes the note of its claim
         return Claim(name, kind, None, note=f"failed: {' '.join(str(error).split()) or type(error).__name__}")
     seconds = perf_counter() - start
     true_delta = _profile(setting).delta(high) if isfinite(high) else None
@@ -171,7 +171,7 @@ def _ask(name: str, kind: str, ask: Callable[[Setting], Answer], setting: Settin
 
 
 def as_json(claims: list[Claim]) -> list[dict[str, Any]]:
-    """The claims as plain values; null stands for infinity and for what is not known."""
+    """Returns the claims as plain values; null stands for infinity and for unknown values."""
 
     def plain(value: float | None) -> float | None:
         return None if value is None or value in (inf, -inf) else float(value)

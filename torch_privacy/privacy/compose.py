@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From events to a privacy profile: brackets on ε, δ and the trade-off function of everything that was released."""
+"""Composes events into a privacy profile: brackets of ε, δ and the trade-off function of all releases together."""
 
 from collections.abc import Iterable, Sequence
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -11,37 +11,31 @@ import numpy as np
 from .._validate import one_of, strictly_between, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
-from .engines.dispatch import METHODS, Between, curves
-from .events.base import LAWS, Event, NeighboringRelation
-from .pairs.base import Law
-from .tradeoff import PiecewiseLinear, of_profile
-from .tradeoff import metrics as questions
+from .engines.dispatch import METHODS, curves
+from .events.base import PAIRS, Event, NeighboringRelation
+from .pairs.base import DominatingPair, PairBounds
+from .rounding import fixed
+from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
-
-RELATION_NAMES = {
-    NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one example",
-    NeighboringRelation.REPLACE_ONE: "replace one example",
-    NeighboringRelation.REPLACE_SPECIAL: "replace one example by a null record",
-}
 
 
 class Profile:
-    """What a list of releases costs together; made by `compose`.
+    """The privacy profile of a list of releases together; made by `compose`.
 
-    Every answer is a `Bracket` that contains the true value, maximised over the directions *remove* and *add*. For
+    Every answer is a `Bracket` that contains the true value, maximized over the directions *remove* and *add*. For
     ε, δ, μ, advantage, true positive rate and posterior report ``high``; for the trade-off function ``low``.
 
     Guarantees:
-        - ``low <= truth <= high``: discretisation, aliasing and truncation are bounded by proof, rounding and the
-          convergence of quadratures by an estimate (see `contour` and `fourier`);
-        - full-batch Gaussians and single steps: a closed form, the bracket as wide as its rounding error;
-        - usually (some hundred steps and more) the bracket is about 1e-12 of ε wide, from the contour engine; else
-          about 1e-5 of ε, from the lattice;
-        - an event of which only bounds are known (`FixedSizeGaussian`, `KnownProfile`, `Repeated`) is as wide as that;
+        - ``low <= truth <= high``: discretization, aliasing and truncation are bounded by proof, rounding and the
+          convergence of quadratures by an estimate (see ``engines.contour`` and ``engines.fft``);
+        - full-batch Gaussians and single steps have a closed form; the bracket is as wide as its rounding error;
+        - from some hundred steps on, the bracket is usually 1e-12 of ε wide (contour engine), else 1e-5 (lattice);
+        - for an event with known bounds only (`FixedSizeGaussian`, `KnownProfile`, `Repeated`), the bracket is as wide
+          as those bounds;
         - with a noise multiplier below 0.05, or losses that no engine resolves, ``low`` is trivial and ``high`` comes
-          from a single step that dominates all (see `engine.dominating`).
+          from a single step that dominates all (``engines.dispatch.dominating``).
 
-    Edge cases: nothing released: ε = 0 and δ = 0. If no finite ε has the given δ, ``high`` is infinite.
+    Edge cases: without any release, ε = 0 and δ = 0. If no finite ε has the given δ, ``high`` is infinite.
     """
 
     def __init__(self, events: Sequence[tuple[Event, int]], method: str = "auto"):
@@ -59,19 +53,19 @@ class Profile:
 
     @property
     def sampler(self) -> str:
-        """How the examples of each release were drawn; several ways are joined by " + "."""
+        """The word for how examples were drawn; several samplers are joined by " + "."""
         return " + ".join(dict.fromkeys(event.sampler for event, _ in self._events)) or "no"
 
     @property
     def assumptions(self) -> list[str]:
-        """What the prices take for granted beyond relation and samplers."""
+        """What the prices assume beyond the relation and the samplers."""
         return list(dict.fromkeys(event.assumption for event, _ in self._events if event.assumption))
 
     @property
     def directions(self) -> dict[str, Curve]:
         """The curve of each direction, with ``delta(epsilon)``, ``epsilon(delta)`` and ``epsilon_high(delta)``.
 
-        "remove" has the example in the first data set, "add" in the second; "both" where they are one and the same.
+        "remove" has the example in the first data set, "add" in the second; "both" where the two curves are equal.
         """
         names = ("remove", "add") if len(self._curves) == 2 else ("both",)
         return dict(zip(names, self._curves, strict=True))
@@ -81,7 +75,7 @@ class Profile:
         return curves(_merged(self._events), self._method)
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        """Smallest ε >= 0 at which the releases are (ε, δ)-private.
+        """Returns the smallest ε >= 0 at which the releases are (ε, δ)-private.
 
         Args:
             delta: in (0, 1); well below one over the number of examples.
@@ -89,21 +83,21 @@ class Profile:
         strictly_between("Profile.epsilon", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
         remove, *others = self._curves
         answers = [remove.epsilon(delta)]
-        high = answers[0].high  # the other direction is rarely the dearer one
-        dearer = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
-        answers += [curve.epsilon(delta) for curve in dearer]
+        high = answers[0].high  # the other direction rarely has the larger ε
+        larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+        answers += [curve.epsilon(delta) for curve in larger]
         return _larger(answers)
 
     def epsilon_high(self, delta: float) -> float:
-        """``epsilon(delta).high`` exactly, in about half the time."""
+        """Returns exactly ``epsilon(delta).high``, in about half the time."""
         strictly_between("Profile.epsilon_high", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
         remove, *others = self._curves
         high = remove.epsilon_high(delta)
-        dearer = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
-        return max([high, *(curve.epsilon_high(delta) for curve in dearer)])
+        larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+        return max([high, *(curve.epsilon_high(delta) for curve in larger)])
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        """Smallest δ at which the releases are (ε, δ)-private, at any real ε."""
+        """Returns the smallest δ at which the releases are (ε, δ)-private, at any real ε."""
         if isinstance(epsilon, bool) or not np.isfinite(epsilon):
             raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
@@ -112,13 +106,13 @@ class Profile:
     def tradeoffs(self) -> dict[str, Bracket[PiecewiseLinear]]:
         """The trade-off functions (f-DP), each between certified bounds: "symmetrized", "remove" and "add".
 
-        The symmetrized one holds whichever direction is dearer. The others are missing where both directions are one
-        and the same, or only their maximum is known. Made by `tradeoff.of_profile` from 257 ε, and kept.
+        The symmetrized one holds in both directions. The others are missing where both directions are equal or only
+        their maximum is known. Computed once, by `tradeoff.of_profile` from 257 values of ε.
         """
         return of_profile(self)
 
     def tradeoff(self, alpha: Value, direction: str = "symmetrized") -> Bracket[Value]:
-        """Type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
+        """Returns the type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
 
         Args:
             alpha: in [0, 1], a number or an array.
@@ -133,42 +127,40 @@ class Profile:
         return Bracket(*bounds) if bounds[0].ndim else Bracket(*(bound.item() for bound in bounds))
 
     def mu(self, floor: float = 1e-6) -> Bracket[float]:
-        """The smallest μ whose Gaussian trade-off function lies below the symmetrized one.
+        """Returns the smallest μ with a Gaussian trade-off function below the symmetrized one.
 
-        With ``high``: no attacker with both errors above ``floor`` does better than against a single release of noise
-        multiplier 1 / μ. No approximation, unlike the μ of `clt`.
+        With ``high``, no attacker with both errors above ``floor`` does better than against a single Gaussian release
+        of noise multiplier 1 / μ. This is a bound, unlike the μ of `clt`.
 
         Args:
-            floor: errors below it are left aside, see `tradeoff.mu`.
+            floor: smaller errors are ignored, see `tradeoff.mu`.
         """
         low, high = self.tradeoffs["symmetrized"]
-        return Bracket(questions.mu(high, floor).low, questions.mu(low, floor).high)
+        return Bracket(metrics.mu(high, floor).low, metrics.mu(low, floor).high)
 
     def advantage(self) -> Bracket[float]:
-        """Largest true positive rate minus false positive rate of any membership test: ``δ(0)``."""
+        """Returns the largest true positive rate minus false positive rate of any membership test: ``δ(0)``."""
         return self.delta(0.0)
 
     def true_positive_rate(self, false_positive_rate: Value) -> Bracket[Value]:
-        """Largest true positive rate of any membership test at this rate of false positives: ``1 - f(α)``."""
+        """Returns the largest true positive rate of any membership test at a false positive rate: ``1 - f(α)``."""
         low, high = self.tradeoff(false_positive_rate)
         return Bracket(1 - high, 1 - low)
 
     def posterior(self, prior: float, false_positive_rate: float = 0.01) -> Bracket[float]:
-        """How sure anyone can be that an example took part, who is wrong about non-members at this rate or more often.
+        """Returns the largest probability that an example is a member, given that a test says so.
 
         Args:
-            prior: probability of membership beforehand, in (0, 1).
-            false_positive_rate: in (0, 1); the smaller, the surer, see `tradeoff.posterior`.
+            prior: probability of membership before the test, in (0, 1).
+            false_positive_rate: lower bound on the test's false positive rate, in (0, 1); see `tradeoff.posterior`.
         """
         low, high = self.tradeoffs["symmetrized"]
-        return Bracket(*(questions.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
+        return Bracket(*(metrics.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
 
     def statement(self, delta: float) -> str:
-        """One line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
+        """Returns one line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
         low, high = self.epsilon(delta)
-        context = "; ".join(
-            [f"{RELATION_NAMES[self.neighboring_relation]}, {self.sampler} sampling", *self.assumptions]
-        )
+        context = "; ".join([f"{self.neighboring_relation.in_words}, {self.sampler} sampling", *self.assumptions])
         interval = f"[{_rounded(low, ROUND_FLOOR)}, {_rounded(high, ROUND_CEILING)}]"
         return f"epsilon in {interval} at delta = {delta:g} ({context})"
 
@@ -177,12 +169,13 @@ class Profile:
 
 
 def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profile:
-    """The joint privacy profile of all releases, each pair (event, how often), in any order.
+    """Composes releases into their joint privacy profile; their order does not matter.
 
     Args:
         events: pairs (event, how often).
-        method: "auto" takes the first engine that can (see `engine`); "contour" and "lattice" ask for one of two
-            independent ones, to check the other. A single release is then composed, too, not read off its closed form.
+        method: "auto" takes the first engine that resolves the releases (see ``engines.dispatch``). "contour" and
+            "lattice" ask for one of two independent engines, to check the other; even a single release is then
+            composed, not read off its closed form.
 
     Example:
         >>> from torch_privacy.privacy import SubsampledGaussian
@@ -191,12 +184,12 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)
 
     Raises:
-        ValueError: an unknown event type, a count that is not a non-negative integer, or mixed neighboring relations.
+        ValueError: if an event type is unknown, a count is not a non-negative integer, or neighboring relations differ.
     """
     events = [(event, count) for event, count in events]
     for event, count in events:
-        if type(event) not in LAWS:
-            raise ValueError(f"compose: cannot price {event!r}. Known: {', '.join(kind.__name__ for kind in LAWS)}.")
+        if type(event) not in PAIRS:
+            raise ValueError(f"compose: cannot price {event!r}. Known: {', '.join(kind.__name__ for kind in PAIRS)}.")
         whole(f"compose, {event!r}", count=count)
     one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}
@@ -211,13 +204,13 @@ def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
     return Profile(events, method)
 
 
-def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[Law | Between, int]]:
-    """One-step laws, each once, with how often it happened in all."""
-    counts: dict[Law | Between, int] = {}
+def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:
+    """Returns each different pair once, with how often it occurs in all."""
+    counts: dict[DominatingPair | PairBounds, int] = {}
     for event, count in events:
-        law = LAWS[type(event)](event)
-        counts[law] = counts.get(law, 0) + count
-    return [(law, count) for law, count in counts.items() if count]
+        pair = PAIRS[type(event)](event)
+        counts[pair] = counts.get(pair, 0) + count
+    return [(pair, count) for pair, count in counts.items() if count]
 
 
 def _larger(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
@@ -225,9 +218,8 @@ def _larger(brackets: Sequence[Bracket[float]]) -> Bracket[float]:
     return Bracket(max(lows) + 0.0, max(highs) + 0.0)  # never -0.0
 
 
-def _rounded(value: float, mode: str) -> str:
-    """Three decimals, more below 1, rounded in a given direction."""
+def _rounded(value: float, rounding: str) -> str:
+    """Returns three decimals, and more below 1, rounded in the given direction."""
     if not 0 < value < np.inf:
         return f"{value:g}"
-    digits = 3 + max(0, -int(np.floor(np.log10(value))))
-    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), rounding=mode))
+    return fixed(value, 3 + max(0, -int(np.floor(np.log10(value)))), rounding)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases to and from dp-accounting's ``DpEvent``, and the schema of the privacy statement.
+"""Converts releases to and from dp-accounting's ``DpEvent``, and provides the schema of the privacy statement.
 
-dp-accounting need not be installed, except to call the functions that speak its language. A ``DpEvent`` says nothing of
-the neighboring relation: that belongs to its accountant there, and to the event here.
+The conversions need dp-accounting installed, the rest does not. A ``DpEvent`` has no neighboring relation: there it
+belongs to the accountant, here to the event.
 """
 
 import json
@@ -13,31 +13,30 @@ from types import ModuleType
 from typing import Any
 
 from .._validate import Refused
-from .events.base import LAWS, Event, NeighboringRelation
+from .events.base import PAIRS, Event, NeighboringRelation
 from .events.counts import Laplace
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
 from .ledger import Ledger
-from .pairs.base import SubsampledNormal
 from .pairs.discrete import LaplacePair
+from .pairs.gaussian import SubsampledGaussianPair
 
 Releases = Iterable[tuple[Event, int]]
 
 
 def to_dp_event(releases: Ledger | Releases) -> Any:
-    """The same releases as one ``dp_accounting.DpEvent``, for any of its accountants under add/remove one.
+    """Converts releases to one ``dp_accounting.DpEvent``, for any of its accountants under add/remove one.
 
     Args:
         releases: a ledger, or pairs (event, how often) as for `compose`.
 
     Returns:
         A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of it and ``LaplaceDpEvent``, each
-        with its count. Several blocks on one sample become the one Gaussian that they amount to.
+        with its count. Several blocks on one sample become one equivalent Gaussian.
 
     Raises:
-        Refused: an event has no counterpart: its law is neither a Poisson-sampled Gaussian nor Laplace noise, or
-            neighbors replace one example (then dp-accounting's accountants disagree on what a noise multiplier is
-            relative to).
-        ImportError: dp-accounting is not installed.
+        Refused: if an event has no counterpart: its pair is neither a Poisson-sampled Gaussian nor Laplace noise, or
+            neighbors replace one example (there dp-accounting's accountants define the noise multiplier differently).
+        ImportError: if dp-accounting is not installed.
 
     Example:
         >>> to_dp_event([(SubsampledGaussian(1.1, 0.01), 100)]).events[0].count
@@ -55,13 +54,13 @@ def to_dp_event(releases: Ledger | Releases) -> Any:
 
 
 def from_dp_event(event: Any) -> list[tuple[Event, int]]:
-    """A ``dp_accounting.DpEvent`` as pairs (event, how often), for `compose`; neighbors differ by one example more.
+    """Converts a ``dp_accounting.DpEvent`` to pairs (event, how often) for `compose`, under add/remove one.
 
     Compositions are flattened. Gaussians composed *within* a Poisson sample share it and become `SubsampledBlocks`.
 
     Raises:
-        Refused: an event of a kind that has no counterpart here, or Gaussian noise of zero.
-        ImportError: dp-accounting is not installed.
+        Refused: if an event has no counterpart here, or its Gaussian noise is zero.
+        ImportError: if dp-accounting is not installed.
 
     Example:
         >>> from dp_accounting import dp_event
@@ -74,7 +73,7 @@ def from_dp_event(event: Any) -> list[tuple[Event, int]]:
 
 
 def ledger_from_dp_event(event: Any, path: str | os.PathLike[str] | None = None) -> Ledger:
-    """A new ledger with the releases of a ``DpEvent``, one step each, as if they had been recorded here.
+    """Returns a new ledger with the releases of a ``DpEvent``, one step each, as if they had been recorded here.
 
     Args:
         event: a ``dp_accounting.DpEvent``.
@@ -88,10 +87,10 @@ def ledger_from_dp_event(event: Any, path: str | os.PathLike[str] | None = None)
 
 
 def statement_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a privacy statement: ``privacy.json`` of a run, ``training.statement()``.
+    """Returns the JSON schema (draft 2020-12) of privacy statements: ``privacy.json`` and ``training.statement()``.
 
-    Its ``format`` is a version: whatever removes a field or changes what it means makes a new one. A field may be added
-    within a version, so readers should pass over those that they do not know.
+    Its ``format`` is a version number: it changes when a field is removed or changes its meaning. Fields may be added
+    within a version, so readers should ignore unknown ones.
 
     Example:
         >>> statement_schema()["properties"]["format"]
@@ -107,34 +106,36 @@ def _dp_event(where: str) -> ModuleType:
         from dp_accounting import dp_event
     except ImportError as error:
         raise ImportError(
-            f"{where}: needs dp-accounting, which is not installed. Get it with: pip install 'dp-accounting>=0.6'"
+            f"{where}: needs dp-accounting, which is not installed. Install it with: pip install 'dp-accounting>=0.6'"
         ) from error
     return dp_event
 
 
 def _no_counterpart(event: Event) -> str:
-    """Why an event cannot be told to dp-accounting; "" if it can."""
+    """Returns the reason why an event cannot be converted; "" if it can."""
     if event.neighboring_relation is NeighboringRelation.REPLACE_ONE:
         return "is priced for replace-one, where dp-accounting's accountants take noise multipliers differently"
     return (
-        "" if type(LAWS[type(event)](event)) in DP_EVENTS else "is neither a Poisson-sampled Gaussian nor Laplace noise"
+        ""
+        if type(PAIRS[type(event)](event)) in DP_EVENTS
+        else "is neither a Poisson-sampled Gaussian nor Laplace noise"
     )
 
 
 def _one_dp_event(event: Event, dp_event: ModuleType) -> Any:
-    law = LAWS[type(event)](event)
-    return DP_EVENTS[type(law)](law, _noise(event, law.shift), dp_event)  # pyright: ignore[reportAttributeAccessIssue]
+    pair = PAIRS[type(event)](event)
+    return DP_EVENTS[type(pair)](pair, _noise(event, pair.shift), dp_event)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _noise(event: Event, shift: float) -> float:
-    """The noise multiplier of a law; as given in the event if it is the same, for 1 / (1 / 1.1) is not 1.1."""
+    """Returns the noise multiplier of a pair, as given in the event if possible: 1 / (1 / 1.1) is not 1.1 in floats."""
     given = getattr(event, "noise_multiplier", None)
     return given if given and 1 / given == shift else 1 / shift
 
 
-def _gaussian_dp_event(law: SubsampledNormal, noise: float, dp_event: ModuleType) -> Any:
+def _gaussian_dp_event(pair: SubsampledGaussianPair, noise: float, dp_event: ModuleType) -> Any:
     gaussian = dp_event.GaussianDpEvent(noise)
-    return gaussian if law.probability == 1 else dp_event.PoissonSampledDpEvent(law.probability, gaussian)
+    return gaussian if pair.probability == 1 else dp_event.PoissonSampledDpEvent(pair.probability, gaussian)
 
 
 def _flattened(event: Any, count: int) -> Iterator[tuple[Event, int]]:
@@ -160,14 +161,14 @@ def _sampled(event: Any, count: int) -> Iterator[tuple[Event, int]]:
 
 def _gaussian(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     if event.noise_multiplier == 0:
-        raise Refused(f"from_dp_event: {event!r} is without noise, hence not private.")
+        raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
     yield Gaussian(float(event.noise_multiplier)), count
 
 
-# From one-step laws to a DpEvent, and from kinds of DpEvent, by name. One more is one more line here.
+# Conversions to a DpEvent by type of pair, and from a DpEvent by name. A new one is one more line here.
 DP_EVENTS: dict[type, Callable[[Any, float, ModuleType], Any]] = {
-    SubsampledNormal: _gaussian_dp_event,
-    LaplacePair: lambda law, noise, dp_event: dp_event.LaplaceDpEvent(noise),
+    SubsampledGaussianPair: _gaussian_dp_event,
+    LaplacePair: lambda pair, noise, dp_event: dp_event.LaplaceDpEvent(noise),
 }
 KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {
     "GaussianDpEvent": _gaussian,

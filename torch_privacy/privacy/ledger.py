@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was released, in order; on disk before anyone uses it."""
+"""Provides the ledger: an append-only list of releases, on disk before any release is used."""
 
 import json
 import os
@@ -21,9 +21,9 @@ class Release:
     """One release made outside of a training, for the ledger of the training that builds on it.
 
     Args:
-        event: what was released.
-        fingerprint: tells it from any other release of the same event, such as a digest of what was released.
-        warning: why it is not private after all; "" if it is.
+        event: the release's description.
+        fingerprint: distinguishes it from other releases of the same event, such as a digest of what was released.
+        warning: the reason why it is not private; "" if it is.
     """
 
     event: Event
@@ -32,15 +32,15 @@ class Release:
 
 
 class Ledger:
-    """Append-only list of releases, one per step.
+    """An append-only list of releases, one per step.
 
-    With a path, each release is a line of JSON. What survives, and from when on:
+    With a path, each release is a line of JSON in a file. These releases survive a crash:
 
-    - the process is killed: every release whose `record` has returned, for its line is with the operating system;
-    - the power fails: every release recorded before the last `sync` returned. `record` itself syncs when more than a
-      second has passed since the last one, `close` always does, and a checkpoint should come after a `sync`. Releases
-      recorded since then may be lost, as long as nothing is recorded after them: no timer runs in the background;
-    - the power fails early: the file and its header are there once ``Ledger(path)`` has returned, since the directory
+    - if the process is killed: every release for which `record` has returned, as the operating system has its line;
+    - if the power fails: every release recorded before the last `sync` returned. `record` syncs when more than a
+      second has passed since the last sync, `close` always does, and a checkpoint should come after a `sync`. Later
+      releases may be lost until the next `record` or `sync`: no timer runs in the background;
+    - if the power fails early: the file and its header exist once ``Ledger(path)`` has returned, because the directory
       is flushed, too (not on systems that cannot open a directory, such as Windows).
 
     ``{"ledger": 1}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
@@ -51,14 +51,14 @@ class Ledger:
 
     Guarantees:
         - steps are 0, 1, 2, ... without gaps, and no step is ever recorded with two different releases;
-        - `record` of a release that is already there (a replay after a crash) changes nothing and costs nothing;
+        - `record` of a release that is there already (a replay after a crash) changes nothing and costs nothing;
         - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used.
 
     One process writes a ledger at a time; two at once are not detected.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
-        self._events: list[Event] = []  # each different event once
+        self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._runs: list[tuple[Event, int]] = []  # the same events in order, equal neighbors merged
         self._file: int | None = None
@@ -73,11 +73,11 @@ class Ledger:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ledger":
-        """The ledger in a file, ready to record more. A torn last line is cut off; any other fault is refused.
+        """Returns the ledger in a file, ready to record more. An incomplete last line is removed.
 
         Raises:
-            Refused: a line other than the last cannot be read, or steps are not 0, 1, 2, ...
-            FileNotFoundError: there is no such file.
+            Refused: if another line cannot be read, or steps are not 0, 1, 2, ...
+            FileNotFoundError: if there is no such file.
         """
         content = Path(path).read_bytes()
         complete = content[: content.rfind(b"\n") + 1]
@@ -95,15 +95,15 @@ class Ledger:
         return ledger
 
     def record(self, event: Event, step: int, fingerprint: str) -> None:
-        """Note a release *before* it is used.
+        """Records a release *before* it is used.
 
         Args:
-            event: what is released.
+            event: the release's description.
             step: number of the release, counted from 0; the next one, or an earlier one that is being replayed.
             fingerprint: digest of what determines the release's noise and sample, such as the generator's state.
 
         Raises:
-            Refused: the step was skipped to, or is already taken by a different release, which would share its noise.
+            Refused: if the step leaves a gap, or belongs to a different release, which would share its noise.
         """
         whole("Ledger.record", step=step)
         if not isinstance(fingerprint, str):
@@ -124,15 +124,15 @@ class Ledger:
 
     @property
     def events(self) -> list[tuple[Event, int]]:
-        """All releases in order as (event, how many in a row)."""
+        """All releases in order, as pairs (event, how many in a row)."""
         return list(self._runs)
 
     def profile(self) -> Profile:
-        """What all releases so far cost together."""
+        """Returns the privacy profile of all releases so far."""
         return compose(self.events)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger as plain JSON, for a checkpoint. Call `sync` first when there is a file."""
+        """Returns the ledger as plain JSON, for a checkpoint. Call `sync` first if there is a file."""
         return {
             "ledger": FORMAT,
             "events": [event_to_dict(event) for event in self._events],
@@ -140,12 +140,12 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add the checkpoint's releases to what is already there.
+        """Adds the checkpoint's releases to those that are here already.
 
         Releases beyond the checkpoint stay: they happened, and replaying them must give the same ones.
 
         Raises:
-            Refused: the checkpoint and this ledger disagree about a step, or its format is unknown.
+            Refused: if the checkpoint and this ledger differ at a step, or the format is unknown.
         """
         self._check_format(state.get("ledger"))
         events = [event_from_dict(description) for description in state["events"]]
@@ -153,13 +153,13 @@ class Ledger:
             self.record(events[index], step, fingerprint)
 
     def sync(self) -> None:
-        """Return when all releases are on the disk itself, safe from power failure."""
+        """Returns when all releases are on the disk itself, safe from power failure."""
         if self._file is not None:
             os.fsync(self._file)
         self._last_sync = time.monotonic()
 
     def close(self) -> None:
-        """Flush and let go of the file; the ledger can still be read."""
+        """Syncs and closes the file; the ledger can still be read."""
         if self._file is not None:
             self.sync()
             os.close(self._file)
@@ -183,7 +183,7 @@ class Ledger:
         self._releases.append((index, fingerprint))
 
     def _define(self, event: Event) -> int:
-        """Index of the event, which is written down when it is new."""
+        """Returns the index of the event; writes a new event to the file first."""
         if event not in self._events:
             self._write({"define": len(self._events), "event": event_to_dict(event)})
             self._events.append(event)
@@ -214,14 +214,16 @@ class Ledger:
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         written = os.write(self._file, data)
         if written != len(data):
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)  # no later line may join the torn one
+            os.ftruncate(
+                self._file, os.fstat(self._file).st_size - written
+            )  # no later line may join the incomplete one
             raise OSError(f"Ledger: wrote only {written} of {len(data)} bytes of a line; the disk may be full.")
         if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
             self.sync()
 
 
 def _sync_directory(directory: Path) -> None:
-    """Return when the names of the files in a directory are on the disk."""
+    """Returns when the names of the files in a directory are on the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
         return
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

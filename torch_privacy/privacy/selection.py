@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-parameter search: a private run repeated a random number of times, of which only the best is released."""
+"""Prices private hyper-parameter search: a random number of private runs, of which only the best is released."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,86 +9,84 @@ import numpy as np
 from .._validate import in_range, one_of, positive, whole
 from .bracket import Array
 from .compose import Profile, compose
-from .engines.dispatch import Between
 from .events.base import Event, NeighboringRelation, priced
-from .pairs.discrete import allowed_by
+from .pairs.base import PairBounds
+from .pairs.discrete import pair_from_guarantees
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
-NEAR, GRID = 24, 160  # points of the bound's table, up to the largest loss and beyond
+NEAR, GRID = 24, 160  # points of the table of bounds, up to the largest loss and beyond
 ORDERS = {"geometric": 1.0, "logarithmic": 0.0}  # η of the truncated negative binomial
 
 
-def _law(event: "Repeated") -> Between:
-    return _priced(event)
-
-
 @lru_cache(maxsize=16)
-def _priced(event: "Repeated") -> Between:
-    """The table ``δ(ε) = mean * δ_run(ε - log 1/c)`` as a dominating pair."""
+def _dominating_pair(event: "Repeated") -> PairBounds:
+    """Returns the pair of the table ``δ(ε) = mean * δ_run(ε - log 1/c)``."""
     run = compose(event.releases)
     loss = _largest_loss(run, event)
     near = np.linspace(0.0, min(loss, 600.0), NEAR)
     above = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in near]
-    deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios leave equal slack in between
+    deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios give equal slack between points
     epsilons = loss + np.array([run.epsilon_high(min(delta / event.mean, 0.5)) for delta in deltas])
     known = epsilons <= 600.0
-    return Between(allowed_by(np.append(near, epsilons[known]), np.append(above, deltas[known])))
+    return PairBounds(pair_from_guarantees(np.append(near, epsilons[known]), np.append(above, deltas[known])))
 
 
 def _largest_loss(run: Profile, event: "Repeated") -> float:
-    """``log 1/c``, c the least ratio of φ' between neighboring data sets."""
+    """Returns ``log 1/c``, with c the least ratio of φ' between neighboring data sets."""
     if event.distribution == "poisson":
         return event.mean * run.delta(0.0).high
     order, stop = ORDERS[event.distribution], _stopping(event)
     grid = np.append(0.0, np.geomspace(1e-3, max(run.epsilon_high(1e-9), 0.1), 40))
     bounds = np.array([(epsilon, run.delta(float(epsilon)).high) for epsilon in grid])
-    beaten = np.append(0.0, np.geomspace(1e-9, 1.0, 4000))  # chance y that a run is better than the outcome
-    other = _most_beaten(beaten[1:], bounds) * (1 - stop) + stop
-    own = beaten[:-1] * (1 - stop) + stop
-    return (order + 1) * float(np.log(max((other / own).max(), 1.0)))  # rising in y: each cell's end over its start
+    better = np.append(0.0, np.geomspace(1e-9, 1.0, 4000))  # probability y that a run is better than the outcome
+    neighbor = _largest_better(better[1:], bounds) * (1 - stop) + stop
+    this = better[:-1] * (1 - stop) + stop
+    return (order + 1) * float(np.log(max((neighbor / this).max(), 1.0)))  # both rise in y: a cell's end over its start
 
 
-def _most_beaten(beaten: Array, bounds: Array) -> Array:
-    """Largest chance of being beaten on the neighboring data: ``e^ε y + δ`` and ``1 - e^-ε (1 - y - δ)``, each ε."""
+def _largest_better(better: Array, bounds: Array) -> Array:
+    """Returns the largest y on neighboring data: the least ``e^ε y + δ`` and ``1 - e^-ε (1 - y - δ)`` over all ε."""
     epsilon, delta = bounds.T[:, :, None]
-    return np.minimum(np.exp(epsilon) * beaten + delta, 1 - np.exp(-epsilon) * (1 - beaten - delta)).min(0)
+    return np.minimum(np.exp(epsilon) * better + delta, 1 - np.exp(-epsilon) * (1 - better - delta)).min(0)
 
 
 def _stopping(event: "Repeated") -> float:
-    """γ of the truncated negative binomial with the event's mean."""
+    """Returns γ of the truncated negative binomial distribution with the event's mean."""
     if event.distribution == "geometric":
         return 1 / event.mean
     low, high = 1e-12, 1 - 1e-9  # mean = (1/γ - 1) / log(1/γ), falling in γ
     for _ in range(200):
         middle = (low * high) ** 0.5 if low < 1e-3 else (low + high) / 2
         low, high = (middle, high) if (1 / middle - 1) / -np.log(middle) > event.mean else (low, middle)
-    return low  # the larger mean
+    return low  # γ with the larger mean
 
 
-@priced(_law)
+@priced(_dominating_pair)
 @dataclass(frozen=True, repr=False)
 class Repeated(Event):
-    """Runs of the same releases, K of them, of which the best is released; K is drawn at random and kept secret.
+    """K runs of the same releases, of which only the best is released; K is drawn at random and kept secret.
 
-    With φ the generating function of K, ``m = φ'(1)`` its mean, and F an outcome's rank on one data set, F' on the
+    With φ the generating function of K, ``m = φ'(1)`` its mean, F an outcome's rank on one data set and F' on the
     other, an outcome has density ``p φ'(F)`` against ``p' φ'(F')``, so
 
         δ(ε) <= m δ_run(ε - log 1/c),   c = min φ'(F') / φ'(F),  for ε >= 0.
 
-    For Poisson ``c >= e^(-m δ_run(0))``; for the others c follows from ``1 - F' <= e^ε (1 - F) + δ_run(ε)``, every ε.
-    For ``p φ'(F) - e^ε p' φ'(F') <= φ'(F) (p - e^ε c p')`` and ``φ' <= m``; that no run happens is as likely on both.
-    Ties are broken at random, which changes nothing. Only an upper bound; the lower one is trivial.
+    For Poisson ``c >= e^(-m δ_run(0))``; for the others c follows from ``1 - F' <= e^ε (1 - F) + δ_run(ε)`` at every ε.
+    Proof: ``p φ'(F) - e^ε p' φ'(F') <= φ'(F) (p - e^ε c p')`` and ``φ' <= m``; no run at all is equally likely on both
+    data sets. Ties are broken at random, which changes nothing. This is an upper bound; the lower one is trivial.
 
-    What ranks the runs must itself be part of what a run releases (or be public): the accuracy on private examples is
-    an event of its own among the releases.
+    The score that ranks the runs must itself be released by each run (or be public): accuracy on private examples needs
+    its own event among the releases.
 
     Args:
-        releases: what one run releases: pairs (event, how often).
-        mean: expected number of runs, above 0 for Poisson (none may happen), above 1 else.
-        distribution: of K: "poisson", "geometric" or "logarithmic" (truncated negative binomial, η = 1 or 0).
+        releases: the releases of one run, as a tuple of pairs (event, how often).
+        mean: expected number of runs; above 0 for "poisson" (which may draw 0 runs), else above 1; at most 1e6.
+        distribution: distribution of K: "poisson", "geometric" or "logarithmic" (truncated negative binomial, η = 1
+            or 0).
 
     Guarantees:
         - for runs that are (ε, 0)-private: 3 ε for "geometric", 2 ε for "logarithmic", the published (2 + η) ε.
+
     Source: the proof is the one of Koskela, Redberg & Wang (2024), arXiv:2402.06701, in terms of ranks; distributions
         and their need for a random K from Liu & Talwar (2019), arXiv:1811.07971, and Papernot & Steinke (2022),
         arXiv:2110.03620.
@@ -120,7 +118,7 @@ class Repeated(Event):
         return "only the best run is released, ranked by what the runs release, and never the number of runs"
 
     def draw(self, generator: np.random.Generator) -> int:
-        """A number K of runs, which must stay secret; so must the generator's seed.
+        """Draws a number K of runs, which must stay secret, as must the generator's seed.
 
         Example:
             >>> from torch_privacy.privacy import Laplace

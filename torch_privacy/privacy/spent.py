@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy that was spent, in one line; and the warnings that no line may leave out."""
+"""Provides `Spent`, the privacy spent in one line, and the warnings that such a line must include."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class Spent:
     """Privacy spent so far; prints as one line.
 
     ``epsilon`` is a certified bracket (low, high) at ``delta`` for the steps made; ``epsilon.high`` is the one to
-    report. Where training stopped early because of what it released (early stopping), ``planned.high`` is: the bracket
-    for all planned steps, which holds wherever one stops.
+    report. If training stopped early because of its outcomes (early stopping), report ``planned.high`` instead: the
+    bracket for all planned steps, which is valid wherever training stops.
     """
 
     epsilon: Bracket

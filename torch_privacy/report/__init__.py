@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders turned into pages: tables, plots, one self-contained HTML file."""
+"""Renders run folders as self-contained HTML pages, and draws figures of privacy curves."""

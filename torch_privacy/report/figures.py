@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of trade-off functions and of profiles. The only module of this folder that needs matplotlib.
+"""Draws figures of trade-off functions, profiles and any other curves.
 
 Every function takes curves by name and returns a figure, which `save` writes as SVG, PNG or PDF.
 """
@@ -16,34 +16,18 @@ from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
 from ..privacy.bracket import Array, Bracket
 from ..privacy.tradeoff import TradeOff
+from .style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
 
 FORMATS = ("svg", "png", "pdf")
-INK, FAINT = "#1c1c1c", "#8a8a8a"
-COLORS = ("#0067a8", "#b84a00", "#00785a", "#8a4f9e", "#6b5b00", "#a3002c")  # told apart by the color-blind, too
+NO_METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}, "pdf": {"CreationDate": None}}
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-MANY = 4  # curves, beyond which their names stand beside the picture
-POWERS = 1e6  # range of a logarithmic axis, beyond which powers of ten are written as such
-LABELED = 2, 0.5  # decades of a logarithmic axis up to which numbers between powers of ten are written
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "torch_privacy",  # the same picture is the same file
-    "font.family": ["DejaVu Sans", "sans-serif"],
-    "font.size": 10,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "lines.linewidth": 2,
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.color": FAINT,
-    "ytick.labelcolor": INK,
-}
+MOST_IN_LEGEND = 4  # curves; with more the legend stands next to the axes
+POWERS_RANGE = 1e6  # ratio of a logarithmic axis's ends beyond which its labels are powers of ten
+MINOR_THRESHOLDS = 2, 0.5  # decades of a logarithmic axis up to which minor ticks are labeled
 
 
 class Mark(NamedTuple):
-    """A point of a plot that is worth a word."""
+    """A labeled point of a plot."""
 
     x: float
     y: float
@@ -56,12 +40,12 @@ def tradeoff_plot(
     title: str = "What an attacker can do",
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Members missed at each rate of false alarms; the area between the two sides of a bracket is filled.
+    """Draws the share of members missed at each false positive rate; the area inside a bracket is filled.
 
     Args:
-        curves: trade-off functions, or brackets of them, by the name that the legend shows.
-        title: above the picture.
-        marks: points to name, in error rates.
+        curves: trade-off functions, or brackets of them, by their name in the legend.
+        title: title of the figure.
+        marks: points to label, in error rates.
     """
     figure, axes = _new(title, "false alarms (%)", "members missed (%)", size=(4.8, 4.4))
     _tradeoffs(axes, curves)
@@ -73,21 +57,14 @@ def tradeoff_plot(
 
 
 def tradeoff_panels(panels: Mapping[str, Mapping[str, TradeOff | Bracket[Any]]], *, title: str) -> Figure:
-    """Several `tradeoff_plot` side by side, three to a line, by the name above each; they share one legend."""
-    lines = -(-len(panels) // 3)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 3.4 * lines + 0.5), layout="constrained")
-        grid = figure.subplots(lines, 3, sharex=True, sharey=True, squeeze=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    """Draws several `tradeoff_plot` in a grid of three columns, each under its name, with one legend."""
+    with matplotlib.rc_context(FILE_STYLE):
+        figure, grid = _grid(len(panels), title, "members missed (%)", row_height=3.4, margin=0.5, sharex=True)
         for axes, (name, curves) in zip(grid.flat, panels.items(), strict=False):
             _tradeoffs(axes, curves)
             axes.set_title(name, fontsize=10, loc="left")
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
         for axes in grid[-1]:
             axes.set_xlabel("false alarms (%)")
-        for axes in grid[:, 0]:
-            axes.set_ylabel("members missed (%)")
         handles, names = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     return figure
@@ -96,7 +73,7 @@ def tradeoff_panels(panels: Mapping[str, Mapping[str, TradeOff | Bracket[Any]]],
 def epsilon_plot(
     curves: Mapping[str, tuple[Array, Array | Bracket[Array]]], *, title: str, xlabel: str = "epoch"
 ) -> Figure:
-    """ε over epochs, or over whatever else grows; each curve is (x, ε), or (x, bracket of ε)."""
+    """Draws ε over epochs or any other axis; each curve is (x, ε) or (x, bracket of ε)."""
     figure, axes = _new(title, xlabel, "epsilon")
     _lines(axes, curves)
     axes.set_ylim(bottom=0)
@@ -113,17 +90,17 @@ def curves_plot(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Figure:
-    """Anything over anything; each curve is (x, y), or (x, bracket of y)."""
+    """Draws any curves; each is (x, y) or (x, bracket of y)."""
     figure, axes = _new(title, xlabel, ylabel)
     _lines(axes, curves)
     for log, axis, scale in ((log_x, axes.xaxis, axes.set_xscale), (log_y, axes.yaxis, axes.set_yscale)):
         if log:
             scale("log")
             least, most = axis.get_view_interval()
-            formatter = LogFormatterMathtext if most > POWERS * least else LogFormatter
-            axis.set_major_formatter(formatter(minor_thresholds=LABELED))
-            axis.set_minor_formatter(formatter(minor_thresholds=LABELED))
-    if len(curves) > MANY:
+            formatter = LogFormatterMathtext if most > POWERS_RANGE * least else LogFormatter
+            axis.set_major_formatter(formatter(minor_thresholds=MINOR_THRESHOLDS))
+            axis.set_minor_formatter(formatter(minor_thresholds=MINOR_THRESHOLDS))
+    if len(curves) > MOST_IN_LEGEND:
         figure.legend(frameon=False, loc="outside right upper")
     else:
         axes.legend(frameon=False)
@@ -131,19 +108,12 @@ def curves_plot(
 
 
 def panels_plot(panels: Mapping[str, tuple[Array, Array]], *, title: str, ylabel: str) -> Figure:
-    """One line of (x, y) each, three panels to a line, by the name of x; all share the axis of y."""
-    lines = -(-len(panels) // 3)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 2.8 * lines + 0.4), layout="constrained")
-        grid = figure.subplots(lines, 3, sharey=True, squeeze=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    """Draws one line of (x, y) in each panel of a grid of three columns, under the name of x; y axes are shared."""
+    with matplotlib.rc_context(FILE_STYLE):
+        figure, grid = _grid(len(panels), title, ylabel, row_height=2.8, margin=0.4, sharex=False)
         for axes, (name, (x, y)) in zip(grid.flat, panels.items(), strict=False):
-            axes.plot(x, y, marker="o", color=COLORS[0])
+            axes.plot(x, y, marker="o", color=FILE_COLORS[0])
             axes.set_xlabel(name)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for axes in grid[:, 0]:
-            axes.set_ylabel(ylabel)
     return figure
 
 
@@ -153,7 +123,7 @@ def profile_plot(
     title: str = "Epsilon at every delta",
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """ε over δ, on a logarithmic axis; each curve is (δ, ε), or (δ, bracket of ε)."""
+    """Draws ε over δ on a logarithmic axis; each curve is (δ, ε) or (δ, bracket of ε)."""
     figure, axes = _new(title, "delta", "epsilon")
     _lines(axes, curves)
     for mark in marks:
@@ -165,26 +135,26 @@ def profile_plot(
 
 
 def noise_plot(noise: Array, epsilon: Bracket[Array], chosen: Mark, target: float, *, title: str) -> Figure:
-    """ε over the noise multiplier, the target as a line, and the noise that was chosen."""
+    """Draws ε over the noise multiplier, with the target as a line and the chosen noise as a point."""
     figure, axes = _new(title, "noise multiplier", "epsilon")
     _lines(axes, {"certified": (noise, epsilon)})
-    axes.axhline(target, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axhline(target, color=FILE_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
     _note(axes, chosen, (24, 18))
     axes.set_ylim(bottom=0)
     return figure
 
 
 def claims_plot(names: Sequence[str], values: Sequence[float], certified: Bracket[float], *, title: str) -> Figure:
-    """Each accountant's ε as a point, the certified one as a line across; red below it, an arrow far above it."""
+    """Draws each accountant's ε as a point: red below the certified one, which is a line, an arrow far above it."""
     figure, axes = _new(title, "epsilon", "", size=(6.4, 0.42 * len(names) + 1.3))
     low, high = certified
     rows = np.arange(len(names))[::-1]
-    axes.axvspan(low, high, color=COLORS[0], alpha=0.3, linewidth=0)
-    axes.axvline(high, color=COLORS[0], linewidth=1.2)
+    axes.axvspan(low, high, color=FILE_COLORS[0], alpha=0.3, linewidth=0)
+    axes.axvline(high, color=FILE_COLORS[0], linewidth=1.2)
     edge = 2 * high
     for row, value in zip(rows, values, strict=True):
         below, at = value < low, min(value, edge)
-        color = COLORS[5] if below else INK
+        color = FILE_COLORS[5] if below else FILE_INK
         axes.plot([high, at], [row, row], color=color, linewidth=1.2)
         axes.plot([at], [row], "o" if value <= edge else ">", color=color, markersize=6)
         text = f"{value:.4g}" + (", below the truth" if below else "")
@@ -198,22 +168,22 @@ def claims_plot(names: Sequence[str], values: Sequence[float], certified: Bracke
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure, its format by the name's ending; the same figure makes the same bytes.
+    """Writes a figure in the format of the file's ending; the same figure gives the same bytes.
 
     Raises:
-        ValueError: the ending is none of svg, png and pdf.
+        ValueError: if the ending is not svg, png or pdf.
     """
     kind = check_format(path)
-    nothing = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}, "pdf": {"CreationDate": None}}[kind]
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=160, facecolor="white", metadata=nothing)
+    no_metadata = NO_METADATA[kind]
+    with matplotlib.rc_context(FILE_STYLE):
+        figure.savefig(path, dpi=160, facecolor="white", metadata=no_metadata)
 
 
 def check_format(path: str | os.PathLike[str]) -> str:
-    """The format that a file's name asks for.
+    """Returns the format of a file's ending.
 
     Raises:
-        ValueError: it is none of svg, png and pdf.
+        ValueError: if it is not svg, png or pdf.
     """
     kind = os.path.splitext(os.fspath(path))[1].lstrip(".").lower()
     if kind not in FORMATS:
@@ -222,18 +192,31 @@ def check_format(path: str | os.PathLike[str]) -> str:
 
 
 def _new(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Figure, Axes]:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(FILE_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")  # may be wider than the axes
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")  # a title may be wider than the axes
         axes.set(xlabel=xlabel, ylabel=ylabel)
     return figure, axes
 
 
+def _grid(count: int, title: str, ylabel: str, *, row_height: float, margin: float, sharex: bool) -> tuple[Figure, Any]:
+    """Returns a figure and its axes in rows of three; those beyond ``count`` are hidden."""
+    rows = -(-count // 3)
+    figure = Figure(figsize=(9.6, row_height * rows + margin), layout="constrained")
+    grid = figure.subplots(rows, 3, sharex=sharex, sharey=True, squeeze=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(ylabel)
+    return figure, grid
+
+
 def _tradeoffs(axes: Axes, curves: Mapping[str, TradeOff | Bracket[Any]]) -> None:
-    """Trade-off functions in percent, and blind guessing."""
-    axes.plot([0, 100], [100, 0], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
-    for (name, curve), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
+    """Draws trade-off functions in percent, and blind guessing."""
+    axes.plot([0, 100], [100, 0], color=FILE_FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
+    for (name, curve), color, dash in zip(curves.items(), _cycled(FILE_COLORS), _cycled(DASHES), strict=False):
         alpha, low, high = _sampled(curve)
         if not isinstance(curve, TradeOff):
             axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
@@ -246,7 +229,7 @@ def _cycled(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _sampled(curve: TradeOff | Bracket[Any]) -> tuple[Array, Array, Array]:
-    """α, and both sides of f there: dense near 0, where f is steep, and by symmetry near its end."""
+    """Returns α and both bounds of f there: dense near 0, where f is steep, and by symmetry near its end."""
     low, high = (curve, curve) if isinstance(curve, TradeOff) else curve
     small = np.geomspace(1e-4, 0.05, 40)
     steep = [np.asarray(side.inverse()(small)) for side in (low, high)]
@@ -256,15 +239,15 @@ def _sampled(curve: TradeOff | Bracket[Any]) -> tuple[Array, Array, Array]:
 
 
 def _lines(axes: Axes, curves: Mapping[str, tuple[Array, Array | Bracket[Array]]]) -> None:
-    for (name, (x, y)), color, dash in zip(curves.items(), _cycled(COLORS), _cycled(DASHES), strict=False):
+    for (name, (x, y)), color, dash in zip(curves.items(), _cycled(FILE_COLORS), _cycled(DASHES), strict=False):
         if isinstance(y, Bracket):
             axes.fill_between(x, y.low, y.high, color=color, alpha=0.25, linewidth=0)
         axes.plot(x, y.high if isinstance(y, Bracket) else y, color=color, linestyle=dash, label=name)
 
 
 def _note(axes: Axes, mark: Mark, place: tuple[float, float]) -> None:
-    """A point, and its text so many printer's points away, at the end of a thin line."""
-    axes.plot([mark.x], [mark.y], "o", color=INK, markersize=5, zorder=5, clip_on=False)
+    """Draws a point, and its text ``place`` printer's points away at the end of a thin line."""
+    axes.plot([mark.x], [mark.y], "o", color=FILE_INK, markersize=5, zorder=5, clip_on=False)
     align: dict[str, Any] = {"ha": "left" if place[0] > 0 else "right", "va": "bottom" if place[1] > 0 else "top"}
-    line = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.8}
+    line = {"arrowstyle": "-", "color": FILE_FAINT, "linewidth": 0.8}
     axes.annotate(mark.text, (mark.x, mark.y), place, textcoords="offset points", fontsize=9, arrowprops=line, **align)

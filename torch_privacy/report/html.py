@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A self-contained page in the style of the reports: no script, no font, no picture from elsewhere."""
+"""Builds self-contained HTML pages: without scripts, and without fonts or images from other addresses."""
 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
 
-WIDE = 500  # points
+WIDE = 500  # points; wider figures take the page's whole width
 
 PAGE = Template("""\
 <!doctype html>
@@ -55,30 +55,30 @@ $body
 
 
 def page(title: str, body: str) -> str:
-    """The page of this title (text) and body (HTML)."""
+    """Returns a page with this title (text) and body (HTML)."""
     return PAGE.substitute(title=escape(title), body=body)
 
 
 def figures(drawn: Iterable[str], kind: str = "plots") -> str:
-    """Pictures, each an ``<svg>`` element, side by side: ``plots`` in the page's colors, ``cards`` on white."""
+    """Arranges ``<svg>`` elements side by side: as ``plots`` in the page's colors, or as ``cards`` on white."""
     body = "".join(f"<figure{' class=wide' * _is_wide(svg)}>{svg}</figure>" for svg in drawn)
     return f'<div class="{kind}">{body}</div>'
 
 
 def _is_wide(svg: str) -> bool:
-    """Whether a picture of matplotlib's would be too small in half the page."""
+    """True if a figure would be too small at half the page's width."""
     width = re.search(r'width="([0-9.]+)pt"', svg)
     return width is not None and float(width[1]) > WIDE
 
 
 def pairs(lines: Iterable[tuple[str, str]]) -> str:
-    """A table of names and values."""
+    """Returns a table of names and values."""
     body = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
     return f'<table class="pairs">{body}</table>'
 
 
 def table(headings: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A table with a heading for each column; every line has a class and its cells."""
+    """Returns a table with a heading for each column; every row is its CSS class and its cells."""
     head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
     body = "".join(
         f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -1,80 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders turned into one self-contained page: a training, an experiment of a paper, or several of them."""
+"""Renders run folders as one self-contained page: a training, an experiment of a paper, or several of them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import privacy
-from torch_privacy.privacy.summary import (
-    FALSE_POSITIVES,
-    RELATION,
-    Summary,
-    privacy_lines,
-    releases_from_json,
-    round_down,
-    round_up,
-    summarize,
-)
-from torch_privacy.report import html as _page
-from torch_privacy.report import overlays as _overlays
-from torch_privacy.report import training_plots as _plots
+from torch_privacy.privacy import NeighboringRelation
+from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.summary import FALSE_POSITIVES, Summary, privacy_lines
+from torch_privacy.report import html, training_plots
+from torch_privacy.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs import table
-from torch_privacy.runs.metrics import Measure, Metrics
 from torch_privacy.runs.rows import folder_name, rows_folder
 
 if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder
 
-NOT_PRIVATE = "NOT PRIVATE"
-
-
-@dataclass(frozen=True)
-class Training:
-    """A finished training as its folder tells it."""
-
-    name: str
-    results: dict[str, Any]
-    measure: Measure
-    rows: list[Metrics]
-    summary: Summary
-    profile: privacy.Profile
-    warning: str  # NOT PRIVATE, and why; empty for a private one
-
-    @classmethod
-    def read(cls, folder: RunFolder, name: str | None = None) -> Training:
-        """What ``folder`` holds; a damaged file raises a ``ValueError``."""
-        results = folder.read_json(folder.results)
-        if lacking := [key for key in ("experiment", "privacy", "score", "test_score") if key not in results]:
-            raise ValueError(
-                f"{folder.results}: has no {', '.join(map(repr, lacking))}: it is no finished training, nor an "
-                "experiment of reproduce."
-            )
-        stated = results["privacy"]
-        releases = releases_from_json(stated)
-        summary = summarize(releases, stated["delta"])
-        rows, measure = folder.read_metrics(), Measure(**results["score"])
-        warning = folder.read_json(folder.privacy).get("warning") or ""
-        name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
-        return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
-
 
 def render(folders: Sequence[RunFolder]) -> str:
-    """The report on finished runs, as HTML; a training alone has a page with all its settings.
+    """Renders finished runs as HTML; a single training gets a page with all its settings.
 
     Raises:
-        ValueError: a folder is no finished run, or a file of it is damaged.
+        ValueError: if a folder is not a finished run, or one of its files is damaged.
     """
     contents = [folder.read_json(folder.results) for folder in folders]
     if len(folders) == 1 and "reproduce" not in contents[0]:
         return _page_of_training(folders[0])
-    names = _told_apart(
+    names = _unique(
         content.get("reproduce", folder.path.name) for folder, content in zip(folders, contents, strict=True)
     )
     sections, trainings = [], []
@@ -86,29 +44,29 @@ def render(folders: Sequence[RunFolder]) -> str:
             trainings += _trainings_of(folder, content)
         else:
             trainings.append(Training.read(folder))
-    shown = zip(trainings, _told_apart(run.name for run in trainings), strict=True)
+    shown = zip(trainings, _unique(run.name for run in trainings), strict=True)
     trainings = [replace(run, name=name) for run, name in shown]
-    return _page.page(_in_words(names), "".join(sections) + (_comparison(trainings) if trainings else ""))
+    return html.page(_in_words(names), "".join(sections) + (_comparison(trainings) if trainings else ""))
 
 
-def _told_apart(names: Iterable[str]) -> list[str]:
-    """The names, with (2), (3), ... behind those that were there before."""
+def _unique(names: Iterable[str]) -> list[str]:
+    """Returns the names, with (2), (3), ... after repeated ones."""
     times = Counter[str]()
-    told = []
+    unique = []
     for name in names:
         times[name] += 1
-        told.append(f"{name} ({times[name]})" if times[name] > 1 else name)
-    return told
+        unique.append(f"{name} ({times[name]})" if times[name] > 1 else name)
+    return unique
 
 
 def _in_words(names: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Joins names as in ``a, b and c``."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def _trainings_of(folder: RunFolder, results: dict[str, Any]) -> list[Training]:
-    """The trainings among an experiment's rows, of the first seed."""
+    """Reads the trainings among an experiment's rows, for the first seed."""
     inside, (seed, *others) = rows_folder(folder.path), results["seeds"]
     which = f", seed {seed}" if others else ""
     found = [(row["row"] + which, type(folder)(inside / folder_name(row["row"], seed))) for row in results["rows"]]
@@ -116,7 +74,7 @@ def _trainings_of(folder: RunFolder, results: dict[str, Any]) -> list[Training]:
 
 
 def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
-    """An experiment under this name: its table, pictures and notes."""
+    """Renders an experiment under this name: its table, figures and notes."""
     lines = (
         (line.whose, (line.row if line.whose == "ours" else "", line.whose, *line.cells))
         for line in table.lines(results)
@@ -126,15 +84,15 @@ def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
         (
             f"<h2>{escape(table.title(results | {'reproduce': name}))}</h2>",
             f"<p>{escape(table.what(results))}. {escape(table.summary(results))}.</p>",
-            _page.table(["", "", *table.headings(results)], lines),
+            html.table(["", "", *table.headings(results)], lines),
             "".join(f"<p>{_with_code(note)}</p>" for note in results["notes"]),
-            _page.figures(pictures, "cards") if pictures else "",
+            html.figures(pictures, "cards") if pictures else "",
         )
     )
 
 
 def _with_code(note: str) -> str:
-    """A note as HTML: what stands between backticks is code."""
+    """Returns a note as HTML; text between backticks becomes code."""
     return re.sub("`(.+?)`", r"<code>\1</code>", escape(note))
 
 
@@ -144,7 +102,7 @@ def _svg(path: Path) -> str:
 
 
 def _comparison(trainings: Sequence[Training]) -> str:
-    """Several trainings over one another, and their numbers."""
+    """Renders several trainings in the same plots, and their numbers."""
     lines = []
     for run in trainings:
         baseline = run.results["baseline_test_score"]
@@ -160,39 +118,39 @@ def _comparison(trainings: Sequence[Training]) -> str:
         "training", "test", "without privacy", "epsilon at delta, at most",
         f"recognized at {FALSE_POSITIVES} false alarms, at most",
     )  # fmt: skip
-    return "<h2>Trainings</h2>" + _page.figures(_overlays.draw(trainings)) + _page.table(headings, lines)
+    return "<h2>Trainings</h2>" + html.figures(training_plots.overlay_plots(trainings)) + html.table(headings, lines)
 
 
 def _page_of_training(folder: RunFolder) -> str:
-    """One training in full: results, metrics, settings and privacy statement."""
+    """Renders one training in full: results, metrics, settings and privacy statement."""
     run = Training.read(folder)
     statement, settings = map(folder.read_json, (folder.privacy, folder.settings))
     results, summary = run.results, run.summary
     plots = (
-        _plots.score_plot(run.rows, run.measure),
-        _plots.epsilon_plot(run.rows, summary.delta),
-        _plots.tradeoff_plot(run.profile, summary),
-        _plots.profile_plot(run.profile, summary),
+        training_plots.score_plot(run.rows, run.measure),
+        training_plots.epsilon_plot(run.rows, summary.delta),
+        training_plots.tradeoff_plot(run.profile, summary),
+        training_plots.profile_plot(run.profile, summary),
     )
     shown = [(name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None]
     body = (
         f'<p class="warning">{escape(run.warning)}</p>' if run.warning else "",
         f'<div class="big">{_headline(run)}</div>',
         f"<p>{escape(_words(results, summary))}</p>",
-        _page.figures(plots),
+        html.figures(plots),
         "<h2>In numbers</h2>",
-        _page.pairs(table.score_lines(results) + privacy_lines(summary)),
+        html.pairs(table.score_lines(results) + privacy_lines(summary)),
         "<h2>Settings</h2>",
-        _page.pairs(shown),
+        html.pairs(shown),
         "<h2>What epsilon does not cover</h2>",
         "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]) + "</ul>",
     )
     kind = f"Training, {NOT_PRIVATE}" if run.warning else "Private training"
-    return _page.page(f"{kind}: {results['experiment']}", "\n".join(body))
+    return html.page(f"{kind}: {results['experiment']}", "\n".join(body))
 
 
 def _headline(run: Training) -> str:
-    """The two numbers that matter, large."""
+    """Renders the score and epsilon, large."""
     summary = run.summary
     bracket = f"certified to lie in [{round_down(summary.epsilon_low)}, {round_up(summary.epsilon_high)}]"
     figures = [
@@ -203,16 +161,17 @@ def _headline(run: Training) -> str:
 
 
 def _words(results: dict[str, Any], summary: Summary) -> str:
-    """The same in words, for a reader who has never met an epsilon."""
+    """Explains the guarantee in words, for readers who do not know epsilon."""
     examples, power = results["num_examples"], round_up(100 * summary.true_positive_rate_high, 1)
+    relation = NeighboringRelation(results["privacy"]["neighboring_relation"]).in_words
     words = (
         f"The model was trained on {examples:,} examples. Suppose somebody knows all of them but one, sees the "
-        f"finished model, and wants to tell whether that one was used ({RELATION}). If false alarms may happen in "
+        f"finished model, and wants to tell whether that one was used ({relation}). If false alarms may happen in "
         f"{FALSE_POSITIVES} of the cases, no method recognizes more than {power} % of those who were used."
     )
     return words.replace(" %", "\u00a0%")  # a number and its unit stay together
 
 
 def _plain(value: Any) -> str:
-    """A setting as a reader would write it."""
+    """Returns a setting as plain text."""
     return ("no", "yes")[value] if isinstance(value, bool) else f"{value}"

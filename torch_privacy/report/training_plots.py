@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's four plots, as inline SVG whose colors follow the page: light, dark, color-blind safe."""
+"""Draws the plots of a report, as inline SVG in the page's colors: one training, or several in the same axes."""
+
+from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -12,77 +16,88 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
+from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import (
     FALSE_POSITIVE_RATE,
     FALSE_POSITIVES,
     Summary,
     equal_steps,
-    round_down,
-    round_up,
+    releases_from_json,
+    summarize,
 )
+from torch_privacy.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
 from torch_privacy.runs.metrics import Measure, Metrics
 
-Point = tuple[float, float]
+if TYPE_CHECKING:
+    from torch_privacy.runs.folder import RunFolder
 
-# Each color stands for a variable of the page's style sheet, and is replaced by it in the finished SVG.
-INK, FAINT = "#010101", "#020202"
-COLORS = FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = "#030303", "#040404", "#050505", "#060606", "#070707", "#080808"
-VARIABLES = dict(
-    zip(
-        (INK, FAINT, *COLORS),
-        ("--ink", "--faint", "--first", "--second", "--third", "--fourth", "--fifth", "--sixth"),
-        strict=True,
-    )
-)
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it takes the page's font and can be read aloud
-    "svg.hashsalt": "torch_privacy",
-    "font.size": 10,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "lines.linewidth": 2,
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.color": FAINT,
-    "ytick.labelcolor": INK,
-}
+Point = tuple[float, float]
+COURSE_DASHES = ("-", "--", ":", "-.")
+LOG_RATIO = 50  # ratio of the runs' epsilons beyond which their axis is logarithmic
+ALPHAS = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
+DELTAS = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
+FIRST, SECOND, THIRD = PAGE_COLORS[:3]
+NOT_PRIVATE = "NOT PRIVATE"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A finished training, as stored in its run folder."""
+
+    name: str
+    results: dict[str, Any]
+    measure: Measure
+    rows: list[Metrics]
+    summary: Summary
+    profile: privacy.Profile
+    warning: str  # NOT PRIVATE and the reason; empty for a private training
+
+    @classmethod
+    def read(cls, folder: RunFolder, name: str | None = None) -> Training:
+        """Reads a run folder; raises a ``ValueError`` if a file is damaged."""
+        results = folder.read_json(folder.results)
+        if lacking := [key for key in ("experiment", "privacy", "score", "test_score") if key not in results]:
+            raise ValueError(
+                f"{folder.results}: has no {', '.join(map(repr, lacking))}; it is no finished training, nor an "
+                "experiment of reproduce."
+            )
+        stated = results["privacy"]
+        releases = releases_from_json(stated)
+        summary = summarize(releases, stated["delta"])
+        rows, measure = folder.read_metrics(), Measure(**results["score"])
+        warning = folder.read_json(folder.privacy).get("warning") or ""
+        name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
+        return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
 
 
 def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
-    """The test score of the private and the non-private training over epochs."""
+    """Draws the test score of the private and the non-private training over epochs."""
     figure, axes = score_axes(measure)
     for training, color in {"private": FIRST, "non-private": SECOND}.items():
         course = [row for row in rows if row.training == training]
         if course:
-            plot_course(axes, course, measure, color=color)
+            draw_course(axes, course, measure, color=color)
     _label_ends(axes, rows, measure)
     axes.margins(y=0.15)
     return as_svg(figure)
 
 
 def score_axes(measure: Measure) -> tuple[Figure, Axes]:
-    """Where a test score is drawn over epochs."""
+    """Returns the axes of a test score over epochs."""
     name = measure.name[0].upper() + measure.name[1:]
     figure, axes = new_axes(f"{name} on held-out examples", "epoch", f"test {measure.name}{' (%)' * measure.percent}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
 
 
-def plot_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: Any) -> None:
-    """One training's test score after every epoch."""
+def draw_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: Any) -> None:
+    """Draws one training's test score after every epoch."""
     values = [(100 if measure.percent else 1) * row.test_score for row in rows]
     axes.plot([row.epoch for row in rows], values, marker="o", markersize=3, **style)
 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
-    """Epsilon spent over epochs, as a certified bracket."""
+    """Draws the epsilon spent over epochs, as a certified bracket."""
     figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
     rows = [row for row in rows if row.training == "private"]
     epochs = [row.epoch for row in rows]
@@ -96,15 +111,14 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
 
 
 def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
-    """How many members an attacker must miss at each rate of false alarms, against perfect privacy."""
+    """Draws the share of members that an attacker misses at each false positive rate, next to perfect privacy."""
     figure, axes = new_axes("What an attacker can do", "false positives (%)", "members missed (%)")
-    alpha = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
-    curve = profile.tradeoff(alpha)
-    axes.plot([0, 100], [100, 0], color=FAINT, linestyle="--", linewidth=1.2)
+    curve = profile.tradeoff(ALPHAS)
+    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
     along = {"rotation": -45, "transform_rotates_text": True, "rotation_mode": "anchor", "ha": "center"}
-    axes.text(72, 31, "perfect privacy", color=INK, **along)
-    axes.fill_between(100 * alpha, 100 * curve.low, 100 * curve.high, color=FIRST, alpha=0.25, linewidth=0)
-    axes.plot(100 * alpha, 100 * curve.low, color=FIRST)
+    axes.text(72, 31, "perfect privacy", color=PAGE_INK, **along)
+    axes.fill_between(100 * ALPHAS, 100 * curve.low, 100 * curve.high, color=FIRST, alpha=0.25, linewidth=0)
+    axes.plot(100 * ALPHAS, 100 * curve.low, color=FIRST)
     missed = 100 * (1 - summary.true_positive_rate_high)
     axes.plot([100 * FALSE_POSITIVE_RATE], [missed], "o", color=SECOND, clip_on=False, zorder=5)
     label = f"at {FALSE_POSITIVES} false positives\nat least {round_down(missed, 1)} % are missed"
@@ -115,18 +129,17 @@ def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
 
 
 def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
-    """Epsilon as a function of delta: certified, by the central limit theorem, and by the moments accountant."""
+    """Draws epsilon over delta: certified, by the central limit theorem, and by the moments accountant."""
     figure, axes = new_axes("Epsilon at every delta", "delta", "epsilon")
-    delta = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
-    low, high = np.array([profile.epsilon(float(d)) for d in delta], float).T
-    axes.fill_between(delta, low, high, color=FIRST, alpha=0.25, linewidth=0)
-    axes.plot(delta, high, color=FIRST, label="certified bracket")
+    low, high = np.array([profile.epsilon(float(d)) for d in DELTAS], float).T
+    axes.fill_between(DELTAS, low, high, color=FIRST, alpha=0.25, linewidth=0)
+    axes.plot(DELTAS, high, color=FIRST, label="certified bracket")
     steps = equal_steps(summary.releases)
     if steps is not None:
-        approximation = [privacy.clt(*steps).epsilon(float(d)) for d in delta]
-        axes.plot(delta, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
-        moments = [privacy.moments(*steps, float(d)) for d in delta]
-        axes.plot(delta, moments, color=THIRD, linestyle=":", label="moments accountant")
+        approximation = [privacy.clt(*steps).epsilon(float(d)) for d in DELTAS]
+        axes.plot(DELTAS, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
+        moments = [privacy.moments(*steps, float(d)) for d in DELTAS]
+        axes.plot(DELTAS, moments, color=THIRD, linestyle=":", label="moments accountant")
     axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
@@ -136,8 +149,8 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
 
 
 def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """An empty plot in the page's style."""
-    with matplotlib.rc_context(STYLE):
+    """Returns an empty plot in the page's style."""
+    with matplotlib.rc_context(PAGE_STYLE):
         figure = Figure(figsize=(4.6, 3.3), layout="constrained")
         axes = figure.subplots()
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
@@ -145,7 +158,7 @@ def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _label_ends(axes: Axes, rows: Sequence[Metrics], measure: Measure) -> None:
-    """Name each curve at its end, the higher one above and the lower one below."""
+    """Labels each curve at its end, the higher one above and the lower one below."""
     ends = sorted({row.training: row for row in rows}.values(), key=lambda row: row.test_score, reverse=True)
     for row, (shift, align) in zip(ends, [(8, "bottom"), (-8, "top")], strict=False):
         color = FIRST if row.training == "private" else SECOND
@@ -154,18 +167,84 @@ def _label_ends(axes: Axes, rows: Sequence[Metrics], measure: Measure) -> None:
 
 
 def _label(axes: Axes, text: str, point: Point, shift: Point, color: str, **align: Any) -> None:
-    """Text beside a point, ``shift`` printer's points away from it."""
+    """Writes text next to a point, ``shift`` printer's points away from it."""
     axes.annotate(text, point, shift, textcoords="offset points", color=color, **align)
 
 
 def as_svg(figure: Figure) -> str:
-    """The figure as an ``<svg>`` element, its placeholder colors replaced by the page's."""
+    """Returns the figure as an ``<svg>`` element in the page's colors."""
     text = io.StringIO()
-    nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    no_metadata = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+    with matplotlib.rc_context(PAGE_STYLE):
+        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    for color, variable in VARIABLES.items():
+    for color, variable in PAGE_VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
+
+
+def overlay_plots(runs: Sequence[Training]) -> Iterator[str]:
+    """Draws several trainings in the same axes, as ``<svg>`` elements; one score plot for each kind of score."""
+    for measure in dict.fromkeys(run.measure for run in runs):
+        figure, axes = score_axes(measure)
+        for run, style in _styled(runs):
+            if run.measure == measure:
+                course = [row for row in run.rows if row.training == "private"]
+                draw_course(axes, course, measure, **style)
+        _legend(axes, runs)
+        yield as_svg(figure)
+    yield _overlaid_epsilons(runs)
+    yield _overlaid_tradeoffs(runs)
+    yield _overlaid_profiles(runs)
+
+
+def _overlaid_epsilons(runs: Sequence[Training]) -> str:
+    deltas = ", ".join(dict.fromkeys(f"{run.summary.delta:g}" for run in runs))
+    figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {deltas}")
+    for run, style in _styled(runs):
+        spent = [(row.epoch, row.epsilon_high) for row in run.rows if row.epsilon_high is not None]
+        axes.plot(*np.array(spent, float).reshape(-1, 2).T, **style)
+    scale_epsilons(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return as_svg(figure)
+
+
+def _overlaid_tradeoffs(runs: Sequence[Training]) -> str:
+    figure, axes = new_axes("What an attacker can do", "false positives (%)", "members missed (%)")
+    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
+    for run, style in _styled(runs):
+        axes.plot(100 * ALPHAS, 100 * run.profile.tradeoff(ALPHAS).low, **style)
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    return as_svg(figure)
+
+
+def _overlaid_profiles(runs: Sequence[Training]) -> str:
+    figure, axes = new_axes("Epsilon at every delta", "delta", "epsilon")
+    for run, style in _styled(runs):
+        axes.plot(DELTAS, [run.profile.epsilon_high(float(d)) for d in DELTAS], **style)
+    axes.set_xscale("log")
+    scale_epsilons(axes)
+    return as_svg(figure)
+
+
+def scale_epsilons(axes: Axes) -> None:
+    """Starts the axis of epsilon at zero, or makes it logarithmic if the runs' epsilons differ by a large factor."""
+    courses = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    largest = [max(y[np.isfinite(y)], default=0) for y in courses]
+    if max(largest, default=0) > LOG_RATIO * min((y for y in largest if y > 0), default=np.inf):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _styled(runs: Sequence[Training]) -> Iterator[tuple[Training, dict[str, Any]]]:
+    """Yields every run with its color and dashes, the same in all plots."""
+    dashes = (dash for dash in cycle(COURSE_DASHES) for _ in PAGE_COLORS)
+    for run, color, dash in zip(runs, cycle(PAGE_COLORS), dashes, strict=False):
+        yield run, {"color": color, "linestyle": dash, "label": run.name}
+
+
+def _legend(axes: Axes, runs: Sequence[Training]) -> None:
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, labelcolor="linecolor", fontsize=8 if len(runs) > 6 else 9, handlelength=1.6)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the releases of a run compose: one curve for all of them, certified from both sides."""
+"""Composes the releases of a run into one curve with certified bounds on both sides."""

@@ -1,80 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that no engine composes together: bounds from their parts, each by itself.
+"""Combines curves: the first engine that answers, the larger of several bounds, and bounds from the parts of a run.
 
-- Above: ``δ(s + t) <= δ_1(s) + δ_2(t)`` for two parts, and for equal steps ``δ(T s) <= 1 - (1 - δ_step(s))^T``.
-- Below: whoever sees everything sees each part, so δ is at least that of any part.
+Parts that no engine composes together are bounded one by one, in each direction and at any real s and t:
 
-Source: Dwork & Roth (2014), Theorem 3.16; it holds for each direction, at any real s and t.
+- above: ``δ(s + t) <= δ_1(s) + δ_2(t)`` for two parts, and ``δ(T s) <= 1 - (1 - δ_step(s))^T`` for T equal steps;
+- below: δ is at least that of any part, because whoever sees all releases sees each part.
+
+Source: Dwork & Roth (2014), Theorem 3.16.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from ..bracket import Bracket
-from ..pairs.base import Law
-from .curve import ClosedForm, Curve
+from ..bracket import Bracket, inner, ordered
+from ..pairs.base import DominatingPair
+from .curve import ClosedFormCurve, Curve, SumCurve, Unresolved, trivial_delta
 
-SHARES = (1e-6, 1e-3, 0.03, 0.5, 0.97, 0.999, 1 - 1e-6)  # of δ, for the second part
+SECOND_SHARES = (1e-6, 1e-3, 0.03, 0.5, 0.97, 0.999, 1 - 1e-6)  # shares of δ that the second part may take
+Answer = TypeVar("Answer")
 
 
-class Apart:
-    """Two parts of the releases, of which each has a curve."""
+class FallbackChain(Curve):
+    """Asks one engine, and where that raises `Unresolved`, the next.
 
-    def __init__(self, first: Curve, second: Curve):
-        self._first, self._second = first, second
+    Args:
+        engines: functions that make each engine's curve; called when the engine is first asked.
+    """
+
+    def __init__(self, engines: Sequence[Callable[[], Curve]]):
+        self._engines = engines
+        self._curves: dict[int, Curve] = {}
+
+    def _ask(self, question: Callable[[Curve], Answer]) -> Answer:
+        for index, make in enumerate(self._engines):
+            try:
+                if index not in self._curves:
+                    self._curves[index] = make()
+                return question(self._curves[index])
+            except Unresolved:
+                if index == len(self._engines) - 1:
+                    raise
+        raise AssertionError("no engine at all")
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        first, second = self._first.delta(epsilon), self._second.delta(epsilon)
-        reach = sorted({self._second.epsilon_high(10.0**-digits) for digits in (2, 4, 6, 9, 12, 15)} | {0.0})
-        sums = [
-            self._first.delta(epsilon - spent).high + self._second.delta(spent).high
-            for spent in reach
-            if np.isfinite(spent)
-        ]
-        high = min([1.0, *sums])
-        return Bracket(min(max(first.low, second.low), high), high)
+        return self._ask(lambda curve: curve.delta(epsilon))
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return self._ask(lambda curve: curve.epsilon(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return self._ask(lambda curve: curve.epsilon_high(delta))
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._ask(lambda curve: curve.surely_below(epsilon, delta))
+
+
+class Envelope(Curve):
+    """The largest upper bound of some curves and the largest lower bound of others; by default the trivial one."""
+
+    def __init__(self, upper: Sequence[Curve], lower: Sequence[Curve] = ()):
+        self._upper, self._lower = upper, lower
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        high = max(curve.delta(epsilon).high for curve in self._upper)
+        return ordered(max([trivial_delta(epsilon), *(curve.delta(epsilon).low for curve in self._lower)]), high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
         high = self.epsilon_high(delta)
-        return Bracket(min(max(self._first.epsilon(delta).low, self._second.epsilon(delta).low), high), high)
+        return ordered(max([0.0, *(curve.epsilon(delta).low for curve in self._lower)]), high)
 
     def epsilon_high(self, delta: float) -> float:
-        return min(
-            self._first.epsilon_high(delta * (1 - share)) + self._second.epsilon_high(delta * share) for share in SHARES
-        )
+        return max(curve.epsilon_high(delta) for curve in self._upper)
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self.epsilon_high(delta) <= epsilon
+        return all(curve.surely_below(epsilon, delta) for curve in self._upper)
 
 
-class StepByStep:
-    """Equal steps, each by its closed form."""
+class CappedCurve(Curve):
+    """An engine's curve, its upper bound cut at a curve that dominates it.
 
-    def __init__(self, law: Law, times: int, *, swapped: bool):
-        self._step, self._times = ClosedForm(law, swapped=swapped), times
+    The dominating curve is cheap and is asked first: where its ε or δ is 0, the engine is not asked.
+    """
+
+    def __init__(self, engine: Curve, dominating: Curve):
+        self._engine, self._cap = engine, Envelope([dominating])
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        each = self._step.delta(epsilon / self._times).high
-        high = -float(np.expm1(self._times * np.log1p(-each))) if each < 1 else 1.0
-        return Bracket(min(self._step.delta(epsilon).low, high), high)
+        cap = self._cap.delta(epsilon)
+        return cap if cap.high <= cap.low else inner(self._engine.delta(epsilon), cap)
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        high = self.epsilon_high(delta)
-        return Bracket(min(self._step.epsilon(delta).low, high), high)
+        cap = self._cap.epsilon(delta)
+        return cap if cap.high <= cap.low else inner(self._engine.epsilon(delta), cap)
 
     def epsilon_high(self, delta: float) -> float:
-        return self._times * self._step.epsilon_high(-float(np.expm1(np.log1p(-delta) / self._times)))
+        cap = self._cap.epsilon_high(delta)
+        return cap if cap == 0 else min(self._engine.epsilon_high(delta), cap)
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self.epsilon_high(delta) <= epsilon
+        return self._cap.surely_below(epsilon, delta) or self._engine.surely_below(epsilon, delta)
 
 
-class AtLeastParts:
-    """An engine's curve; where it knows no lower bound but the trivial one, that of the parts."""
+class RaisedLowerBound(Curve):
+    """An engine's curve; where its lower bound is trivial, that of the parts takes its place.
 
-    def __init__(self, engine: Curve, apart: Callable[[], Curve]):
-        self._engine, self._apart = engine, apart
+    Args:
+        engine: the engine's curve.
+        parts: function that makes the curve of the parts; called only where it is needed.
+    """
+
+    def __init__(self, engine: Curve, parts: Callable[[], Curve]):
+        self._engine, self._parts = engine, parts
 
     def delta(self, epsilon: float) -> Bracket[float]:
         return self._raised(self._engine.delta(epsilon), lambda parts: parts.delta(epsilon))
@@ -89,6 +127,48 @@ class AtLeastParts:
         return self._engine.surely_below(epsilon, delta)
 
     def _raised(self, known: Bracket[float], ask: Callable[[Curve], Bracket[float]]) -> Bracket[float]:
-        return (
-            known if known.low > 0 or known.high == 0 else Bracket(min(ask(self._apart()).low, known.high), known.high)
+        return known if known.low > 0 or known.high == 0 else ordered(ask(self._parts()).low, known.high)
+
+
+class SumOfParts(SumCurve):
+    """Bounds on two parts of the releases together, from a curve of each."""
+
+    def __init__(self, first: Curve, second: Curve):
+        self._first, self._second = first, second
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        first, second = self._first.delta(epsilon), self._second.delta(epsilon)
+        shares = sorted({self._second.epsilon_high(10.0**-digits) for digits in (2, 4, 6, 9, 12, 15)} | {0.0})
+        sums = [
+            self._first.delta(epsilon - share).high + self._second.delta(share).high
+            for share in shares
+            if np.isfinite(share)
+        ]
+        return ordered(max(first.low, second.low), min([1.0, *sums]))
+
+    def epsilon_low(self, delta: float) -> float:
+        return max(self._first.epsilon(delta).low, self._second.epsilon(delta).low)
+
+    def epsilon_high(self, delta: float) -> float:
+        return min(
+            self._first.epsilon_high(delta * (1 - share)) + self._second.epsilon_high(delta * share)
+            for share in SECOND_SHARES
         )
+
+
+class StepwiseBounds(SumCurve):
+    """Bounds on equal steps, from the closed form of a single one."""
+
+    def __init__(self, pair: DominatingPair, times: int, *, swapped: bool):
+        self._step, self._times = ClosedFormCurve(pair, swapped=swapped), times
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        each = self._step.delta(epsilon / self._times).high
+        high = -float(np.expm1(self._times * np.log1p(-each))) if each < 1 else 1.0
+        return ordered(self._step.delta(epsilon).low, high)
+
+    def epsilon_low(self, delta: float) -> float:
+        return self._step.epsilon(delta).low
+
+    def epsilon_high(self, delta: float) -> float:
+        return self._times * self._step.epsilon_high(-float(np.expm1(np.log1p(-delta) / self._times)))

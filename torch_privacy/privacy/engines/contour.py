@@ -1,46 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contour engine: δ(ε) as an integral of the privacy loss's moments, inverted on a line through its saddle point.
+"""Computes δ(ε) as an integral of the privacy loss's moments along a line through its saddle point: the contour engine.
 
 ``δ(ε) = 1/(2πi) ∫ exp(K(s) - s ε) / (s (s + 1)) ds`` along ``s = c + i t``, c > 0, with
-``K(s) = Σ count * log E_P e^(s l)`` over all steps. The number of steps only multiplies K, so a million cost as little
-as a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(c k P) δ(ε + k P)``: the truth plus
-aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
+``K(s) = Σ count * log E_P e^(s l)`` over all steps. The number of steps only multiplies K, so a million steps cost no
+more time than a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(c k P) δ(ε + k P)``: the truth
+plus aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
 
-Proved, given exact arithmetic: aliasing (the upper bound needs no proof at all: aliases are positive), and what is left
-of the integral beyond the last point (`decay`). Estimated: rounding (`ROUNDING`), the trapezoid rule inside K (its
-spacing makes it converge to 1e-15), and the variation of the density, taken at the rule's own points.
+Proved, given exact arithmetic: aliasing (the upper bound needs no proof, because aliases are positive), and the rest of
+the integral beyond the last point (`contour_tail`). Estimated: rounding (`ROUNDING`), the trapezoid rule inside K (its
+spacing makes it converge to 1e-15), and the variation of the density, at the points of that rule.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import numpy as np
 
-from ..bracket import Bracket
-from ..pairs.base import Continuous, Law
+from ..bracket import Bracket, ordered
+from ..pairs.base import DiscretizablePair, DominatingPair
 from .contour_tail import log_bound_beyond
-from .curve import Unresolved
+from .curve import Curve, SimpleCurve, Unresolved, trivial_delta
 from .tilt import Term, Tilted, log_moments, refined, term, tilt_entropy, tilted
 
 ALIAS = 1e-12  # aliases, relative to δ
 REST = -38.0  # log of the integrand, relative to its peak, beyond the last point
-ROUGHLY = 1e-4, -14.0  # the same two where only an upper bound on δ is asked for
+ROUGH = 1e-4, -14.0  # ALIAS and REST where only an upper bound on δ is needed
 ROUNDING = 2.0**-53
-LONGEST, FEWEST = 1200, 8  # points of the trapezoid rule; beyond, the lattice is quicker
-ALIAS_OF_ONE, REST_OF_ONE = 1e-17, -44.0  # the same on a Hellinger line, relative to 1
-REACHES = (8.0, 32.0, 128.0, 512.0, 2048.0)  # ε up to which Hellinger lines are made
-FARTHEST = 1.0  # half a bracket from a Hellinger line, absolute, beyond which another engine does better
-WIDEST = 1e-4  # half a bracket, relative to ε and to 1 / c, beyond which another engine does better
-NOTHING = 1e-18  # width of a bracket of δ that always suffices
-RARE = 2.0**-10  # how much smaller the candidates are where sampling is rare
-AMPLIFICATION = 5.0  # log of the integrand's peak over δ that is tolerated for a shorter sum
+LONGEST, FEWEST = 1200, 8  # points of the trapezoid rule; with more points the lattice is faster
+HELLINGER_ALIAS, HELLINGER_REST = 1e-17, -44.0  # ALIAS and REST on a Hellinger line, relative to 1
+REACHES = (8.0, 32.0, 128.0, 512.0, 2048.0)  # largest ε of each Hellinger line
+WIDEST_HELLINGER = 1.0  # half-width of a bracket from a Hellinger line, absolute; else another engine is better
+WIDEST = 1e-4  # half-width of a bracket, relative to ε and to 1 / c; else another engine is better
+NEGLIGIBLE_WIDTH = 1e-18  # width of a bracket of δ that always suffices
+RARE = 2.0**-10  # factor by which the candidates for c are smaller where sampling is rare
+AMPLIFICATION = 5.0  # largest log of the integrand's peak over δ, accepted for a shorter sum
 TILTS = 2.0 ** np.arange(-3, 8.5, 0.4)  # candidates for c, in units of one over the composed deviation
 
 
 class _Moments:
-    """K(s) on a grid of real s > 0, with the variance of the composed loss under each tilt."""
+    """Provides K(s) on a grid of real s > 0, with the variance of the composed loss under each tilt."""
 
     def __init__(self, terms: Sequence[Term], scale: float = 1.0):
         moment = sum(one.times * float(one.mass @ one.losses**2) for one in terms)
@@ -49,9 +50,9 @@ class _Moments:
         tilts = TILTS * scale / math.sqrt(moment)
         log_moment, variance = np.zeros(len(TILTS)), np.zeros(len(TILTS))
         for one in terms:
-            own_log_moment, own_variance = log_moments(one, tilts)
-            log_moment += one.times * own_log_moment
-            variance += one.times * own_variance
+            term_log_moment, term_variance = log_moments(one, tilts)
+            log_moment += one.times * term_log_moment
+            variance += one.times * term_variance
         usable = np.isfinite(log_moment)
         if not usable.any():
             raise Unresolved
@@ -64,7 +65,7 @@ class _Moments:
 
 
 class _Line:
-    """The integrand on one vertical line: δ at any ε near the one that the line was chosen for."""
+    """The integrand on one vertical line, which yields δ at any ε near the one that the line was chosen for."""
 
     def __init__(self, terms: Sequence[Term], c: float, period: float, rest: float = REST):
         self.c, self.period = c, period
@@ -85,13 +86,13 @@ class _Line:
         self._total, last = float(np.abs(weights).sum()), float(t[-1])
         self._rest = math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
         steps = sum(part.times for part in parts)
-        of_nodes = sum(
-            one.times * abs(part.log_moment) * one.law.node_rounding for one, part in zip(terms, parts, strict=True)
+        node_rounding = sum(
+            one.times * abs(part.log_moment) * one.pair.node_rounding for one, part in zip(terms, parts, strict=True)
         )
-        self._rounding = ROUNDING * (64 + 8 * math.sqrt(steps) + 2 * abs(c * self._mean)) + of_nodes
+        self._rounding = ROUNDING * (64 + 8 * math.sqrt(steps) + 2 * abs(c * self._mean)) + node_rounding
 
     def value(self, epsilon: float) -> tuple[float, float, float]:
-        """Trapezoid sum at ε, its derivative in ε, and the error that truncation and rounding may have made."""
+        """Returns the trapezoid sum at ε, its derivative in ε, and a bound on the error of truncation and rounding."""
         log_peak = self._log_moment - self.c * epsilon
         if abs(log_peak) > 600:
             raise Unresolved
@@ -106,7 +107,7 @@ class _Line:
 
 
 def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: float) -> tuple[list[Tilted], int]:
-    """All terms under a tilt, and how many multiples of the spacing it takes until ``Σ times * log |φ| <= rest``."""
+    """Returns all terms under a tilt, and the number of points until ``Σ times * log |φ| <= rest``."""
     coarse = [tilted(one, c) for one in terms]
     end = math.sqrt(-2 * rest / sum(part.times * part.variance for part in coarse))
     while True:
@@ -123,7 +124,7 @@ def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: flo
 
 
 class _Root(NamedTuple):
-    """Where a line's sum is δ, nearly; the sum's slope and error there."""
+    """The ε at which a line's sum is nearly δ, and the sum's slope and error there."""
 
     epsilon: float
     slope: float
@@ -131,7 +132,7 @@ class _Root(NamedTuple):
 
 
 def _root(line: _Line, delta: float, epsilon: float, high: float) -> _Root:
-    """Newton in log δ, by halves where that leads out of [0, high]."""
+    """Finds the root by Newton steps in log δ, and by bisection where those leave [0, high]."""
     low = 0.0
     for _ in range(80):
         total, slope, error = line.value(epsilon)
@@ -140,7 +141,7 @@ def _root(line: _Line, delta: float, epsilon: float, high: float) -> _Root:
         if total > 0 > slope:
             following = epsilon + math.log(total / delta) * total / -slope
         if abs(following - epsilon) <= 1e-8 * epsilon:
-            return _Root(following, slope, error)  # twice the digits
+            return _Root(following, slope, error)  # Newton doubles the digits
         if high - low <= 1e-14 * high:
             return _Root(epsilon, slope, error)
         if not low < following < high:
@@ -150,18 +151,18 @@ def _root(line: _Line, delta: float, epsilon: float, high: float) -> _Root:
 
 
 class _Crossing:
-    """Where δ(ε) certainly crosses a value, next to a root of a line's sum.
+    """Brackets the ε at which δ(ε) crosses a value, next to a root of a line's sum.
 
     Args:
-        line: its sum is δ(ε) but for aliases.
+        line: the line; its sum is δ(ε) plus aliases.
         delta: the value.
-        root: where the sum is ``delta``, nearly.
-        added: what the sum may have too much, within ``most`` of the root.
-        missing: what it may lack there.
+        root: the ε at which the sum is nearly ``delta``.
+        added: by how much the sum may be too large within ``most`` of the root.
+        missing: by how much it may be too small there.
         most: the largest distance from the root to try.
 
     Raises:
-        Unresolved: now or when asked, the bracket would be wider.
+        Unresolved: now or when asked, if the bracket would be wider than that.
     """
 
     def __init__(self, line: _Line, delta: float, root: _Root, *, added: float, missing: float, most: float):
@@ -172,7 +173,7 @@ class _Crossing:
             raise Unresolved
 
     def low(self) -> float:
-        """An ε where δ(ε) is above the value, or 0."""
+        """Returns an ε where δ(ε) is above the value, or 0."""
         margin = self._margin
         while margin < self._root:
             total, _, error = self._line.value(self._root - margin)
@@ -182,7 +183,7 @@ class _Crossing:
         return 0.0
 
     def high(self) -> float:
-        """An ε where δ(ε) is at most the value."""
+        """Returns an ε where δ(ε) is at most the value."""
         margin = self._margin if self._root > 0 else 0.0
         while True:
             total, _, error = self._line.value(self._root + margin)
@@ -196,21 +197,38 @@ class _Crossing:
         return 2 * margin
 
 
-class SaddleCurve:
-    """One direction's curve, from lines near the saddle point: for laws with positive moments."""
+class ContourCurve(Curve):
+    """A curve whose ε(δ) is found on a line of the contour integral."""
 
-    def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [term(law, count, swapped) for law, count in steps]
+    @abstractmethod
+    def _crossing(self, delta: float) -> _Crossing:
+        """Returns where a line crosses δ."""
+
+    @final
+    def epsilon(self, delta: float) -> Bracket[float]:
+        crossing = self._crossing(delta)
+        return Bracket(crossing.low(), crossing.high())
+
+    @final
+    def epsilon_high(self, delta: float) -> float:
+        return self._crossing(delta).high()
+
+
+class SaddleCurve(ContourCurve):
+    """One direction's curve from lines near the saddle point, for pairs with positive moments."""
+
+    def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
+        self._terms = [term(pair, count, swapped) for pair, count in steps]
 
     @cached_property
     def _moments(self) -> _Moments:
         try:
             return _Moments(self._terms)
-        except Unresolved:  # rare sampling: a few large losses make up the deviation
+        except Unresolved:  # where sampling is rare, a few large losses determine the deviation
             return _Moments(self._terms, RARE)
 
     def _line(self, epsilon: float, log_delta: float, alias: float = ALIAS, rest: float = REST) -> _Line:
-        """The line with the shortest sum among those whose integrand is not much larger than δ."""
+        """Returns the line with the shortest sum among those on which the integrand is not much larger than δ."""
         moments = self._moments
         tilts, chernoff = moments.tilts, moments.bound - moments.tilts * epsilon
         log_delta = min(log_delta, float(chernoff.min()))
@@ -218,15 +236,15 @@ class SaddleCurve:
         allowed = np.flatnonzero(log_peak <= max(AMPLIFICATION, float(log_peak.min()) + 1))
         log_alias = math.log(alias) + log_delta
         c = tilts[allowed]
-        apart = tilts - c[:, None]
+        distance = tilts - c[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):
-            above = np.where(apart > 0, (chernoff - log_alias) / apart, np.inf).min(1)
+            above = np.where(distance > 0, (chernoff - log_alias) / distance, np.inf).min(1)
         period = np.maximum(-log_alias / c, above)
         best = int((period / np.sqrt(moments.variance[allowed])).argmin())
         return _Line(self._terms, float(c[best]), float(period[best]), rest)
 
     def _alias(self, line: _Line, epsilon: float) -> float:
-        """Upper bound on what the aliases add at ε and above."""
+        """Returns an upper bound on what the aliases add at ε and above."""
         moments = self._moments
         below = math.exp(-line.c * line.period)
         usable = moments.tilts > line.c
@@ -241,28 +259,20 @@ class SaddleCurve:
         exponent = float((self._moments.bound - self._moments.tilts * epsilon).min())
         line = self._line(epsilon, min(exponent, 0.0) - 2.0)
         total, _, error = line.value(epsilon)
-        floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
         high = min(total + error, 1.0)
         low = total - error - self._alias(line, epsilon)
-        if high - low > 10 * WIDEST * high + NOTHING:
+        if high - low > 10 * WIDEST * high + NEGLIGIBLE_WIDTH:
             raise Unresolved
-        return Bracket(min(max(low, floor), high), high)
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        crossing = self._crossing(delta)
-        return Bracket(crossing.low(), crossing.high())
-
-    def epsilon_high(self, delta: float) -> float:
-        return self._crossing(delta).high()
+        return ordered(max(low, trivial_delta(epsilon)), high)
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         if self._moments.epsilon_bound(delta) <= epsilon:
             return True
-        total, _, error = self._line(epsilon, math.log(delta), *ROUGHLY).value(epsilon)
+        total, _, error = self._line(epsilon, math.log(delta), *ROUGH).value(epsilon)
         return total + error <= delta
 
     def _crossing(self, delta: float) -> _Crossing:
-        """Where a line near the saddle point of ε(δ) crosses δ."""
+        """Returns where a line near the saddle point of ε(δ) crosses δ."""
         bound = self._moments.epsilon_bound(delta)
         line = self._line(bound, math.log(delta))
         root = _root(line, delta, bound, bound)
@@ -273,30 +283,30 @@ class SaddleCurve:
         return _Crossing(line, delta, root, added=added, missing=0.0, most=most)
 
 
-class HellingerCurve:
-    """One direction's curve, from lines with -1 < c < 0: for laws without any positive moment.
+class HellingerCurve(ContourCurve, SimpleCurve):
+    """One direction's curve from lines with -1 < c < 0, for pairs without any positive moment.
 
     There the integral is δ(ε) - 1, and the trapezoid rule gives ``δ - Σ_{k != 0} e^(c k P) (1 - δ(ε + k P))``; the
     aliases, by ``1 - δ(ε) <= min(1, e^ε)``, are at most ``e^(c P) / (1 - e^(c P))`` from above ε and
-    ``e^(ε - (1 + c) P)``, over one minus its ratio, from below. They count for the upper bound; the lower one needs
-    none. δ comes as a small difference from 1, so that rounding costs about 1e-14 / δ of it.
+    ``e^(ε - (1 + c) P)``, over one minus its ratio, from below. They are added to the upper bound; the lower
+    one needs no correction. δ is a small difference from 1, so its relative rounding error is about 1e-14 / δ.
     """
 
-    def __init__(self, steps: Sequence[tuple[Law, int]], *, swapped: bool):
-        self._terms = [term(law, count, swapped) for law, count in steps]
+    def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
+        self._terms = [term(pair, count, swapped) for pair, count in steps]
         self._lines: dict[float, _Line] = {}
 
     def _line(self, reach: float) -> _Line:
-        """A line that serves all ε up to ``reach``."""
+        """Returns a line for all ε up to ``reach``."""
         if reach not in self._lines:
-            size = -math.log(ALIAS_OF_ONE)
+            size = -math.log(HELLINGER_ALIAS)
             period = reach + 2 * size
-            self._lines[reach] = _Line(self._terms, -size / period, period, REST_OF_ONE)
+            self._lines[reach] = _Line(self._terms, -size / period, period, HELLINGER_REST)
         return self._lines[reach]
 
     @staticmethod
     def _alias(line: _Line, epsilon: float) -> float:
-        """Upper bound on what the aliases take at ε and below."""
+        """Returns an upper bound on what the aliases subtract at ε and below."""
         above, log_ratio = math.exp(line.c * line.period), -(1 + line.c) * line.period
         return above / (1 - above) + math.exp(min(epsilon + log_ratio, 0.0)) / -math.expm1(log_ratio)
 
@@ -306,37 +316,26 @@ class HellingerCurve:
             raise Unresolved
         line = self._line(reach)
         total, _, error = line.value(epsilon)
-        floor = max(-math.expm1(min(epsilon, 0.0)), 0.0)
         high = min(total + error + self._alias(line, epsilon), 1.0)
-        return Bracket(min(max(total - error, floor), high), high)
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        crossing = self._crossing(delta)
-        return Bracket(crossing.low(), crossing.high())
-
-    def epsilon_high(self, delta: float) -> float:
-        return self._crossing(delta).high()
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self.delta(epsilon).high <= delta
+        return ordered(max(total - error, trivial_delta(epsilon)), high)
 
     def _crossing(self, delta: float) -> _Crossing:
-        """Where a line that reaches ε(δ) crosses δ."""
+        """Returns where a line that reaches ε(δ) crosses δ."""
         for reach in REACHES:
             line = self._line(reach)
-            missing = self._alias(line, reach + FARTHEST)
+            missing = self._alias(line, reach + WIDEST_HELLINGER)
             total, _, error = line.value(reach)
             if total + error + missing <= delta:
                 root = _root(line, delta, 0.0, reach)
-                return _Crossing(line, delta, root, added=0.0, missing=missing, most=FARTHEST)
+                return _Crossing(line, delta, root, added=0.0, missing=missing, most=WIDEST_HELLINGER)
         raise Unresolved
 
 
-def curve(steps: Sequence[tuple[Law, int]], *, swapped: bool) -> SaddleCurve | HellingerCurve:
-    """One direction's curve by the contour engine.
+def curve(steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool) -> Curve:
+    """Returns one direction's curve by the contour engine.
 
     Raises:
-        Unresolved: now or when asked, the integral converges too slowly (few steps), or a law is not smooth.
+        Unresolved: now or when asked, if the integral converges too slowly (few steps) or a pair is not smooth.
     """
-    heavy = any(law.heavy for law, _ in steps if isinstance(law, Continuous)) and not swapped
+    heavy = any(pair.heavy for pair, _ in steps if isinstance(pair, DiscretizablePair)) and not swapped
     return (HellingerCurve if heavy else SaddleCurve)(steps, swapped=swapped)

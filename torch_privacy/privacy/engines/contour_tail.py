@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on the characteristic function of many steps from one frequency on: the contour engine's certificate.
+"""Bounds the characteristic function of many steps beyond a frequency, which certifies the contour engine.
 
-With D the difference of two independent tilted losses, ``1 - |φ(t)|² = E[1 - cos(t D)]``. Three bounds below it:
+With D the difference of two independent tilted losses, ``1 - |φ(t)|² = E[1 - cos(t D)]``. Three bounds from below:
 
 - near 0, by ``1 - cos x >= x²/2 - x⁴/24``: ``τ² - (κ + 3) τ⁴ / 12``, τ = t times the deviation, κ the kurtosis;
-- far out, ``|φ(t)| <= mass above a cap + variation of min(density, cap) / t``; and from there inwards by
-  ``1 - cos(k x) <= k² (1 - cos x)``: |φ| cannot be near 1 at t if it is not at the k-fold;
-- between, where they leave a gap, |φ| at the points of a grid and its Lipschitz constant.
+- for large t, ``|φ(t)| <= mass above a cap + variation of min(density, cap) / t``; and at smaller t by
+  ``1 - cos(k x) <= k² (1 - cos x)``: |φ| cannot be near 1 at t if it is not near 1 at k t;
+- between the two, |φ| at the points of a grid and its Lipschitz constant.
 """
 
 import math
@@ -18,17 +18,17 @@ from ..bracket import Array
 from .curve import Unresolved
 from .tilt import Term, Tilted, refined
 
-POINTS = 600  # of the grid between; beyond, the lattice is quicker
+POINTS = 600  # of the grid; with more points the lattice is faster
 
 
 def log_bound_beyond(terms: Sequence[Term], parts: Sequence[Tilted], c: float, start: float, rest: float) -> float:
-    """Bound on ``Σ times * log |φ(t)|`` for all t >= start, from the easier half of the parts; near ``rest`` if it can.
+    """Returns a bound on ``Σ times * log |φ(t)|`` for all t >= start, from the easier half of the parts; near ``rest``.
 
     Raises:
-        Unresolved: the bound would be above ``rest / 2``.
+        Unresolved: if the bound would be above ``rest / 2``.
     """
     share = 1.0 if len(parts) == 1 else 0.5
-    log_level = rest / (share * sum(part.times for part in parts))  # what log |φ| must not exceed
+    log_level = rest / (share * sum(part.times for part in parts))  # the largest log |φ| allowed
     needed = -math.expm1(2 * log_level)
     ends = [_far(part, log_level) for part in parts]
     order = sorted(range(len(parts)), key=ends.__getitem__)
@@ -55,8 +55,8 @@ def log_bound_beyond(terms: Sequence[Term], parts: Sequence[Tilted], c: float, s
 
 
 def _near(part: Tilted, start: float, needed: float) -> tuple[float, float]:
-    """Up to which t the fourth moment shows ``1 - |φ|² >= needed``, and a bound on log |φ| from start to there."""
-    if part.variance < 1e-100:  # a constant
+    """Returns the t up to which the fourth moment shows ``1 - |φ|² >= needed``, and a bound on log |φ| until t."""
+    if part.variance < 1e-100:  # a constant loss
         return start, 0.0
     squares = part.offsets * part.offsets
     quartic = (float(part.mass @ (squares * squares)) / part.variance**2 + 3) / 12
@@ -70,7 +70,7 @@ def _near(part: Tilted, start: float, needed: float) -> tuple[float, float]:
 
 
 def _far(part: Tilted, log_level: float) -> float:
-    """A frequency from which on variation shows ``log |φ| <= log_level``, there or at a multiple."""
+    """Returns a frequency beyond which the variation, there or at a multiple, shows ``log |φ| <= log_level``."""
     density = part.mass / np.maximum(part.gaps, 1e-300)
     levels = np.sort(density[part.mass > 1e-6])
     caps = levels[[len(levels) // 2, 7 * len(levels) // 10, 17 * len(levels) // 20, -1], None]
@@ -78,14 +78,14 @@ def _far(part: Tilted, log_level: float) -> float:
     above = (1 - cut / density) @ part.mass
     variation = 1.1 * (np.abs(cut[:, 1:] - cut[:, :-1]).sum(1) + cut[:, 0] + cut[:, -1])
     ends, squared = [math.inf], math.exp(2 * log_level)
-    for k in {1, max(int(math.sqrt(0.4 / (1 - squared))), 1)}:  # the latter is nearly the best
+    for k in {1, max(int(math.sqrt(0.4 / (1 - squared))), 1)}:  # the second k is nearly the best one
         room = math.sqrt(max(1 - k * k + k * k * squared, 0.0)) - above
         ends += (variation[room > 0] / room[room > 0] / k).tolist()
     return min(ends)
 
 
 def _grid(start: float, end: float, deviation: float) -> Array:
-    """Frequencies a tenth apart, from where losses turn about once in equal steps."""
+    """Returns frequencies that grow by a tenth each, and in equal steps once losses turn about once."""
     turn = min(max(2.5 / deviation, start), end)
     steady = math.ceil(math.log(turn / start) / math.log(1.1)), math.ceil((end - turn) * deviation / 0.25)
     if sum(steady) > POINTS:
@@ -95,7 +95,7 @@ def _grid(start: float, end: float, deviation: float) -> Array:
 
 
 def _log_size_between(one: Term, part: Tilted, c: float, t: Array, negligible: float) -> Array:
-    """Bound on log |φ| between neighboring t, from its values there and its Lipschitz constants."""
+    """Returns a bound on log |φ| between neighboring t, from its values there and its Lipschitz constants."""
     deviation, variance = float(part.mass @ np.abs(part.offsets)), part.variance
     part, slope = refined(one, part, c, float(t[-1]), negligible)
     kept = part.gaps <= slope * part.step * (1 + 1e-9)

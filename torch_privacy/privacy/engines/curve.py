@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""δ as a function of ε in one direction, with a bound on each side: what every engine hands to `compose`."""
+"""Provides `Curve`, certified bounds on δ as a function of ε in one direction, and the curves in closed form."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar, final
 
 import numpy as np
 
-from ..bracket import Array, inner
-from ..bracket import Bracket as Bracket
-from ..pairs.base import Law
+from ..bracket import Array, Bracket, ordered
+from ..pairs.base import DominatingPair
 
 Value = TypeVar("Value", float, Array, float | Array)
 
 
 class Unresolved(ValueError):
-    """An engine cannot represent these laws; whoever asks falls back on a bound that needs no engine."""
+    """Raised by an engine that cannot represent these pairs; `FallbackChain` then asks the next engine."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -22,28 +22,58 @@ class Unresolved(ValueError):
         )
 
 
-class Curve(Protocol):
-    """Certified bounds on one direction's hockey stick. An engine is whatever makes these from one-step laws."""
+class Curve(ABC):
+    """Certified bounds on the hockey stick of one direction. An engine makes curves from the pairs of single steps."""
 
+    @abstractmethod
     def delta(self, epsilon: float) -> Bracket[float]:
-        """Bounds on δ(ε), any real ε."""
-        ...
+        """Returns bounds on δ(ε), for any real ε."""
 
+    @abstractmethod
     def epsilon(self, delta: float) -> Bracket[float]:
-        """Bounds on the smallest ε >= 0 with δ(ε) <= delta."""
-        ...
+        """Returns bounds on the smallest ε >= 0 with δ(ε) <= delta."""
 
+    @abstractmethod
     def epsilon_high(self, delta: float) -> float:
-        """``epsilon(delta).high`` exactly, without the work for ``low``."""
-        ...
+        """Returns exactly ``epsilon(delta).high``, without the work for ``low``."""
 
+    @abstractmethod
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        """Whether δ(epsilon) is certainly at most ``delta``, cheaper than `epsilon`; False is no answer."""
-        ...
+        """True only if δ(epsilon) is certainly at most ``delta``; cheaper than `epsilon`. False proves nothing."""
+
+
+class SimpleCurve(Curve):
+    """A curve whose cheapest certificate is δ(ε) itself."""
+
+    @final
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self.delta(epsilon).high <= delta
+
+
+class SumCurve(Curve):
+    """A curve that adds up bounds on ε, so that its cheapest certificate is ``epsilon_high``."""
+
+    @abstractmethod
+    def epsilon_low(self, delta: float) -> float:
+        """Returns a lower bound on ε(delta)."""
+
+    @final
+    def epsilon(self, delta: float) -> Bracket[float]:
+        high = self.epsilon_high(delta)
+        return ordered(self.epsilon_low(delta), high)
+
+    @final
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self.epsilon_high(delta) <= epsilon
+
+
+def trivial_delta(epsilon: float) -> float:
+    """Returns ``max(1 - e^ε, 0)``, the δ that even P = Q has; every δ is at least that."""
+    return max(-float(np.expm1(min(epsilon, 0.0))), 0.0)
 
 
 def bisect(holds: Callable[[float], bool], fails: float, good: float, tolerance: float = 0.0) -> tuple[float, float]:
-    """Narrow ``[fails, good]`` (in either order) around the threshold of a monotone condition.
+    """Narrows ``[fails, good]`` (in either order) around the threshold of a monotone condition.
 
     Returns:
         ``(last point where it failed, last point where it held)``, at most ``tolerance`` times the latter apart, or
@@ -61,7 +91,7 @@ def bisect(holds: Callable[[float], bool], fails: float, good: float, tolerance:
 
 
 def crossing(small_enough: Callable[[float], bool]) -> Bracket[float]:
-    """Bracket of the smallest ε >= 0 that is large enough for a condition: (0, 0) if 0 is, (…, ∞) if none is."""
+    """Brackets the smallest ε >= 0 at which a condition holds: (0, 0) if it holds at 0, (…, ∞) if it never does."""
     if small_enough(0.0):
         return Bracket(0.0, 0.0)
     upper = 1.0
@@ -72,11 +102,11 @@ def crossing(small_enough: Callable[[float], bool]) -> Bracket[float]:
     return Bracket(*bisect(small_enough, 0.0, upper, 1e-13))
 
 
-class Nothing:
-    """Nothing was released: P = Q."""
+class NoRelease(SimpleCurve):
+    """The curve of no release at all: P = Q."""
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        value = max(-float(np.expm1(min(epsilon, 0.0))), 0.0)
+        value = trivial_delta(epsilon)
         return Bracket(value, value)
 
     def epsilon(self, delta: float) -> Bracket[float]:
@@ -85,65 +115,18 @@ class Nothing:
     def epsilon_high(self, delta: float) -> float:
         return 0.0
 
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return epsilon >= 0 or self.delta(epsilon).high <= delta
 
-
-class UpperHalf:
-    """A curve of which only upper bounds are known, from one that dominates it; the lower bounds are trivial."""
-
-    def __init__(self, dominating: Curve):
-        self._dominating = dominating
-
-    def delta(self, epsilon: float) -> Bracket:
-        return Bracket(max(-float(np.expm1(min(epsilon, 0.0))), 0.0), self._dominating.delta(epsilon).high)
-
-    def epsilon(self, delta: float) -> Bracket:
-        return Bracket(0.0, self.epsilon_high(delta))
-
-    def epsilon_high(self, delta: float) -> float:
-        return self._dominating.epsilon_high(delta)
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self._dominating.surely_below(epsilon, delta)
-
-
-class Capped:
-    """An engine's curve, its upper bound cut at a curve that dominates it.
-
-    The cap costs next to nothing, so it is asked first: if its ε or δ is 0, the engine is left alone.
-    """
-
-    def __init__(self, engine: Curve, dominating: Curve):
-        self._engine, self._cap = engine, UpperHalf(dominating)
-
-    def delta(self, epsilon: float) -> Bracket[float]:
-        cap = self._cap.delta(epsilon)
-        return cap if cap.high <= cap.low else inner(self._engine.delta(epsilon), cap)
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        cap = self._cap.epsilon(delta)
-        return cap if cap.high <= cap.low else inner(self._engine.epsilon(delta), cap)
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self._cap.surely_below(epsilon, delta) or self._engine.surely_below(epsilon, delta)
-
-    def epsilon_high(self, delta: float) -> float:
-        cap = self._cap.epsilon_high(delta)
-        return cap if cap == 0 else min(self._engine.epsilon_high(delta), cap)
-
-
-class ClosedForm:
-    """A single law whose hockey stick is a difference of two tails; the bounds differ by its rounding error.
+class ClosedFormCurve(SimpleCurve):
+    """The curve of a single pair whose hockey stick is a difference of two tails; the bounds differ by rounding.
 
     The rounding of each tail is taken as 32 units in the last place times its exponent: an estimate, not a proof.
     """
 
-    def __init__(self, law: Law, *, swapped: bool):
-        self._law, self._swapped = law, swapped
+    def __init__(self, pair: DominatingPair, *, swapped: bool):
+        self._pair, self._swapped = pair, swapped
 
     def delta(self, epsilon: float) -> Bracket[float]:
-        gain, loss, exponent = (float(value) for value in self._law.tails(np.array(epsilon), swapped=self._swapped))
+        gain, loss, exponent = (float(value) for value in self._pair.tails(np.array(epsilon), swapped=self._swapped))
         error = 32 * 2.0**-53 * (1 + abs(exponent)) * (gain + loss)
         return Bracket(max(gain - loss - error, 0.0), min(max(gain - loss, 0.0) + error, 1.0))
 
@@ -153,6 +136,3 @@ class ClosedForm:
 
     def epsilon_high(self, delta: float) -> float:
         return crossing(lambda epsilon: self.delta(epsilon).high <= delta).high
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self.delta(epsilon).high <= delta

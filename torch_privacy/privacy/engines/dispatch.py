@@ -1,179 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine answers: closed form, contour, lattice, or a single step that dominates all; and their combination.
+"""Chooses the engine that composes the steps of a run: closed form, contour, lattice, or bounds from the parts.
 
-In this order, the first that can: a closed form (one step, or full-batch Gaussians only); the contour (`contour`),
-exact to about 12 digits in a millisecond; the lattice (`lattice`, `fourier`), where few steps or a law without a smooth
-density let the contour converge too slowly, cut off where losses are heavy-tailed (`cut`); for Gaussian steps also a
-single step that dominates all (`dominating`); and at last the sum of what the parts cost by themselves (`apart`).
+The first of these that can answer does:
+
+1. a closed form: a single step, or full-batch Gaussians only;
+2. the contour (`contour`): exact to about 12 digits in a millisecond, for many steps of smooth pairs;
+3. the lattice (`lattice`, `fft`): for few steps and for pairs without a smooth density; truncated where losses are
+   heavy-tailed (`heavy_tail`);
+4. for Gaussian steps, a single step that dominates all (`dominating`);
+5. the sum of what the parts cost one by one (`combine.SumOfParts`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..bracket import Bracket
-from ..pairs.base import LARGEST_SHIFT, Continuous, Law, SubsampledNormal
+from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
+from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from . import contour
-from . import fft as fourier
-from .combine import Apart, AtLeastParts, StepByStep
-from .curve import Capped, ClosedForm, Curve, Nothing, Unresolved, UpperHalf
-from .heavy_tail import JumpCurve
-from .truncation import CutCurve, add_curve
+from .combine import CappedCurve, Envelope, FallbackChain, RaisedLowerBound, StepwiseBounds, SumOfParts
+from .curve import ClosedFormCurve, Curve, NoRelease
+from .fft import LatticeEngine
+from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
 
-Steps = Sequence[tuple[Law, int]]
-Answer = TypeVar("Answer")
+Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
 
 
-@dataclass(frozen=True)
-class Between:
-    """An event of which no exact law is known: one that dominates it, and realisable ones that it dominates.
-
-    Args:
-        upper: a law at least as easy to tell apart, in both directions.
-        lower: laws that some pair of neighboring data sets realises; may be empty.
-    """
-
-    upper: Law
-    lower: tuple[Law, ...] = ()
-
-
-class FirstThatCan:
-    """Asks one engine, and where that gives up, the next."""
-
-    def __init__(self, make: Sequence[Callable[[], Curve]]):
-        self._make, self._made = make, {}
-
-    def _ask(self, question: Callable[[Curve], Answer]) -> Answer:
-        for index, make in enumerate(self._make):
-            try:
-                if index not in self._made:
-                    self._made[index] = make()
-                return question(self._made[index])
-            except Unresolved:
-                if index == len(self._make) - 1:
-                    raise
-        raise AssertionError("no engine at all")
-
-    def delta(self, epsilon: float) -> Bracket[float]:
-        return self._ask(lambda curve: curve.delta(epsilon))
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        return self._ask(lambda curve: curve.epsilon(delta))
-
-    def epsilon_high(self, delta: float) -> float:
-        return self._ask(lambda curve: curve.epsilon_high(delta))
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self._ask(lambda curve: curve.surely_below(epsilon, delta))
-
-
-class Extremes:
-    """The upper bounds of some curves, the largest; and the lower bounds of others, the largest."""
-
-    def __init__(self, upper: Sequence[Curve], lower: Sequence[Curve]):
-        self._upper, self._lower = upper, lower
-
-    def delta(self, epsilon: float) -> Bracket[float]:
-        high = max(curve.delta(epsilon).high for curve in self._upper)
-        trivial = max(-float(np.expm1(min(epsilon, 0.0))), 0.0)
-        return Bracket(min(max([trivial, *(curve.delta(epsilon).low for curve in self._lower)]), high), high)
-
-    def epsilon(self, delta: float) -> Bracket[float]:
-        high = self.epsilon_high(delta)
-        return Bracket(min(max([0.0, *(curve.epsilon(delta).low for curve in self._lower)]), high), high)
-
-    def epsilon_high(self, delta: float) -> float:
-        return max(curve.epsilon_high(delta) for curve in self._upper)
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return all(curve.surely_below(epsilon, delta) for curve in self._upper)
-
-
-def curves(steps: Sequence[tuple[Law | Between, int]], method: str = "auto") -> tuple[Curve, ...]:
-    """The remove and the add curve of all steps together; a single one where both are the same."""
+def curves(steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str = "auto") -> tuple[Curve, ...]:
+    """Returns the remove and the add curve of all steps together; a single one where both are the same."""
     if not steps:
-        return (Nothing(),)
-    if not any(isinstance(law, Between) for law, _ in steps):
+        return (NoRelease(),)
+    if not any(isinstance(pair, PairBounds) for pair, _ in steps):
         return _curves(steps, method)  # pyright: ignore[reportArgumentType]
-    upper = [(law.upper if isinstance(law, Between) else law, count) for law, count in steps]
-    lower = [curve for some in _realisable(steps) for curve in _curves(some, method)]
-    return (Extremes(_curves(upper, method), lower),)
+    upper = [(pair.upper if isinstance(pair, PairBounds) else pair, count) for pair, count in steps]
+    lower = [curve for realizable in _realizable(steps) for curve in _curves(realizable, method)]
+    return (Envelope(_curves(upper, method), lower),)
 
 
-def _realisable(steps: Sequence[tuple[Law | Between, int]]) -> list[Steps]:
-    """What is certainly as easy to tell apart, each law's variants taken in turn; a law without any is left out."""
-    options = [(law.lower if isinstance(law, Between) else (law,), count) for law, count in steps]
-    options = [(laws, count) for laws, count in options if laws]
-    variants = max((len(laws) for laws, _ in options), default=0)
-    return [[(laws[i % len(laws)], count) for laws, count in options] for i in range(variants)]
+def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> list[Steps]:
+    """Returns lists of steps that the true ones dominate, one for each lower bound; steps without any are left out."""
+    options = [(pair.lower if isinstance(pair, PairBounds) else (pair,), count) for pair, count in steps]
+    options = [(pairs, count) for pairs, count in options if pairs]
+    variants = max((len(pairs) for pairs, _ in options), default=0)
+    return [[(pairs[i % len(pairs)], count) for pairs, count in options] for i in range(variants)]
 
 
 def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
-    swaps = (False,) if all(law.symmetric for law, _ in steps) else (False, True)
-    normal = [(law, count) for law, count in steps if isinstance(law, SubsampledNormal)]
-    if len(normal) == len(steps):
-        if all(law.probability == 1 for law, _ in normal):
-            return (ClosedForm(dominating(normal), swapped=False),)
-        caps = {swapped: ClosedForm(dominating(normal), swapped=swapped) for swapped in swaps}
-        if any(law.shift > LARGEST_SHIFT for law, _ in normal) and sum(count for _, count in steps) > 1:
-            return tuple(UpperHalf(cap) for cap in caps.values())
+    """Returns what `curves` returns, for steps whose pairs are all known exactly."""
+    swaps = (False,) if all(pair.symmetric for pair, _ in steps) else (False, True)
+    gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
+    if len(gaussian) == len(steps):
+        if all(pair.probability == 1 for pair, _ in gaussian):
+            return (ClosedFormCurve(dominating(gaussian), swapped=False),)
+        caps = {swapped: ClosedFormCurve(dominating(gaussian), swapped=swapped) for swapped in swaps}
+        if any(pair.shift > LARGEST_SHIFT for pair, _ in gaussian) and sum(count for _, count in steps) > 1:
+            return tuple(Envelope([cap]) for cap in caps.values())
     else:
         caps = {}
     if method == "auto" and sum(count for _, count in steps) == 1:
-        return tuple(ClosedForm(steps[0][0], swapped=swapped) for swapped in swaps)
-    lattices = fourier.Shared(steps)
-    return tuple(_curve(steps, lattices, swapped, caps.get(swapped), method) for swapped in swaps)
+        return tuple(ClosedFormCurve(steps[0][0], swapped=swapped) for swapped in swaps)
+    engine = LatticeEngine(steps)
+    return tuple(_curve(steps, engine, swapped, caps.get(swapped), method) for swapped in swaps)
 
 
-def _curve(steps: Steps, lattices: fourier.Shared, swapped: bool, cap: Curve | None, method: str) -> Curve:
-    def lattice() -> Curve:
-        return lattices.curve(swapped=swapped)
+def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None, method: str) -> Curve:
+    """Returns one direction's curve; ``cap`` is a curve that dominates it, if one is known."""
+
+    def on_lattice() -> Curve:
+        return engine.curve(swapped=swapped)
 
     def capped() -> Curve:
-        return lattice() if cap is None else Capped(lattice(), cap)
+        return on_lattice() if cap is None else CappedCurve(on_lattice(), cap)
 
-    def on_a_line() -> Curve:
+    def on_contour() -> Curve:
         return contour.curve(steps, swapped=swapped)
 
     if method != "auto":
-        return FirstThatCan([on_a_line if method == "contour" else capped])
+        return FallbackChain([on_contour if method == "contour" else capped])
 
-    def apart() -> Curve:
-        return _apart(steps, swapped)
+    def in_parts() -> Curve:
+        return _in_parts(steps, swapped)
 
-    def at_least(curve: Curve) -> Curve:
-        return AtLeastParts(curve, apart) if len(steps) > 1 else curve
+    def raised(curve: Curve) -> Curve:
+        return RaisedLowerBound(curve, in_parts) if len(steps) > 1 else curve
 
-    heavy = any(law.heavy for law, _ in steps if isinstance(law, Continuous))
-    tails = [lambda: add_curve(steps) if swapped else CutCurve(steps, at_least)] if heavy else []
-    jumps = [lambda: JumpCurve(steps)] if heavy and not swapped else []
-    cheap = [lambda: UpperHalf(cap)] if cap is not None and len(steps) == 1 else []
-    return FirstThatCan([on_a_line, *tails, lambda: at_least(capped()), *jumps, *cheap, apart])
+    heavy = any(pair.heavy for pair, _ in steps if isinstance(pair, DiscretizablePair))
+    truncated = [lambda: add_curve(steps) if swapped else TruncatedLatticeCurve(steps, raised)] if heavy else []
+    rough = [lambda: HeavyTailCurve(steps)] if heavy and not swapped else []
+    one_step = [lambda: Envelope([cap])] if cap is not None and len(steps) == 1 else []
+    return FallbackChain([on_contour, *truncated, lambda: raised(capped()), *rough, *one_step, in_parts])
 
 
-def _apart(steps: Steps, swapped: bool) -> Curve:
-    """Without the law that matters least, and that one by itself; equal steps one by one."""
+def _in_parts(steps: Steps, swapped: bool) -> Curve:
+    """Returns bounds from two parts, one of them the pair with the least variance; from equal steps one by one."""
     if len(steps) == 1:
-        return StepByStep(*steps[0], swapped=swapped)
-    moments = [times * law.second_moment() for law, times in steps]
+        return StepwiseBounds(*steps[0], swapped=swapped)
+    moments = [times * pair.second_moment() for pair, times in steps]
     least = moments.index(min(moments))
     parts = [*steps[:least], *steps[least + 1 :]], [steps[least]]
-    return Apart(*(_curves(part, "auto")[-1 if swapped else 0] for part in parts))
+    return SumOfParts(*(_curves(part, "auto")[-1 if swapped else 0] for part in parts))
 
 
-def dominating(steps: Sequence[tuple[SubsampledNormal, int]]) -> SubsampledNormal:
-    """One law at least as easy to tell apart, in both directions, as all steps together; equal to it where q = 1.
+def dominating(steps: Sequence[tuple[SubsampledGaussianPair, int]]) -> SubsampledGaussianPair:
+    """Returns one pair that dominates all steps together in both directions; it is exact where q = 1.
 
-    With probability ``Π (1 - q_i)`` no step sees the example and P is Q. Otherwise P is a mixture over the steps that
-    do; full-batch Gaussians add up, so each part has a shift of at most ``sqrt(Σ z_i²)``, and the hockey stick is
-    convex in P. So one step with that shift, and the probability that any step sees the example, dominates.
+    With probability ``Π (1 - q_i)`` no step samples the example and P is Q. Otherwise P is a mixture over the steps
+    that do; full-batch Gaussians add up, so each component has a shift of at most ``sqrt(Σ z_i²)``, and the hockey
+    stick is convex in P. So one step with that shift, and the probability that any step samples the example, dominates.
     """
     if len(steps) == 1 and steps[0][1] == 1:
         return steps[0][0]
-    shift = sum(count * law.shift**2 for law, count in steps) ** 0.5
+    shift = sum(count * pair.shift**2 for pair, count in steps) ** 0.5
     with np.errstate(divide="ignore"):  # log 0 = -∞ is right for q = 1
-        log_unseen = sum(count * np.log1p(-law.probability) for law, count in steps)
-    return SubsampledNormal(shift, float(-np.expm1(log_unseen)))
+        log_unseen = sum(count * np.log1p(-pair.probability) for pair, count in steps)
+    return SubsampledGaussianPair(shift, float(-np.expm1(log_unseen)))

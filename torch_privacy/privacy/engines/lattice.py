@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's law moved onto a lattice of privacy losses, once upwards and once downwards.
+"""Moves the pair of one step onto a lattice of privacy losses, once upwards and once downwards.
 
 A pair (P, Q) is described by its hockey stick ``H(x) = sup_A P(A) - x Q(A)``, convex in ``x = e^ε``. Moving mass onto
 lattice points makes it piecewise linear:
@@ -18,11 +18,12 @@ from functools import cached_property, lru_cache, singledispatch
 import numpy as np
 
 from ..bracket import Array
-from ..pairs.base import Continuous, Law, Symmetrised
+from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.gaussian import SymmetrizedPair
 from .curve import Unresolved
 
 CANCELLED = 1e-12  # relative error of a difference of masses that nearly cancel
-OVER = 1e-3  # by how much of the spacing, or of itself, the first height may lie too high
+FIRST_EXCESS = 1e-3  # how far the first height may lie too high, relative to the spacing or to itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,8 @@ class Lattice:
         mass: P-mass at each lattice point.
         only_p: P-mass where Q has none (loss +∞).
         only_q: Q-mass where P has none (loss -∞); it turns into `only_p` when the pair is swapped.
-        log_neglected: log of the Q-mass that the outcomes of `only_p` have after all; the hockey stick is too high by
-            at most e^ε times as much. A logarithm, as heavy tails lie at losses far above 700.
+        log_neglected: log of the small Q-mass that the outcomes of `only_p` have in truth; the hockey stick is too high
+            by at most e^ε times that mass. A logarithm, because heavy tails lie at losses far above 700.
     """
 
     start: float
@@ -53,79 +54,79 @@ class Lattice:
 
     @cached_property
     def swapped(self) -> "Lattice":
-        """The pair (Q, P), i.e. the other direction."""
+        """The pair (Q, P), which is the other direction."""
         with np.errstate(divide="ignore"):  # log 0 = -∞ is right
             q_mass = np.exp(np.log(self.mass) - self.losses)
         return Lattice(-float(self.losses[-1]), self.spacing, q_mass[::-1], self.only_q, self.only_p)
 
     def delta(self, epsilon: float) -> float:
-        """Hockey stick of this single step at e^ε (for tests; composition uses `fourier`)."""
+        """Returns the hockey stick of this single step at e^ε (composition uses `fft`)."""
         return float(self.mass @ np.maximum(-np.expm1(epsilon - self.losses), 0)) + self.only_p
 
 
 @lru_cache(maxsize=16)
-def pessimistic(law: Law, spacing: float) -> Lattice:
-    """A lattice pair that is at least as easy to tell apart as ``law``."""
-    return above(law, spacing)
+def pessimistic(pair: DominatingPair, spacing: float) -> Lattice:
+    """Returns a lattice pair that dominates ``pair``."""
+    return above(pair, spacing)
 
 
 @lru_cache(maxsize=16)
-def optimistic(law: Law, spacing: float) -> Lattice:
-    """A lattice pair that is at most as easy to tell apart as ``law``."""
-    return below(law, spacing)
+def optimistic(pair: DominatingPair, spacing: float) -> Lattice:
+    """Returns a lattice pair that ``pair`` dominates."""
+    return below(pair, spacing)
 
 
 @singledispatch
-def above(law: Law, spacing: float) -> Lattice:
-    """What `pessimistic` does for one type of law; register a new type here."""
+def above(pair: DominatingPair, spacing: float) -> Lattice:
+    """Implements `pessimistic` for one type of pair; a new type is registered here."""
     raise Unresolved
 
 
 @singledispatch
-def below(law: Law, spacing: float) -> Lattice:
-    """What `optimistic` does for one type of law."""
+def below(pair: DominatingPair, spacing: float) -> Lattice:
+    """Implements `optimistic` for one type of pair; a new type is registered here."""
     raise Unresolved
 
 
 @above.register
-def _(law: Continuous, spacing: float) -> Lattice:
-    """Connect the dots.
+def _(pair: DiscretizablePair, spacing: float) -> Lattice:
+    """Joins the hockey stick's values at the lattice points by chords.
 
     Each cell between neighboring lattice points ``l`` and ``l + h`` moves its mass to its two ends, keeping the P- and
-    the Q-mass: ``up = (P - e^l Q) / (1 - e^-h)``, ``down = P - up``. The law gives ``P - e^l Q`` free of the
+    the Q-mass: ``up = (P - e^l Q) / (1 - e^-h)``, ``down = P - up``. The pair gives ``P - e^l Q`` free of the
     cancellation that small sampling probabilities would bring. The two outer cells reach to -∞ and +∞ (their h is
-    infinite); what lies there becomes perfectly telling.
+    infinite); the outcomes beyond the last one count as an infinite loss.
 
     Source: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi (2022), arXiv:2207.04380.
     """
-    lowest = _lowest_index(law, spacing)
-    heights = spacing * np.arange(lowest, int(np.ceil(law.ends[1] / spacing)) + 1)
+    lowest = _lowest_index(pair, spacing)
+    heights = spacing * np.arange(lowest, int(np.ceil(pair.ends[1] / spacing)) + 1)
     cuts = np.concatenate([[-np.inf], heights, [np.inf]])
-    mass, excess = law.cells(cuts, cuts[:-1])
+    mass, excess = pair.cells(cuts, cuts[:-1])
     gap = np.full(len(mass), -np.expm1(-spacing))
     gap[[0, -1]] = 1.0
     up = np.clip(excess / gap, 0, mass)  # all of the first cell: from a loss of -∞, where `down` has no P-mass
     down = mass - up
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
-    start = law.floor + float(heights[0])
-    missing = law.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
+    start = pair.floor + float(heights[0])
+    missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
     lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]))
     if start > -700:
         only_q = max(-math.exp(-start) * float(missing[0]), 0.0)
-    else:  # e^start is 0: what Q has nowhere else
+    else:  # e^start is 0: what remains of Q's mass
         only_q = min(max(1.0 - float(lattice.swapped.mass.sum()), 0.0) + CANCELLED, 1.0)
     return replace(lattice, only_q=only_q)
 
 
-def _lowest_index(law: Continuous, spacing: float) -> int:
-    """How many lattice points above the floor to begin: 0, unless the losses keep far away from it (much noise)."""
-    lowest = int(np.floor(law.ends[0] / spacing))
-    return lowest if lowest < 0 or (law.edge and lowest * spacing > law.span) else 0
+def _lowest_index(pair: DiscretizablePair, spacing: float) -> int:
+    """Returns the index of the first lattice point: 0, the floor, unless all losses lie far from it (much noise)."""
+    lowest = int(np.floor(pair.ends[0] / spacing))
+    return lowest if lowest < 0 or (pair.edge and lowest * spacing > pair.span) else 0
 
 
 @below.register
-def _(law: Continuous, spacing: float) -> Lattice:
-    """Tangents, lowered to meet on the lattice.
+def _(pair: DiscretizablePair, spacing: float) -> Lattice:
+    """Joins values on tangents of the hockey stick, lowered so that they meet on the lattice.
 
     Cells are cut midway between lattice points; at a cut the tangent of H is known exactly. At the lattice point
     ``x_i = e^{l_i}`` the tangents of the two nearest cuts differ by ``κ_i = P_i - x_i Q_i = O(h³)``, and the lower one
@@ -133,31 +134,31 @@ def _(law: Continuous, spacing: float) -> Lattice:
     masses: ``max(κ_i, 0) / (e^h - 1)`` moves from i-1 up to i, and ``-min(κ_i, 0) / (1 - e^-h)`` from i+1 down to i.
 
     The first lattice point is the mean ratio of all that lies below the first cut (κ = 0), the last cell is longer
-    above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond count as perfectly telling; the
-    little Q-mass that they have is told by `log_neglected`.
+    above than below (κ >= 0), so that no mass leaves the lattice. Outcomes beyond count as an infinite loss;
+    `log_neglected` is the little Q-mass that they have.
     """
-    bottom = 0.0 if law.edge else law.ends[0]
-    heights = _first_height(law, bottom, spacing) + spacing * np.arange(max(int(law.span / spacing) + 2, 3))
+    bottom = 0.0 if pair.edge else pair.ends[0]
+    heights = _first_height(pair, bottom, spacing) + spacing * np.arange(max(int(pair.span / spacing) + 2, 3))
     cuts = np.concatenate([[bottom], heights + spacing / 2])
     cuts[-1] += spacing / 4
-    first, last = _gentle_range(law.cells(cuts, heights)[0])
+    first, last = _gentle_range(pair.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
-    mass, kappa = law.cells(cuts, heights)
+    mass, kappa = pair.cells(cuts, heights)
     if kappa[-1] < 0:  # an atom below the last lattice point: its cell joins the one before
         heights, cuts = heights[:-1], np.delete(cuts, -2)
-        mass, kappa = law.cells(cuts, heights)
+        mass, kappa = pair.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
-    (only_p,), (excess,) = law.cells(np.array([cuts[-1], np.inf]), heights[-1:])
+    (only_p,), (excess,) = pair.cells(np.array([cuts[-1], np.inf]), heights[-1:])
     only_p = max(float(only_p), 0.0)
     weighted = max(only_p - float(excess), CANCELLED * only_p)  # e^height of the last point times their Q-mass
-    log_neglected = float(np.log(weighted)) - law.floor - float(heights[-1]) if weighted else -np.inf
-    return Lattice(law.floor + float(heights[0]), spacing, mass, only_p, log_neglected=log_neglected)
+    log_neglected = float(np.log(weighted)) - pair.floor - float(heights[-1]) if weighted else -np.inf
+    return Lattice(pair.floor + float(heights[0]), spacing, mass, only_p, log_neglected=log_neglected)
 
 
 @above.register
-def _(law: Symmetrised, spacing: float) -> Lattice:
-    """Connect the dots above 0, mirror them, and leave the rest of the mass at 0."""
-    half, top = law.law, law.law.floor + law.law.ends[1]
+def _(pair: SymmetrizedPair, spacing: float) -> Lattice:
+    """Joins the values above 0 by chords, mirrors them, and leaves the rest of the mass at 0."""
+    half, top = pair.one_sided, pair.one_sided.floor + pair.one_sided.ends[1]
     losses = spacing * np.arange(int(np.ceil(top / spacing)) + 1)
     mass, excess = half.cells(np.append(losses - half.floor, np.inf), losses - half.floor)
     gap = np.append(np.full(len(mass) - 1, -np.expm1(-spacing)), 1.0)
@@ -169,12 +170,12 @@ def _(law: Symmetrised, spacing: float) -> Lattice:
 
 
 @below.register
-def _(law: Symmetrised, spacing: float) -> Lattice:
-    return below(law.law, spacing)  # the curve itself lies below its symmetrisation
+def _(pair: SymmetrizedPair, spacing: float) -> Lattice:
+    return below(pair.one_sided, spacing)  # a curve lies below its symmetrization
 
 
 def _gentle_range(mass: Array) -> tuple[int, int]:
-    """First and last cell to keep: beyond, masses more than halve from cell to cell, so that those tails join in."""
+    """Returns the first and the last cell to keep; beyond them, masses more than halve from cell to cell."""
     rising, falling = mass[1:] > 2 * mass[:-1], mass[:-1] > 2 * mass[1:]
     first = np.flatnonzero((mass[:-1] > 0) & ~rising)
     last = np.flatnonzero((mass[1:] > 0) & ~falling) + 1
@@ -183,22 +184,22 @@ def _gentle_range(mass: Array) -> tuple[int, int]:
     return int(first[0]), int(last[-1])
 
 
-def _first_height(law: Continuous, bottom: float, spacing: float) -> float:
-    """Height of the first lattice point: the mean likelihood ratio of what lies below its upper cut.
+def _first_height(pair: DiscretizablePair, bottom: float, spacing: float) -> float:
+    """Returns the height of the first lattice point: the mean likelihood ratio of what lies below its upper cut.
 
-    A fixed point, or a little above it, which is as valid: it is stepped over.
+    The iteration stops at a fixed point or a little above it, which is as valid.
     """
-    height = law.ends[0]
+    height = pair.ends[0]
     for _ in range(100):
-        mean = law.mean_height(bottom, height + spacing / 2)
+        mean = pair.mean_height(bottom, height + spacing / 2)
         if mean <= height:
             break
-        height = mean + OVER * min(spacing, abs(mean))
+        height = mean + FIRST_EXCESS * min(spacing, abs(mean))
     return height
 
 
 def _lowered(mass: Array, kappa: Array, spacing: float) -> Array:
-    """Masses of the interpolation through the lower tangents: κ moves mass towards the flatter side."""
+    """Returns the masses of the interpolation through the lower tangents: κ moves mass towards the flatter side."""
     up = np.maximum(kappa, 0) / np.expm1(min(spacing, 700.0))
     down = -np.minimum(kappa, 0) / -np.expm1(-spacing)
     up[0] = down[-1] = 0.0  # κ <= 0 and κ >= 0 there, up to rounding
@@ -209,14 +210,14 @@ def _lowered(mass: Array, kappa: Array, spacing: float) -> Array:
 
 
 def _without_concave_kinks(mass: Array, spacing: float) -> Array:
-    """Drop lattice points of negative mass, where the interpolation is concave: the chord past them lies lower still.
+    """Drops lattice points of negative mass, where the interpolation is concave; the chord past them lies lower.
 
-    Each one's mass goes to its neighbors so that P- and Q-mass are kept. Mostly rounding in far tails (masses below
-    1e-22) and the first cells of a law make such points.
+    Each one's mass goes to its neighbors so that P- and Q-mass are kept. Such points come mostly from rounding in far
+    tails (masses below 1e-22) and from the first cells of a pair.
     """
     mass = mass.copy()
     waiting = np.flatnonzero(mass < 0)[::-1].tolist()
-    before, after = np.arange(-1, len(mass) - 1), np.arange(1, len(mass) + 1)  # neighbors among the points still there
+    before, after = np.arange(-1, len(mass) - 1), np.arange(1, len(mass) + 1)  # neighbors among the remaining points
     while waiting:
         here = waiting.pop()
         if mass[here] >= 0:  # dropped already

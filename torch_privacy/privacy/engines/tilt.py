@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's loss under a tilt: its moments, and its characteristic function, to rounding accuracy.
+"""Computes moments and characteristic function of one step's loss under a tilt, to rounding accuracy.
 
 ``M(s) = E_P e^(s l)`` comes from a trapezoid rule over the outcome (`Term`). On a line ``s = c + i t`` it is
 ``M(c) φ(t)``, φ the characteristic function of the loss under the tilt c (`Tilted`). Many steps multiply its logarithm,
-so M - 1 and φ - 1 are computed: a million steps would cost M and φ themselves six digits.
+so M - 1 and φ - 1 are computed instead: with a million steps, M and φ themselves would lose six digits.
 """
 
 import math
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bracket import Array
-from ..pairs.base import Continuous, Law, Nodes
+from ..pairs.base import DiscretizablePair, DominatingPair, Nodes
 from .curve import Unresolved
 
-NOWHERE = -80.0  # log of the mass under any tilt of nodes that are left out of moments, which are at least about 1
-LARGEST_EXPONENT = 700.0  # e to this power is a finite number
-TRIMMED = -44.0  # log of the mass under the tilt, relative to the largest, of nodes that are left out
+NEGLIGIBLE = -80.0  # log mass under any tilt below which nodes are left out of moments, which are at least about 1
+LARGEST_EXPONENT = 700.0  # e to this power is still finite
+TRIMMED = -44.0  # log mass under the tilt, relative to the largest, below which nodes are left out
 
 
 def tilt_entropy(s: Array) -> Array:
-    """``H(s) = s log s - (1 + s) log(1 + s)``, by which ``δ(ε) <= exp(K(s) + H(s) - s ε)`` for every s > 0."""
+    """Returns ``H(s) = s log s - (1 + s) log(1 + s)``; ``δ(ε) <= exp(K(s) + H(s) - s ε)`` for every s > 0."""
     return s * np.log(s) - (1 + s) * np.log1p(s)
 
 
 class Term(NamedTuple):
-    """One law's nodes in one direction."""
+    """The nodes of one pair in one direction."""
 
-    law: Continuous
+    pair: DiscretizablePair
     times: int
     swapped: bool
     losses: Array
@@ -37,38 +37,40 @@ class Term(NamedTuple):
     log_mass: Array
     gaps: Array
     step: float
-    drift: float  # E_P [e^-l - 1], 0 but for rounding
+    drift: float  # E_P [e^-l - 1]: rounding only, as it is 0 in truth
 
 
 @lru_cache(maxsize=256)
-def _nodes(law: Law, halvings: int) -> Nodes:
-    """A law's nodes, their spacing the coarsest over ``2^(halvings / 2)``."""
-    nodes = law.nodes(law.coarsest_step / 2 ** (halvings / 2)) if isinstance(law, Continuous) else None
+def _nodes(pair: DominatingPair, halvings: int) -> Nodes:
+    """Returns a pair's nodes at its coarsest spacing divided by ``2^(halvings / 2)``."""
+    nodes = pair.nodes(pair.coarsest_step / 2 ** (halvings / 2)) if isinstance(pair, DiscretizablePair) else None
     if nodes is None:
         raise Unresolved
     return nodes
 
 
 @lru_cache(maxsize=512)
-def term(law: Law, times: int, swapped: bool, halvings: int = 0) -> Term:
-    """One direction's nodes of a law that happened so many times."""
-    losses, log_mass, gaps, step = _nodes(law, halvings)
-    assert isinstance(law, Continuous)
+def term(pair: DominatingPair, times: int, swapped: bool, halvings: int = 0) -> Term:
+    """Returns one direction's nodes of a pair that happened ``times`` times."""
+    losses, log_mass, gaps, step = _nodes(pair, halvings)
+    assert isinstance(pair, DiscretizablePair)
     if swapped:
         losses, log_mass = -losses, log_mass - losses
     mass = np.exp(log_mass)
     near = np.expm1(-np.maximum(losses, -1.0)) * mass
-    drift = float(np.where(losses > -1, near, np.exp(log_mass - losses) - mass).sum())  # mass may be 0 far from Q's
-    return Term(law, times, swapped, losses, mass, log_mass, gaps, step, drift)
+    drift = float(
+        np.where(losses > -1, near, np.exp(log_mass - losses) - mass).sum()
+    )  # mass may underflow far from Q's
+    return Term(pair, times, swapped, losses, mass, log_mass, gaps, step, drift)
 
 
 def log_moments(one: Term, tilts: Array) -> tuple[Array, Array]:
-    """``log E_P e^(s l)`` and the tilted variance of l for each s; infinite where the nodes do not reach far enough.
+    """Returns ``log E_P e^(s l)`` and the tilted variance of l for each s; infinite where the nodes end too early.
 
-    ``E_P [e^-l - 1] = 0``, so ``E_P [e^(s l) - 1 + s (e^-l - 1)]`` is the moment less 1 without cancellation.
+    ``E_P [e^-l - 1] = 0``, so ``E_P [e^(s l) - 1 + s (e^-l - 1)]`` is the moment minus 1 without cancellation.
     """
     lifted = one.log_mass + np.maximum(tilts[0] * one.losses, tilts[-1] * one.losses)
-    matter = np.flatnonzero(lifted > NOWHERE)
+    matter = np.flatnonzero(lifted > NEGLIGIBLE)
     kept = slice(matter[0], matter[-1] + 1)
     losses, mass = one.losses[kept], one.mass[kept]
     first = losses * mass
@@ -88,7 +90,7 @@ class Tilted(NamedTuple):
     """One term under the tilt c, trimmed to the nodes that matter."""
 
     times: int
-    offsets: Array  # losses less their mean
+    offsets: Array  # losses minus their mean
     mass: Array
     gaps: Array
     step: float
@@ -97,16 +99,17 @@ class Tilted(NamedTuple):
     log_moment: float
 
     def log_size(self, t: float) -> float:
-        """``log |φ(t)|``."""
+        """Returns ``log |φ(t)|``."""
         half = (t / 2) * self.offsets
         sine = np.sin(half)
         real, imaginary = -2 * float((sine * sine) @ self.mass), 2 * float((sine * np.cos(half)) @ self.mass)
         return math.log1p(max(2 * real + real**2 + imaginary**2, -1 + 2e-15)) / 2
 
     def log_phi_at_multiples(self, spacing: float, count: int) -> tuple[Array, Array]:
-        """Real and imaginary part of log φ at 0, spacing, 2 spacing, ...: few sines, one product.
+        """Returns real and imaginary part of log φ at 0, spacing, 2 spacing, ... with few sines and one matrix product.
 
-        With A = e^(ia) - 1 and B = e^(ib) - 1, ``e^(i(a + b)) - 1 = A (1 + B) + B`` loses no digit, as φ itself would.
+        With A = e^(ia) - 1 and B = e^(ib) - 1, ``e^(i(a + b)) - 1 = A (1 + B) + B`` loses no digit, whereas φ itself
+        would.
         """
         width = math.isqrt(count - 1) + 1
         fine = self._turned(spacing * np.arange(width))
@@ -117,7 +120,7 @@ class Tilted(NamedTuple):
         return np.log1p(size) / 2, np.arctan2(imaginary, 1 + real)
 
     def _turned(self, t: Array) -> Array:
-        """``e^(i t (l - mean)) - 1``, a row for each t."""
+        """Returns ``e^(i t (l - mean)) - 1``, one row for each t."""
         half = t[:, None] * (self.offsets / 2)
         sine = np.sin(half)
         turned = np.empty(half.shape, complex)
@@ -127,11 +130,11 @@ class Tilted(NamedTuple):
 
 
 def tilted(one: Term, c: float) -> Tilted:
-    """A term under the tilt c."""
+    """Returns a term under the tilt c."""
     exponents = c * one.losses
     if max(exponents[0], exponents[-1]) < LARGEST_EXPONENT:
         excess = float(np.expm1(exponents) @ one.mass)
-    else:  # far out in a heavy tail, where the mass is as small
+    else:  # far out in a heavy tail: e^exponent overflows, but the mass is as small
         excess = float((np.exp(exponents + one.log_mass) - one.mass).sum())
     excess += c * one.drift
     if not excess > -1:  # rounding in a heavy tail
@@ -150,9 +153,9 @@ def tilted(one: Term, c: float) -> Tilted:
 
 
 def refined(one: Term, part: Tilted, c: float, frequency: float, negligible: float = 1e-16) -> tuple[Tilted, float]:
-    """The same part from a rule that is fine enough for oscillations up to a frequency, and its steepest slope.
+    """Returns the part from a rule fine enough for oscillations up to a frequency, and its steepest slope.
 
-    The nodes of the widest gaps are let be that have no more mass than ``negligible`` together.
+    The nodes with the widest gaps are left as they are, as long as their total mass is at most ``negligible``.
     """
     widest = np.argsort(part.gaps)[::-1]
     first = int(np.searchsorted(np.cumsum(part.mass[widest]), negligible))
@@ -162,5 +165,5 @@ def refined(one: Term, part: Tilted, c: float, frequency: float, negligible: flo
     step = 2 * math.pi / (frequency * slope + 26.6)
     if one.step / step > 100:
         raise Unresolved
-    halvings = math.ceil(2 * math.log2(one.law.coarsest_step / step))
-    return tilted(term(one.law, one.times, one.swapped, halvings), c), slope
+    halvings = math.ceil(2 * math.log2(one.pair.coarsest_step / step))
+    return tilted(term(one.pair, one.times, one.swapped, halvings), c), slope

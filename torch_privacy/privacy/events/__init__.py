@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: one class for each kind of release that the ledger records."""
+"""Provides events: one class for each kind of release that can be priced and recorded in a ledger."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen descriptions of releases: what was done to the data, not yet what it costs."""
+"""Provides `Event`, the frozen description of one release, and the registry that prices event types."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..._validate import one_of, positive
 
 if TYPE_CHECKING:
-    from ..engines.dispatch import Between
-    from ..pairs.base import Law
+    from ..pairs.base import DominatingPair, PairBounds
 
-# Beyond these there is no privacy or no signal left, and floating point gives out.
+# Outside this range no privacy or no signal is left, and floating point fails.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
 
 class NeighboringRelation(Enum):
-    """Which two data sets count as neighbors; an epsilon means nothing without it."""
+    """The relation under which two data sets count as neighbors; an epsilon means nothing without it."""
 
     def __repr__(self) -> str:
         return f"NeighboringRelation.{self.name}"
@@ -29,64 +28,81 @@ class NeighboringRelation(Enum):
     """Same size, one example differs."""
 
     REPLACE_SPECIAL = "replace_special"
-    """Same size, one example is swapped for a null record that contributes nothing."""
+    """Same size, one example is replaced by a null record that contributes nothing (zero-out)."""
+
+    @property
+    def in_words(self) -> str:
+        """The relation as it is printed in statements and tables."""
+        return RELATIONS_IN_WORDS[self]
+
+
+RELATIONS_IN_WORDS = {
+    NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one example",
+    NeighboringRelation.REPLACE_ONE: "replace one example",
+    NeighboringRelation.REPLACE_SPECIAL: "replace one example by a null record",
+}
 
 
 def check_noise(where: str, noise_multiplier: float) -> None:
-    """Raise unless the noise multiplier is a number that can be priced."""
+    """Raises a ``ValueError`` unless the noise multiplier is a number that can be priced."""
     positive(where, noise_multiplier=noise_multiplier)
     if not SMALLEST_NOISE <= noise_multiplier <= LARGEST_NOISE:
         raise ValueError(
             f"{where}: noise_multiplier={noise_multiplier!r} must lie in [{SMALLEST_NOISE:g}, {LARGEST_NOISE:g}]. "
-            "Usual values lie between 0.3 and 10; it is relative to the sensitivity."
+            "It is the noise's standard deviation divided by the sensitivity; usual values lie between 0.3 and 10."
         )
 
 
 def check_relation(where: str, neighboring_relation: NeighboringRelation) -> None:
-    """Raise unless it is a `NeighboringRelation`."""
+    """Raises a ``ValueError`` unless the relation is a `NeighboringRelation`."""
     if not isinstance(neighboring_relation, NeighboringRelation):
         allowed = ", ".join(f"NeighboringRelation.{relation.name}" for relation in NeighboringRelation)
         raise ValueError(f"{where}: neighboring_relation={neighboring_relation!r} must be one of {allowed}.")
 
 
 class Event:
-    """One release. The fields are public information and all that its price may depend on.
+    """One release. Its fields are public information, and its price depends on nothing else.
 
-    Each type has a ``neighboring_relation``, as a field or for all of its kind, under which its sensitivity is taken; a
-    ``sampler``, the word for how examples were drawn; and is registered by `priced`.
+    Each event type has a ``neighboring_relation`` (a field, or the same for the whole type), under which its
+    sensitivity is taken; a ``sampler``, the word for how examples are drawn; and is registered by `priced`.
     """
 
     neighboring_relation: NeighboringRelation
     sampler: str
 
     def __repr__(self) -> str:
-        """As Python writes it, but for fields left at their default."""
+        """Returns what Python prints for a dataclass, without the fields left at their default."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _chosen(self).items())})"
 
     @property
     def assumption(self) -> str:
-        """What the price takes for granted beyond the relation and the sampler, for the statement; "" if nothing."""
+        """What the price assumes beyond the relation and the sampler, for the privacy statement; "" if nothing."""
         return ""
 
 
 EVENTS: dict[str, type[Event]] = {}
 """Every event type by its name, for `event_from_dict`."""
 
-LAWS: dict[type[Event], Callable[[Any], "Law | Between"]] = {}
-"""What one release of each type costs: its one-step law, or laws on both sides of it."""
+PAIRS: dict[type[Event], Callable[[Any], "DominatingPair | PairBounds"]] = {}
+"""For each event type, a function from the event to its dominating pair, or to bounds on it."""
 
 Kind = TypeVar("Kind", bound=type[Event])
 
 
-def priced(law: "Callable[[Any], Law | Between]") -> Callable[[Kind], Kind]:
-    """Class decorator that makes an event type known: how one release is priced, and its name for ledgers.
+def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> Callable[[Kind], Kind]:
+    """Registers an event type: a class decorator that states how one release is priced.
 
-    The one thing to do for a new event type, beside the class itself; it may be in anyone's file.
+    A new event type needs this decorator and nothing else; it may be defined in any file. The class's name identifies
+    the type in ledgers.
+
+    Args:
+        dominating_pair: function from an event to its pair (P, Q): the outcome's distribution with the example and
+            without it, for the two worst neighboring data sets. See ``privacy.pairs`` for ready-made pairs.
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from torch_privacy.privacy.pairs.base import SubsampledNormal
-        >>> @priced(lambda event: SubsampledNormal(event.distance, 1.0))
+        >>> from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
+        >>> @priced(lambda event: SubsampledGaussianPair(event.distance, 1.0))
         ... @dataclass(frozen=True, repr=False)
         ... class Shifted(Event):
         ...     distance: float
@@ -94,24 +110,27 @@ def priced(law: "Callable[[Any], Law | Between]") -> Callable[[Kind], Kind]:
         ...     sampler = "full batch"
         >>> event_from_dict({"type": "Shifted", "distance": 0.5})
         Shifted(distance=0.5)
-        >>> _ = EVENTS.pop("Shifted"), LAWS.pop(Shifted)  # of no further use here
+        >>> _ = EVENTS.pop("Shifted"), PAIRS.pop(Shifted)  # unregisters it after this example
 
     Raises:
-        ValueError: another event type has that name.
+        ValueError: if another event type has that name.
     """
 
     def register(kind: Kind) -> Kind:
         if kind.__name__ in EVENTS:
-            raise ValueError(f"priced: an event type named {kind.__name__!r} exists: {EVENTS[kind.__name__]!r}.")
+            known = EVENTS[kind.__name__]
+            raise ValueError(
+                f"priced: an event type named {kind.__name__!r} exists already: {known!r}. Choose another name."
+            )
         EVENTS[kind.__name__] = kind
-        LAWS[kind] = law
+        PAIRS[kind] = dominating_pair
         return kind
 
     return register
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """The event as plain JSON: its type's name under ``"type"``, then its fields, but for those left at their default.
+    """Returns the event as plain JSON: its type's name under ``"type"``, then its fields that differ from the default.
 
     Example:
         >>> from torch_privacy.privacy import Gaussian
@@ -123,13 +142,13 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 
 
 def _chosen(event: Event) -> dict[str, Any]:
-    """The fields that differ from their default, or have none."""
+    """Returns the fields that differ from their default or have no default."""
     values = {field: getattr(event, field.name) for field in fields(event)}  # pyright: ignore[reportArgumentType]
     return {field.name: value for field, value in values.items() if value != field.default}
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as JSON has it."""
+    """Returns a field's value as JSON represents it."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Event):
@@ -137,21 +156,21 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _rich(name: str, value: Any) -> Any:
-    """The inverse of `_plain` for the field ``name``."""
+def _parsed(name: str, value: Any) -> Any:
+    """Returns the value of the field ``name`` from JSON: the inverse of `_plain`."""
     if name == "neighboring_relation":
         one_of("event_from_dict", [relation.value for relation in NeighboringRelation], neighboring_relation=value)
         return NeighboringRelation(value)
     if isinstance(value, dict) and "type" in value:
         return event_from_dict(value)
-    return tuple(_rich("", item) for item in value) if isinstance(value, list) else value
+    return tuple(_parsed("", item) for item in value) if isinstance(value, list) else value
 
 
 def event_from_dict(description: dict[str, Any]) -> Event:
-    """The event that `event_to_dict` described.
+    """Returns the event that `event_to_dict` described.
 
     Raises:
-        ValueError: the type is not known, a field is missing or unknown, or a value is not allowed.
+        ValueError: if the type is unknown, a field is missing or unknown, or a value is not allowed.
     """
     values = dict(description)
     name = values.pop("type", None)
@@ -160,5 +179,5 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     allowed = {field.name: field.default is MISSING for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     needed = {field for field, without_default in allowed.items() if without_default}
     if not needed <= set(values) <= set(allowed):
-        raise ValueError(f"event_from_dict: {name} has fields {sorted(allowed)}, but got {sorted(values)}.")
-    return kind(**{field: _rich(field, value) for field, value in values.items()})
+        raise ValueError(f"event_from_dict: {name} has the fields {sorted(allowed)}, but got {sorted(values)}.")
+    return kind(**{field: _parsed(field, value) for field, value in values.items()})

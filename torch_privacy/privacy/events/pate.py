@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy majority votes of teachers (PATE): what answering costs whatever the votes, and what it cost with these votes.
+"""Prices noisy majority votes of teachers (PATE), for any votes and, for comparison with papers, for given votes.
 
-Each example is known to one teacher, which may vote otherwise without it: one count falls by one and another rises by
-one, so a query has sensitivity sqrt(2). Whatever the votes, an answer is therefore `Gaussian`, which `votes_event`
-gives. Where teachers agree the answer hardly depends on any of them, and `data_dependent_epsilon` is smaller. **That
-number itself depends on the votes, hence on private data: it must not be published** (not without smooth sensitivity
-and noise of its own), and never goes into a ledger.
+Each example is known to one teacher, and without it that teacher may vote differently: one count falls by one and
+another rises by one, so a query has sensitivity sqrt(2). For any votes, an answer is therefore a `Gaussian` event,
+which `votes_event` returns. Where teachers agree, the answer hardly depends on any of them, and
+`data_dependent_epsilon` is smaller. **That number depends on the votes, hence on private data: it must not be
+published** (only with smooth sensitivity and noise added to it), and never goes into a ledger.
 
-Confident GNMax first tests whether the largest count, with noise, reaches a threshold, and answers only where it does.
-A test has sensitivity 1, `threshold_event`. Which queries are answered is random, but their price is not if the numbers
-of tests and of answers are bounded in advance: every release is Gaussian given those before, so the squares of their
-1 / noise multiplier add up, and no more of them can come than are paid for (Smith & Thakurta 2022, arXiv:2210.17520).
+Confident GNMax first tests whether the largest count plus noise reaches a threshold, and answers only then. A test has
+sensitivity 1, see `threshold_event`. The answered queries are random, but the price is not, if the numbers of tests and
+of answers are bounded in advance: every release is Gaussian given those before, so the squares of their 1 / noise
+multiplier add up, and the bounds cover all of them (Smith & Thakurta 2022, arXiv:2210.17520).
 """
 
 import math
@@ -29,10 +29,10 @@ ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 80, 96, 
 
 
 def votes_event(noise_stddev: float) -> Gaussian:
-    """One answer, ``argmax(votes + N(0, noise_stddev² I))``, for the accountant: ``noise_stddev / sqrt(2)`` in units of
-    the sensitivity.
+    """Returns the event of one answer, ``argmax(votes + N(0, noise_stddev² I))``: its noise multiplier is
+    ``noise_stddev / sqrt(2)``.
 
-    Teachers' data are disjoint, so an example that is replaced changes one vote as well.
+    Teachers' data are disjoint, so replacing an example changes one vote, too.
 
     Args:
         noise_stddev: standard deviation of the noise on every count, in votes.
@@ -47,7 +47,7 @@ def votes_event(noise_stddev: float) -> Gaussian:
 
 
 def threshold_event(noise_stddev: float) -> Gaussian:
-    """One test, ``max(votes) + N(0, noise_stddev²) >= threshold``, for the accountant: the largest count changes by 1.
+    """Returns the event of one test, ``max(votes) + N(0, noise_stddev²) >= threshold``: its sensitivity is 1.
 
     Args:
         noise_stddev: standard deviation of the noise on the largest count, in votes.
@@ -63,11 +63,11 @@ def threshold_event(noise_stddev: float) -> Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class ThresholdTests:
-    """Tests that were made: the largest counts, secret, of shape (tests,), and what they were held against."""
+    """Threshold tests that were made: the largest counts, secret, of shape (tests,), the threshold and the noise."""
 
     largest: Array
     threshold: float
-    noise_stddev: float  # of the noise on the largest count, in votes
+    noise_stddev: float  # standard deviation of the noise on the largest count, in votes
 
 
 def data_dependent_epsilon(
@@ -78,23 +78,23 @@ def data_dependent_epsilon(
     *,
     tests: ThresholdTests | None = None,
 ) -> float:
-    """ε of having answered these very votes, by Rényi divergences: **private itself**, to compare with papers only.
+    """Returns ε of answering exactly these votes, by Rényi divergences; **itself private**, to compare with papers.
 
     Args:
         votes: (queries, classes) counts of the teachers' votes, where they were answered.
         noise_stddev: standard deviation of the noise on every count, in votes.
         delta: in (0, 1).
         orders: Rényi orders to try, each above 1.
-        tests: of confident GNMax, all that were made.
+        tests: all threshold tests of confident GNMax that were made.
 
     Returns:
-        ε >= 0; never above the one for any votes at the same orders.
+        ε >= 0; never above the ε for any votes at the same orders.
 
     Raises:
-        ValueError: votes that are no counts; a number out of range.
+        ValueError: if votes are not counts, or a number is out of range.
 
     Source: Papernot, Song, Mironov, Raghunathan, Talwar & Erlingsson (2018), arXiv:1802.08908, Theorem 6,
-        Propositions 7 and 10, and Algorithm 1, whose tests have two outcomes and so the divergence that these have;
+        Propositions 7 and 10, and Algorithm 1 (its tests have two outcomes, so their divergence is that of these two);
         Canonne, Kamath & Steinke (2020), arXiv:2004.00010, for the last step.
     """
     votes, values = _counts(votes), np.asarray(orders, float)
@@ -103,15 +103,17 @@ def data_dependent_epsilon(
     if values.size == 0 or not ((values > 1) & np.isfinite(values)).all():
         raise ValueError(f"data_dependent_epsilon: orders={orders!r} must be one or more finite numbers above 1.")
     divergence = sum(
-        (_divergence(log_q, noise_stddev, values) for log_q in log_chance_of_another(votes, noise_stddev)),
-        np.zeros(len(values)) if tests is None else _of_tests(tests, values),
+        (answer_divergences(log_q, noise_stddev, values) for log_q in log_chance_of_another(votes, noise_stddev)),
+        np.zeros(len(values)) if tests is None else threshold_divergences(tests, values),
     )
     candidates = divergence + np.log1p(-1 / values) - np.log(delta * values) / (values - 1)
     return max(float(candidates.min()), 0.0)
 
 
 def log_chance_of_another(votes: Array, noise_stddev: float) -> Array:
-    """(queries,): log of a bound on the chance that an answer is not the one with most votes; at most 0.
+    """Returns the log of a bound on the chance that an answer is not the one with most votes.
+
+    Shape (queries,); each at most 0.
 
     ``Σ_j erfc((n* - n_j) / (2 noise_stddev)) / 2`` over the other classes.
     """
@@ -122,31 +124,31 @@ def log_chance_of_another(votes: Array, noise_stddev: float) -> Array:
         return np.minimum(np.log(erfc(lead / (2 * noise_stddev)).sum(1) / 2), 0.0)
 
 
-def _divergence(log_q: float, noise_stddev: float, orders: Array) -> Array:
-    """Rényi divergences of one answer whose chance not to be the most frequent is at most q, at every order.
+def answer_divergences(log_q: float, noise_stddev: float, orders: Array) -> Array:
+    """Returns Rényi divergences of one answer that differs from the most frequent one with probability at most q.
 
-    Never above ``order / noise_stddev²``, which holds for any votes; below it where q is small enough.
+    They are never above ``order / noise_stddev²``, the bound for any votes, and below it where q is small enough.
     """
     variance = noise_stddev**2
-    anyway = orders / variance
+    any_votes = orders / variance
     if log_q == -math.inf:
         return np.zeros(len(orders))
     second = math.sqrt(-log_q) * noise_stddev  # the order μ₂; μ₁ is one more
     if second <= 1:
-        return anyway
+        return any_votes
     first = second + 1
     bound = (second - 1) * second / variance - second * (math.log(first / second) + math.log(second / (second - 1)))
     if log_q > bound or -log_q <= second / variance:
-        return anyway
+        return any_votes
     log_stays = _log_1_minus_exp(log_q)
     log_a = (orders - 1) * (log_stays - _log_1_minus_exp((log_q + second / variance) * (1 - 1 / second)))
     log_b = (orders - 1) * (first / variance - log_q / second)
     sharper = np.logaddexp(log_stays + log_a, log_q + log_b) / (orders - 1)
-    return np.where(orders < first, np.minimum(sharper, anyway), anyway)
+    return np.where(orders < first, np.minimum(sharper, any_votes), any_votes)
 
 
-def _of_tests(tests: ThresholdTests, orders: Array) -> Array:
-    """Rényi divergences of all tests, at every order: those of two outcomes whose chances a count one off changes."""
+def threshold_divergences(tests: ThresholdTests, orders: Array) -> Array:
+    """Returns Rényi divergences of all tests at every order; a neighbor's count is one larger or smaller."""
     positive("ThresholdTests", noise_stddev=tests.noise_stddev)
     largest = _counts(np.column_stack([tests.largest, tests.largest]))[:, :1]
     here, *there = (
@@ -161,12 +163,15 @@ def _of_tests(tests: ThresholdTests, orders: Array) -> Array:
 
 
 def _log_1_minus_exp(x: float) -> float:
-    """``log(1 - e^x)`` for x < 0."""
+    """Returns ``log(1 - e^x)`` for x < 0."""
     return math.log(-math.expm1(x)) if x > -0.7 else math.log1p(-math.exp(x))
 
 
 def _counts(votes: Array) -> Array:
     counts = np.asarray(votes, float)
     if counts.ndim != 2 or counts.shape[1] < 2 or not (np.isfinite(counts).all() and (counts >= 0).all()):
-        raise ValueError(f"votes of shape {counts.shape} must be (queries, classes) counts, none below 0.")
+        raise ValueError(
+            f"data_dependent_epsilon: votes of shape {counts.shape} must be counts of shape (queries, classes), none "
+            "below 0 or infinite, with two or more classes."
+        )
     return counts

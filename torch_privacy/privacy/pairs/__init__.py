@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dominating pairs: the two distributions that an attacker must tell apart for one release."""
+"""Provides dominating pairs: the two distributions that an attacker must distinguish for one release."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws with atoms: finite pairs, the pair that a list of (ε, δ) guarantees allows, and Laplace noise."""
+"""Provides pairs with atoms: finite ones, the pair of a list of (ε, δ) guarantees, and Laplace noise."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 
 from ..bracket import Array
-from .base import Continuous, Nodes, Tails
+from .base import DiscretizablePair, Nodes, Tails
 
 
 @dataclass(frozen=True)
-class Atoms(Continuous):
+class DiscretePair(DiscretizablePair):
     """Finitely many outcomes, with their masses under P and Q; either may be 0.
 
     Args:
@@ -25,7 +25,7 @@ class Atoms(Continuous):
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array, Array]:
-        """Losses in ascending order, from -∞ to ∞, with both masses."""
+        """Losses in ascending order, from -∞ to ∞, with their masses under P and Q."""
         p, q = np.array(self.p), np.array(self.q)
         p, q = p[(p > 0) | (q > 0)], q[(p > 0) | (q > 0)]
         with np.errstate(divide="ignore"):
@@ -63,8 +63,9 @@ class Atoms(Continuous):
         inside = slice(int(ends[0]), int(ends[-1]))
         height = np.where(np.isfinite(at), at, 0.0)[cell]
         with np.errstate(over="ignore", invalid="ignore"):
-            own = np.where(p[inside] > 0, -np.expm1(height - losses[inside]) * p[inside], -np.exp(height) * q[inside])
-        excess = np.bincount(cell, own, minlength=len(at))
+            positive = -np.expm1(height - losses[inside]) * p[inside]
+            excess_of_outcome = np.where(p[inside] > 0, positive, -np.exp(height) * q[inside])
+        excess = np.bincount(cell, excess_of_outcome, minlength=len(at))
         return np.maximum(p_mass, 0.0), np.where(at == -np.inf, p_mass, excess) + 0.0 * q_mass
 
     def tails(self, epsilon: Array, *, swapped: bool) -> Tails:
@@ -73,7 +74,7 @@ class Atoms(Continuous):
             losses, p, q = -losses, q, p
         epsilon = np.asarray(epsilon, float)
         above = losses > epsilon[..., None]
-        with np.errstate(divide="ignore", invalid="ignore"):  # log 0 = -∞ is right for what Q never gives
+        with np.errstate(divide="ignore", invalid="ignore"):  # log 0 = -∞ is right for outcomes impossible under Q
             log_loss = np.where(above, np.minimum(epsilon[..., None] + np.log(q), np.log(p)), -np.inf)
         loss = np.exp(log_loss).sum(-1)
         return Tails((above * p).sum(-1), loss, np.where(loss > 0, np.abs(epsilon), 0.0))
@@ -89,8 +90,8 @@ class Atoms(Continuous):
         return Nodes(losses, np.log(p), np.zeros(len(losses)), step)
 
 
-def allowed_by(epsilons: Array, deltas: Array) -> Atoms:
-    """The pair that dominates every mechanism which is (ε, δ)-private in both directions for all of these.
+def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
+    """Returns the pair that dominates every mechanism with all of these (ε, δ) guarantees, in both directions.
 
     In ``x = e^ε`` the hockey stick is convex, starts at (0, 1), never rises, lies at or below each ``(e^ε, δ)``, and by
     symmetry at or below ``(e^-ε, 1 - e^-ε + e^-ε δ)``: at most the lower convex hull of these points. A kink of the
@@ -107,10 +108,10 @@ def allowed_by(epsilons: Array, deltas: Array) -> Atoms:
             hull.pop()
         hull.append(point)
     slopes = [_slope(left, right) for left, right in pairwise(hull)] + [0.0]
-    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))  # the first is the Q-mass of what P never gives
+    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))  # the first is the Q-mass of outcomes impossible under P
     p = np.append(0.0, q[1:] * np.array([at for at, _ in hull[1:]]))
-    p = np.append(p, max(1.0 - float(p.sum()), 0.0))  # what Q never gives, at least δ at the largest ε
-    return Atoms(tuple(p.tolist()), (*q.tolist(), 0.0))
+    p = np.append(p, max(1.0 - float(p.sum()), 0.0))  # impossible under Q: at least δ at the largest ε
+    return DiscretePair(tuple(p.tolist()), (*q.tolist(), 0.0))
 
 
 def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
@@ -118,7 +119,7 @@ def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
 
 
 @dataclass(frozen=True)
-class LaplacePair(Continuous):
+class LaplacePair(DiscretizablePair):
     """Laplace noise of scale 1 around 0 under P, around z under Q: losses -z and z with mass, and a density between.
 
     ``δ(ε) = 1 - e^((ε - z) / 2)`` for 0 <= ε <= z.

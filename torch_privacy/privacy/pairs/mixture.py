@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of Gaussian releases whose clip factor was estimated by random projections: scale mixtures of normals.
+"""Provides the pairs of Gaussian releases with clip factors from random projections: scale mixtures of normals.
 
 With r projections the squared norm is estimated up to a factor ``s = χ²_r / r``, so one example enters with
 ``Z = 1 / (σ sqrt(s))`` standard deviations of the noise, Z known to the attacker: the base pair is (Z, N(Z, 1)) against
-(Z, N(0, 1)). Its base loss ``u = Z x - Z²/2`` has densities ``e^(±u/2) E(u)`` under the two, with E even. Three laws of
-Z share this form (`Estimate`). Everything is integrated over ``u = a sinh(w)``, ``a = sqrt(r) / σ``, in which E is
-smooth to rounding accuracy on a grid of a few hundred points.
+(Z, N(0, 1)). Its base loss ``u = Z x - Z²/2`` has densities ``e^(±u/2) E(u)`` under the two, with E even. Three
+distributions of Z share this form (`Estimate`). Everything is integrated over ``u = a sinh(w)``, ``a = sqrt(r) / σ``,
+in which E is smooth to rounding accuracy on a grid of a few hundred points.
 """
 
 import math
@@ -18,16 +18,17 @@ import numpy as np
 from scipy.special import gammaincc, gammaln, kve
 
 from ..bracket import Array
-from .base import Nodes, Subsampled
+from .base import Nodes
+from .subsampled import SubsampledPair
 
 NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
-LARGEST_LOSS = 3e4  # beyond, the lattice counts a loss as infinite
-MOST_PANELS = 8000  # of width `Base.panel`, on either side
+LARGEST_LOSS = 3e4  # the lattice counts larger losses as infinite
+MOST_PANELS = 8000  # of width `BaseDensities.panel`, on either side
 LATTICE_TAIL = 1e-9  # mass that the lattice may count as infinite, per sampled step
 
 
 class Estimate(Enum):
-    """How the estimated norm enters the clip factor."""
+    """The distribution of Z, which depends on how the estimated norm enters the clip factor."""
 
     PLAIN = "plain"
     """``Z = 1 / (σ sqrt(s))``: heavy-tailed, P(Z > z) ~ z^-r."""
@@ -40,7 +41,7 @@ class Estimate(Enum):
 
 
 def log_bessel(order: float, x: Array) -> Array:
-    """``log(e^x K_order(x))`` for order > 0 and any x > 0, relative accuracy about 1e-13."""
+    """Returns ``log(e^x K_order(x))`` for order > 0 and any x > 0, with a relative accuracy of about 1e-13."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         value = np.log(kve(order, np.minimum(x, 1e5)))
         mu = 4 * order**2
@@ -53,7 +54,7 @@ def log_bessel(order: float, x: Array) -> Array:
 
 
 def _debye(order: float, x: Array) -> Array:
-    """``log(e^x K_order(x))`` uniformly for large orders (DLMF 10.41.4), six terms."""
+    """Returns ``log(e^x K_order(x))`` uniformly for large orders (DLMF 10.41.4, six terms)."""
     z = x / order
     root = np.sqrt(1 + z**2)
     p = 1 / root
@@ -82,13 +83,13 @@ def _debye(order: float, x: Array) -> Array:
     )
 
 
-class Base:
-    """Densities, masses and tails of one base pair."""
+class BaseDensities:
+    """Densities, masses and tails of one base pair, under B (without the example) and A (with it)."""
 
     def __init__(self, estimate: Estimate, projections: int, noise: float, floor: float):
         self.r, self.noise = projections, noise
         self.scale = math.sqrt(projections) / noise
-        self.correction = 0.0  # log of what rounding took from the total mass, at most 1e-9
+        self.correction = 0.0  # log of the total mass lost to rounding, at most 1e-9
         self._bounded = self._bounded_parts(estimate, floor)
         self._estimate = estimate
         self.panel = 0.25 / math.sqrt(projections + 4)
@@ -100,7 +101,7 @@ class Base:
         self.correction = -math.log(self.panel * _both_sides(log_mass, u))
 
     def _until_negligible(self) -> tuple[Array, Array]:
-        """Log density of the shifted law at w = 0, panel, 2 panel, ..., and the u there."""
+        """Returns the log density under A at w = 0, panel, 2 panel, ..., and the u there."""
         log_mass, u = np.empty(0), np.empty(0)
         for start in range(0, MOST_PANELS, 100):
             more = self.scale * np.sinh(self.panel * np.arange(start, start + 100))
@@ -113,7 +114,7 @@ class Base:
         return log_mass, u
 
     def _bounded_parts(self, estimate: Estimate, floor: float) -> tuple[Array, Array]:
-        """Points Z and weights of what is added to the closed form (all there is, if floored); negative: taken off."""
+        """Returns points Z and weights to add to the closed form; if floored, they are the whole distribution."""
         lowest = floor**2 if estimate is Estimate.FLOORED else 1.0
         if estimate is Estimate.PLAIN:
             return np.empty(0), np.empty(0)
@@ -124,7 +125,7 @@ class Base:
         return np.append(1 / np.sqrt(s), 1.0) / self.noise, np.append(-weights, 1 - below)
 
     def smooth(self, u: Array) -> Array:
-        """``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
+        """Returns ``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
         if self._estimate is Estimate.FLOORED:
             exponents = self._bounded_exponents(u)
             largest = exponents.max(1)
@@ -136,19 +137,19 @@ class Base:
         return plain + np.log1p(np.maximum(share, -1 + 1e-15)) + self.correction
 
     def _bounded_exponents(self, u: Array) -> Array:
-        """``-u²/(2 z²) - z²/8 + hypot(a, u)/2`` for each u, and each z of the parts with bounded Z."""
+        """Returns ``-u²/(2 z²) - z²/8 + hypot(a, u)/2`` for each u, and each z of the part with bounded Z."""
         z = self._bounded[0]
         return np.hypot(self.scale, u)[:, None] / 2 - u[:, None] ** 2 / (2 * z**2) - z**2 / 8
 
     @property
     def rounding(self) -> float:
-        """Relative rounding error of E up to a factor: the two large terms of its logarithm nearly cancel."""
+        """Relative rounding error of E, up to a factor: the two large terms of its logarithm nearly cancel."""
         order = self.r / 2 + 0.5
         bessel = float(log_bessel(order, np.array([self.scale / 2]))[0])
         return 2.0**-53 * (64 + order * abs(math.log(2 * self.scale)) + abs(bessel) + self.scale / 2)
 
     def equal_steps(self, step: float) -> tuple[float, float]:
-        """A scale b and a spacing h of w by which ``b sinh(w)`` takes nearly equal steps wherever bounded Z can be.
+        """Returns a scale b and a spacing h of w with which ``b sinh(w)`` takes nearly equal steps wherever Z can be.
 
         Each is ``step`` times the smallest deviation Z that matters, for outcomes up to 40 deviations.
         """
@@ -163,7 +164,7 @@ class Base:
         return weights / (z * math.sqrt(2 * math.pi))
 
     def _closed_form(self, u: Array) -> Array:
-        """``E(u) = b^a / Γ(a) * 2 / sqrt(2π) * (2 q)^-(a + 1/2) K_{a+1/2}(q / 2)``, a = r/2, b = r / (2 σ²)."""
+        """Returns ``E(u) = b^a / Γ(a) * 2 / sqrt(2π) * (2 q)^-(a + 1/2) K_{a+1/2}(q / 2)``, a = r/2, b = r / (2 σ²)."""
         a, b = self.r / 2, self.r / (2 * self.noise**2)
         root = np.hypot(self.scale, u)
         constant = a * math.log(b) - float(gammaln(a)) + math.log(2 / math.sqrt(2 * math.pi))
@@ -177,9 +178,9 @@ class Base:
         return make_interp_spline(w, self.smooth(self.scale * np.sinh(w)), k=7)
 
     def masses(self, u: Array, at: Array | None = None, *, exact: bool = False) -> tuple[Array, Array, Array]:
-        """Masses under both laws between consecutive u, and ``e^at`` times the first, an ``at`` for each cell.
+        """Returns the masses under B and A between consecutive u, and ``e^at`` times the first (one ``at`` a cell).
 
-        By Gauss' rule on panels that the cuts refine. Without ``at`` the third is the first.
+        Uses Gauss' rule on panels that the cuts refine. Without ``at`` the third equals the first.
         """
         end = self.scale * math.sinh(self.w_end)
         w = np.arcsinh(np.clip(u, -end, end) / self.scale)
@@ -208,28 +209,28 @@ class Base:
 
     @cached_property
     def _tail(self) -> tuple[Array, Array]:
-        """Grid of losses and the shifted law's mass above each."""
+        """A grid of losses, and the mass under A above each."""
         u = self.scale * np.sinh(np.arange(0, self.w_end, self.panel))
         return u, np.cumsum(self.masses(np.append(u, np.inf))[1][::-1])[::-1]
 
     def quantile(self, mass: float) -> float:
-        """A loss above which the shifted law has at most this mass (the base law below its negative)."""
+        """Returns a loss above which A has at most this mass (and B below its negative)."""
         u, above = self._tail
         return float(u[min(int(np.searchsorted(-above, -mass)), len(u) - 1)])
 
 
 def _both_sides(log_mass: Array, u: Array) -> float:
-    """Sum of a shifted law's density over u and -u, where it is e^-u times that."""
+    """Returns the sum of a density under A over u and -u, where it is e^-u times that at u."""
     return float(np.exp(log_mass).sum() + np.exp(log_mass[1:] - u[1:]).sum())
 
 
 def _resolved(log_mass: Array, u: Array) -> bool:
-    """Whether every other point gives nearly the same sum: the trapezoid rule with all of them has twice its digits."""
+    """True if every other point gives nearly the same sum; the rule with all points then has twice as many digits."""
     return abs(2 * _both_sides(log_mass[::2], u[::2]) / _both_sides(log_mass, u) - 1) < 1e-10 or len(u) >= MOST_PANELS
 
 
 def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
-    """Quadrature points s > lowest and weights of χ²_r / r, in log s by Gauss' rule on panels."""
+    """Returns quadrature points s > lowest and weights of χ²_r / r, by Gauss' rule on panels of log s."""
     width = math.sqrt(2 / r)
     start, end = math.log(lowest), math.log(1 + 14 * width + 100 / r)
     start = max(start, -14 * width - 80 / r) if lowest < 1 else start
@@ -243,21 +244,21 @@ def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
 
 
 @lru_cache(maxsize=64)
-def base(estimate: Estimate, projections: int, noise: float, floor: float) -> Base:
-    """The base pair of these, kept: laws that differ in their sampling probability share it."""
-    return Base(estimate, projections, noise, floor)
+def base_densities(estimate: Estimate, projections: int, noise: float, floor: float) -> BaseDensities:
+    """Returns the base pair, cached: pairs that differ in their sampling probability share it."""
+    return BaseDensities(estimate, projections, noise, floor)
 
 
 @dataclass(frozen=True)
-class SubsampledMixture(Subsampled):
-    """A Poisson-sampled release whose shift Z is random and public.
+class SubsampledMixturePair(SubsampledPair):
+    """The pair of a Poisson-sampled release with a random, public shift Z.
 
     Args:
-        estimate: how the norms' estimates enter.
+        estimate: the distribution of Z.
         projections: r.
         noise: σ, the noise multiplier if norms were exact.
         probability: q, in (0, 1].
-        floored_at: of `Estimate.FLOORED`, in (0, 1]; else 0.
+        floored_at: the floor of `Estimate.FLOORED`, in (0, 1]; else 0.
         largest: base loss beyond which a lattice counts losses as infinite; by default one that is rare.
     """
 
@@ -269,8 +270,8 @@ class SubsampledMixture(Subsampled):
     largest: float | None = None
 
     @property
-    def _base(self) -> Base:
-        return base(self.estimate, self.projections, self.noise, self.floored_at)
+    def _base(self) -> BaseDensities:
+        return base_densities(self.estimate, self.projections, self.noise, self.floored_at)
 
     @property
     def heavy(self) -> bool:
@@ -282,7 +283,7 @@ class SubsampledMixture(Subsampled):
         return (-top if self.probability == 1 else -self._base.quantile(1e-24)), top
 
     def quantile(self, mass: float) -> float:
-        """A base loss that a sampled step exceeds with at most this probability, or 1e-24."""
+        """Returns a base loss that a sampled step exceeds with at most this probability, or 1e-24 if that is larger."""
         return self._base.quantile(max(mass, 1e-24))
 
     def cell_masses(self, u: Array) -> tuple[Array, Array]:
@@ -293,9 +294,9 @@ class SubsampledMixture(Subsampled):
 
     def log_tails(self, u: Array, *, above: bool) -> tuple[Array, Array]:
         flat = np.atleast_1d(u)
-        pairs = [self._base.masses(np.array([x, np.inf] if above else [-np.inf, x]), exact=True) for x in flat]
+        masses = [self._base.masses(np.array([x, np.inf] if above else [-np.inf, x]), exact=True) for x in flat]
         with np.errstate(divide="ignore"):
-            logs = np.log(np.array(pairs)[:, :, 0])
+            logs = np.log(np.array(masses)[:, :, 0])
         return logs[:, 0].reshape(np.shape(u)), logs[:, 1].reshape(np.shape(u))
 
     @property
@@ -309,7 +310,7 @@ class SubsampledMixture(Subsampled):
     def nodes(self, step: float) -> Nodes | None:
         one = self._base
         scale, spacing = one.scale, min(step / math.sqrt(self.projections), step / 0.2 * one.panel)  # in w
-        if self.estimate is Estimate.FLOORED:  # a tilt may move the narrow normals with the largest Z far out
+        if self.estimate is Estimate.FLOORED:  # a tilt may move narrow normals with the largest Z far out
             scale, spacing = one.equal_steps(step)
         last = math.ceil(math.asinh(one.scale * math.sinh(one.w_end) / scale) / spacing)
         if last > MOST_PANELS:

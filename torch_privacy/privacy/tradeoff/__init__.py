@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trade-off functions: the smallest type II error of any test at a given type I error (f-differential privacy).
+"""Provides trade-off functions: the smallest type II error of any test at a given type I error (f-DP).
 
-A trade-off function and a privacy profile δ(ε) are the same information: `TradeOff.delta` goes one way, `FromProfile`
-the other. Operations make new trade-off functions, questions make numbers.
+A trade-off function and a privacy profile δ(ε) hold the same information: `TradeOff.delta` converts to the profile,
+`FromProfile` converts back. Operations return new trade-off functions, metrics return numbers.
 """
 
 from .base import Array as Array

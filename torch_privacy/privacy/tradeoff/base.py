@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every trade-off function answers, and how two of them are compared."""
+"""Provides the abstract trade-off function, and the comparison of two of them."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -8,41 +8,41 @@ import numpy as np
 
 from ..bracket import Array as Array
 
-ROUNDING = 1e-12  # difference in error rates below which two trade-off functions count as equal
+ROUNDING = 1e-12  # trade-off functions with smaller differences in error rates count as equal
 
 
 class TradeOff(ABC):
-    """How well any attacker can tell two neighboring data sets apart: ``f = T(Q, P)``.
+    """The best test of any attacker who must distinguish two neighboring data sets: ``f = T(Q, P)``.
 
-    ``f(α) = min {P(accept Q) : tests with Q(reject Q) <= α}``: with Q the law without the example and P the one with
-    it, the smallest rate of members missed among all tests with a rate α of false alarms.
+    ``f(α) = min {P(accept Q) : tests with Q(reject Q) <= α}``, with Q the distribution without the example and P the
+    one with it: the smallest rate of missed members among all tests with a rate α of false alarms.
 
     Guarantees of every trade-off function f:
         - convex, continuous on (0, 1], non-increasing, and at most 1 - α, the value of blind guessing;
-        - ``delta(epsilon) = 1 + f*(-e^epsilon)``, the same information as a privacy profile;
+        - ``delta(epsilon) = 1 + f*(-e^epsilon)``, the privacy profile;
         - ``inverse()`` is the same pair in the other order, ``T(P, Q)``; its inverse is f.
     Source: Dong, Roth & Su (2022), JRSS-B, Propositions 1 and 6.
     """
 
     def __call__(self, alpha: float | Array) -> float | Array:
-        """Smallest type II error at type I error ``alpha``, a number or an array.
+        """Returns the smallest type II error at type I error ``alpha``, a number or an array.
 
         Raises:
-            ValueError: some alpha lies outside [0, 1].
+            ValueError: if some alpha lies outside [0, 1].
         """
         return self.at(rates("tradeoff", alpha))
 
     @abstractmethod
     def at(self, alpha: float | Array) -> float | Array:
-        """The same for an ``alpha`` that certainly lies in [0, 1]: what a new trade-off function defines."""
+        """Returns the same for an ``alpha`` already checked; every trade-off function implements this."""
 
     @abstractmethod
     def delta(self, epsilon: float | Array) -> float | Array:
-        """Smallest δ at which it is (ε, δ)-private in this direction: ``sup P(A) - e^ε Q(A)``. Any real ε."""
+        """Returns the smallest δ of (ε, δ)-privacy in this direction, ``sup P(A) - e^ε Q(A)``, for any real ε."""
 
     @abstractmethod
     def inverse(self) -> "TradeOff":
-        """The other direction: ``f⁻¹(α) = inf {t : f(t) <= α}``."""
+        """Returns the other direction: ``f⁻¹(α) = inf {t : f(t) <= α}``."""
 
     @property
     def corners(self) -> tuple[Array, Array] | None:
@@ -50,12 +50,12 @@ class TradeOff(ABC):
         return None
 
     def __le__(self, other: "TradeOff") -> bool:
-        """No test is harder than under ``other``: ``f(α) <= g(α)`` for all α, see `compare`."""
+        """True if ``f(α) <= g(α)`` for all α: at least as easy to attack as ``other``; see `compare`."""
         return compare(self, other).holds
 
 
 def rates(where: str, alpha: float | Array) -> float | Array:
-    """``alpha`` if every one is a rate; what exceeds [0, 1] by rounding is cut off."""
+    """Returns ``alpha`` clipped to [0, 1]; raises a ``ValueError`` if it lies outside by more than rounding."""
     values = np.asarray(alpha, float)
     outside = values[~((values >= -ROUNDING) & (values <= 1 + ROUNDING))]
     if outside.size:
@@ -64,22 +64,23 @@ def rates(where: str, alpha: float | Array) -> float | Array:
 
 
 class Comparison(NamedTuple):
-    """Whether ``f <= g`` everywhere."""
+    """The answer of `compare`: does ``f <= g`` hold everywhere?"""
 
     holds: bool
     certified: bool
-    """The answer is for every α, up to rounding; else only for the thresholds of a grid."""
+    """True if the answer is for every α, up to rounding; else it is for the thresholds of a grid only."""
 
     excess: float
-    """The largest amount found by which f lies above g, in error rates; 0 if none was found."""
+    """The largest excess of f over g that was found, in error rates; 0 if there is none."""
 
 
 def compare(f: TradeOff, g: TradeOff) -> Comparison:
-    """Whether ``f(α) <= g(α)`` for all α: a mechanism with f is at least as easy to attack as one with g.
+    """Tests whether ``f(α) <= g(α)`` for all α: a mechanism with f is then at least as easy to attack as one with g.
 
-    Certified where f or g is piecewise linear (`EpsilonDelta`, `PiecewiseLinear`): between two corners of g, f - g is
-    convex, so its maximum is at a corner; between two slopes of f the same holds for the profiles, as functions of
-    e^ε. Else 401 thresholds in each direction are tried, |ε| up to 100. Differences below 1e-12 count as none.
+    The answer is certified if f or g is piecewise linear (`EpsilonDelta`, `PiecewiseLinear`): between two corners of g,
+    f - g is convex, so its maximum is at a corner; between two slopes of f the same holds for the profiles, as
+    functions of e^ε. Otherwise 401 thresholds in each direction are tried, |ε| up to 100. Differences below 1e-12 are
+    ignored.
 
     Example:
         >>> from torch_privacy.privacy.tradeoff import EpsilonDelta, Gaussian
@@ -108,7 +109,7 @@ def _both_directions(f: TradeOff, g: TradeOff) -> tuple[tuple[TradeOff, TradeOff
 
 
 def _excess_of_delta(f: TradeOff, g: TradeOff) -> Array:
-    """By how much g's δ exceeds that of the piecewise linear f where f's δ has its kinks, ε >= 0, and at infinity."""
+    """Returns the excess of g's δ over that of a piecewise linear f at the kinks of f's δ, ε >= 0, and at infinity."""
     assert f.corners is not None
     alpha, beta = f.corners
     with np.errstate(divide="ignore"):

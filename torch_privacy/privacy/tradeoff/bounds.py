@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trade-off functions between certified bounds, from profiles of which only bounds are known."""
+"""Encloses trade-off functions between certified bounds, from profiles with known bounds only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -11,33 +11,33 @@ from ..bracket import Array, Bracket
 from .piecewise_linear import PiecewiseLinear, hull
 
 FURTHEST = 600.0  # largest threshold
-NEGLIGIBLE, TYPICAL = 1e-12, 1e-3  # δ beyond the last threshold, and up to where thresholds are about equally dense
+NEGLIGIBLE, TYPICAL = 1e-12, 1e-3  # δ at the last threshold, and δ down to which thresholds are about equally dense
 TO_TWENTY = tuple(np.linspace(0, 20, 257).tolist())
 
 
-class Priced(Protocol):
-    """What `of_profile` asks of a ``privacy.Profile``."""
+class ProfileLike(Protocol):
+    """The part of ``privacy.Profile`` that `of_profile` uses."""
 
     @property
     def directions(self) -> Mapping[str, Any]:
-        """Curves with ``delta(epsilon)``, as brackets, by "remove" and "add", or as "both" if they are the same."""
+        """Curves with ``delta(epsilon)`` as brackets, under "remove" and "add", or "both" if they are equal."""
         ...
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        """The larger ε of both directions."""
+        """Returns the larger ε of both directions."""
         ...
 
 
-def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[PiecewiseLinear]]:
-    """The trade-off functions of a composition, each between certified bounds.
+def of_profile(profile: ProfileLike, pieces: int = 256) -> dict[str, Bracket[PiecewiseLinear]]:
+    """Returns the trade-off functions of a composition, each between certified bounds.
 
     Args:
-        profile: what `privacy.compose` returned.
-        pieces: how many thresholds are asked for, in each direction once.
+        profile: a profile, as `privacy.compose` returns it.
+        pieces: number of thresholds at which δ is computed in each direction.
 
     Returns:
-        "symmetrized", the price whichever direction is dearer, which is what to report; and "remove" (without the
-        example against with it) and "add", unless they are the same or only their maximum is known.
+        "symmetrized", which holds in both directions and is the one to report; and "remove" (without the example
+        against with it) and "add", unless they are equal or only their maximum is known.
 
     Example:
         >>> from torch_privacy import privacy
@@ -48,11 +48,11 @@ def of_profile(profile: Priced, pieces: int = 256) -> dict[str, Bracket[Piecewis
     furthest = min(max(profile.epsilon(NEGLIGIBLE).low, 1e-6), FURTHEST)
     scale = min(max(profile.epsilon(TYPICAL).low, 1e-3 * furthest), furthest)  # wider steps beyond, for heavy tails
     thresholds = scale * np.sinh(np.linspace(0, np.arcsinh(furthest / scale), pieces + 1))
-    asked = {name: _asked(curve.delta, thresholds) for name, curve in profile.directions.items()}
-    either = np.maximum.reduce(list(asked.values()))
+    bounds = {name: _bounds_of_delta(curve.delta, thresholds) for name, curve in profile.directions.items()}
+    either = np.maximum.reduce(list(bounds.values()))
     curves = {"symmetrized": _enclosed(thresholds, either, either)}
-    if len(asked) == 2:
-        remove, add = asked["remove"], asked["add"]
+    if len(bounds) == 2:
+        remove, add = bounds["remove"], bounds["add"]
         curves |= {"remove": _enclosed(thresholds, remove, add), "add": _enclosed(thresholds, add, remove)}
     return curves
 
@@ -62,7 +62,7 @@ def from_bounds(
     reverse: Callable[[float], Bracket[float]] | None = None,
     thresholds: Sequence[float] | Array = TO_TWENTY,
 ) -> Bracket[PiecewiseLinear]:
-    """The trade-off function of a profile of which bounds are known, such as `privacy.Profile.delta`.
+    """Returns the trade-off function of a profile with known bounds, such as `privacy.Profile.delta`.
 
     ``low`` is the highest of the lines ``1 - δ - e^ε α`` with the upper bounds of δ. ``high`` is the trade-off
     function of a convex function below δ: the lines through a lower bound at a threshold and an upper bound one
@@ -70,11 +70,11 @@ def from_bounds(
 
     Args:
         profile: bracket of δ at any ε >= 0, in the direction of this trade-off function.
-        reverse: the other direction's; by default the same, for the price in whichever direction is dearer.
-        thresholds: ε at which to ask, ascending from 0; the last one should have a δ that no longer matters.
+        reverse: the same in the other direction; by default equal to ``profile``.
+        thresholds: ε at which δ is computed, ascending from 0; δ at the last one should be negligible.
 
     Guarantees:
-        - ``low <= f <= high`` everywhere, whatever lies between the thresholds.
+        - ``low <= f <= high`` everywhere, also between the thresholds.
 
     Example:
         >>> from torch_privacy import privacy
@@ -85,18 +85,18 @@ def from_bounds(
     """
     epsilon = np.asarray(thresholds, float)
     if epsilon.ndim != 1 or len(epsilon) < 3 or epsilon[0] != 0 or not (np.diff(epsilon) > 0).all():
-        raise ValueError("tradeoff.from_bounds: thresholds must be at least three numbers that rise from 0.")
-    bounds = _asked(profile, epsilon)
-    return _enclosed(epsilon, bounds, bounds if reverse is None else _asked(reverse, epsilon))
+        raise ValueError("tradeoff.from_bounds: thresholds must be three or more ascending numbers that start at 0.")
+    bounds = _bounds_of_delta(profile, epsilon)
+    return _enclosed(epsilon, bounds, bounds if reverse is None else _bounds_of_delta(reverse, epsilon))
 
 
-def _asked(profile: Callable[[float], Bracket[float]], thresholds: Array) -> Array:
-    """Lower and upper bounds of δ, a row each."""
+def _bounds_of_delta(profile: Callable[[float], Bracket[float]], thresholds: Array) -> Array:
+    """Returns lower and upper bounds of δ, one row each."""
     return np.array([profile(value) for value in thresholds.tolist()]).T
 
 
 def _enclosed(epsilon: Array, bounds: Array, reverse: Array) -> Bracket[PiecewiseLinear]:
-    """What `from_bounds` returns, from the bounds at the thresholds in both directions."""
+    """Returns the bracket of `from_bounds` from the bounds at the thresholds in both directions."""
     (low, high), (other_low, other_high) = bounds, reverse
     below = highest_of_lines(epsilon, high, epsilon, other_high)
     corners, other_corners = _under(epsilon, low, high, other_high), _under(epsilon, other_low, other_high, high)
@@ -104,7 +104,7 @@ def _enclosed(epsilon: Array, bounds: Array, reverse: Array) -> Bracket[Piecewis
 
 
 def highest_of_lines(forth: Array, delta: Array, back: Array, reverse: Array) -> PiecewiseLinear:
-    """The maximum of 0 and the lines ``β = 1 - δ - e^ε α`` and ``α = 1 - δ' - e^ε' β``, thresholds from 0 on.
+    """Returns the maximum of 0 and the lines ``β = 1 - δ - e^ε α`` and ``α = 1 - δ' - e^ε' β``, thresholds >= 0.
 
     Written as ``a α + b β = c`` with a and b at most as large as e^ε on their own side, no digit is lost.
     """
@@ -125,12 +125,12 @@ def highest_of_lines(forth: Array, delta: Array, back: Array, reverse: Array) ->
 
 
 def _meet(a: Array, b: Array, c: Array, i: int, k: int) -> tuple[float, float]:
-    """Where two lines cross; at (∞, -∞) for the same slope if the later line is lower, else at (-∞, ∞)."""
+    """Returns where two lines cross; parallel ones at (∞, -∞) if the later line is lower, else at (-∞, ∞)."""
     with np.errstate(over="ignore"):
         determinant = a[i] * b[k] - a[k] * b[i]
         if determinant == 0:
             return (-np.inf, np.inf) if c[k] * b[i] >= c[i] * b[k] else (np.inf, -np.inf)
-        if a[i] >= b[i]:  # the second coordinate from the line, so that an error of the first moves along it
+        if a[i] >= b[i]:  # computed from the line, so that an error of alpha moves along it
             alpha = (c[i] * b[k] - c[k] * b[i]) / determinant
             return alpha, (c[i] - a[i] * alpha) / b[i]
         beta = (a[i] * c[k] - a[k] * c[i]) / determinant
@@ -138,7 +138,7 @@ def _meet(a: Array, b: Array, c: Array, i: int, k: int) -> tuple[float, float]:
 
 
 def _under(epsilon: Array, low: Array, high: Array, other_high: Array) -> tuple[Array, Array]:
-    """Corners (ε, δ) of a function that is convex in x = e^ε and lies below every profile within the bounds.
+    """Returns corners (ε, δ) of a function that is convex in x = e^ε and lies below every profile within the bounds.
 
     On [x_i, x_i+1] it is the higher of the line through (x_i-1, high), (x_i, low) and the one through (x_i+1, low),
     (x_i+2, high). Before the first point duality gives ``δ(1/x) = 1 - 1/x + δ'(x)/x``; beyond the last, δ >= 0.
@@ -147,7 +147,7 @@ def _under(epsilon: Array, low: Array, high: Array, other_high: Array) -> tuple[
     width, before = np.diff(x), 1 / x[1]
     high_before = 1 - before + before * other_high[1]
     falling = (low[:-1] - np.append(high_before, high[:-2])) / np.diff(np.append(before, x[:-1]))
-    rising = np.minimum(np.append((high[2:] - low[1:-1]) / width[1:], 0.0), 0.0)  # δ falls, so no line need rise
+    rising = np.minimum(np.append((high[2:] - low[1:-1]) / width[1:], 0.0), 0.0)  # δ falls, so no line needs to rise
     with np.errstate(invalid="ignore", divide="ignore"):  # parallel lines meet anywhere
         meet = (low[1:] - rising * width - low[:-1]) / (falling - rising)
     meet = np.clip(np.nan_to_num(meet), 0, width)

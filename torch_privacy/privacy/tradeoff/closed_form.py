@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trade-off functions in closed form: one release each of Gaussian and Laplace noise, (ε, δ), and nothing at all."""
+"""Provides the trade-off functions in closed form: Gaussian noise, Laplace noise, (ε, δ)-privacy, no release."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from scipy.special import expit, log_ndtr, ndtr, ndtri
 from ..._validate import in_range, non_negative, positive
 from .base import Array, TradeOff
 
-LARGEST = 700.0  # e^ε is as good as infinite there
+LARGEST = 700.0  # ε beyond which e^ε counts as infinite
 
 
 @dataclass(frozen=True)
 class Gaussian(TradeOff):
-    """Trade-off function of N(0, 1) against N(μ, 1): the price of one full-batch Gaussian release.
+    """The trade-off function of N(0, 1) against N(μ, 1): the price of one full-batch Gaussian release.
 
     ``f(α) = Φ(Φ⁻¹(1 - α) - μ)``,  ``δ(ε) = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ)``
 
@@ -22,7 +22,7 @@ class Gaussian(TradeOff):
         mu: sensitivity divided by the noise's standard deviation, above 0.
 
     Guarantees:
-        - self-inverse, besides what every `TradeOff` promises; rounding error below 1e-14, absolute.
+        - self-inverse, in addition to the guarantees of every `TradeOff`; absolute rounding error below 1e-14.
     Source: Dong, Roth & Su (2022), JRSS-B: G_μ; Corollary 1 for δ(ε).
 
     Example:
@@ -48,7 +48,7 @@ class Gaussian(TradeOff):
 
 @dataclass(frozen=True)
 class EpsilonDelta(TradeOff):
-    """The trade-off function that (ε, δ)-privacy amounts to: the largest below that of every such mechanism.
+    """The trade-off function of (ε, δ)-privacy: the largest one below those of all (ε, δ)-private mechanisms.
 
     ``f(α) = max(0, 1 - δ - e^ε α, e^-ε (1 - δ - α))``
 
@@ -101,7 +101,7 @@ IDENTITY = EpsilonDelta(0.0)
 
 @dataclass(frozen=True)
 class Laplace(TradeOff):
-    """Trade-off function of Laplace noise: a number of sensitivity 1 released with noise of scale 1/ε.
+    """The trade-off function of Laplace noise: a number of sensitivity 1 released with noise of scale 1/ε.
 
     ``f(α) = 1 - e^ε α`` up to α = e^-ε/2, ``e^-ε / (4α)`` up to 1/2, ``e^-ε (1 - α)`` beyond;
     ``δ(t) = 1 - e^((t - ε)/2)`` for t between -ε and ε.

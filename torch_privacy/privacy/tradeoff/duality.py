@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From privacy profiles back to trade-off functions, and what is simplest to say of profiles: minimum and symmetry.
+"""Converts privacy profiles to trade-off functions, and computes minima and symmetrizations by way of profiles.
 
-``f(α) = sup_ε (1 - δ(ε) - e^ε α)``: every line below the supremum is a bound that holds by itself. The search for the
-best line therefore errs on one side only, towards a smaller f.
+``f(α) = sup_ε (1 - δ(ε) - e^ε α)``: every line below the supremum is a valid bound by itself. So the search for the
+best line errs on one side only, towards a smaller f.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from .piecewise_linear import hull
 
 Delta = Callable[[Array], float | Array]
 LARGEST = 700.0  # |ε| beyond which e^ε overflows
-NARROWINGS = 80  # by the golden ratio each: from 1400 to 1e-14
+NARROWINGS = 80  # golden sections: from a width of 1400 to 1e-14
 GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class FromProfile(TradeOff):
-    """The trade-off function of a privacy profile: duality, the way back.
+    """The trade-off function of a privacy profile, by duality.
 
     ``f(α) = sup_ε max(1 - δ(ε) - e^ε α, e^-ε (1 - δ'(ε) - α))`` over ε >= 0, with δ' the other direction's profile.
 
     Args:
         profile: δ at an array of ε >= 0; convex in e^ε, as every profile is.
-        reverse: δ' likewise; by default the same, for mechanisms whose two directions cost the same.
+        reverse: δ' likewise; by default equal to ``profile``, for mechanisms with two equal directions.
 
     Guarantees:
         - never above the true supremum, and below it by at most 1e-12 for a convex profile.
@@ -59,10 +59,10 @@ class FromProfile(TradeOff):
 
 @dataclass(frozen=True)
 class Minimum(TradeOff):
-    """``min {f, g}**``: what holds when the attacker may have either; its profile is the larger of the two.
+    """``min {f, g}**``: valid when the attacker may face either f or g; its profile is the larger of the two.
 
     Guarantees:
-        - the largest trade-off function nowhere above f and g; never above it by rounding, below by 1e-12 at most.
+        - the largest trade-off function nowhere above f and g; rounding puts it below by at most 1e-12, never above.
     """
 
     f: TradeOff
@@ -79,7 +79,7 @@ class Minimum(TradeOff):
 
 
 def minimum(f: TradeOff, g: TradeOff) -> TradeOff:
-    """``min {f, g}**``, in closed form where both are piecewise linear or one is nowhere above the other's lines."""
+    """Returns ``min {f, g}**``, in closed form where both are piecewise linear."""
     if f.corners is None or g.corners is None:
         return Minimum(f, g)
     (a, b), (c, d) = f.corners, g.corners
@@ -89,7 +89,7 @@ def minimum(f: TradeOff, g: TradeOff) -> TradeOff:
 
 
 def symmetrized(f: TradeOff) -> TradeOff:
-    """``min {f, f⁻¹}**``: the price whichever of the two data sets is the larger one; f itself if it is symmetric.
+    """Returns ``min {f, f⁻¹}**``, which holds in both directions; f itself if it is symmetric.
 
     ``symmetrized(Subsampled(f, q))`` is the operator C_q of Dong, Roth & Su (2022), Definition 8.
     """
@@ -98,7 +98,7 @@ def symmetrized(f: TradeOff) -> TradeOff:
 
 
 def highest_line(delta: Delta, reverse: Delta, alpha: Array) -> float | Array:
-    """``sup_ε (1 - δ(ε) - e^ε α)``, at least 0 and at most 1 - α: concave in e^ε, so golden sections find it."""
+    """Returns ``sup_ε (1 - δ(ε) - e^ε α)`` within [0, 1 - α]: concave in e^ε, so golden sections find it."""
 
     def height(epsilon: Array) -> Array:
         above, below = np.maximum(epsilon, 0), np.minimum(epsilon, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trade-off function of a step whose gradient norms were estimated from random projections."""
+"""Provides the trade-off function of a step with gradient norms estimated from random projections."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,20 +12,20 @@ from .base import Array, TradeOff
 
 NEGLIGIBLE = 1e-18  # probability on either side of the nodes
 FURTHEST = 700.0  # largest threshold; e^710 overflows
-HALVINGS = 36  # of 1400: thresholds to 2e-8
+HALVINGS = 36  # bisections: from a width of 1400 to 2e-8
 
 
 @dataclass(frozen=True)
 class JL(TradeOff):
     """``T((Z, N(0, 1)), (Z, N(Z, 1)))`` with ``Z = 1 / (σ sqrt(χ²_r / r))``: clipping by norms from r projections.
 
-    Testing knows Z, so errors are means over it: ``α(t) = E Φ(-t/Z - Z/2)``, ``β(t) = E Φ(t/Z - Z/2)``, and
+    The attacker knows Z, so errors are means over it: ``α(t) = E Φ(-t/Z - Z/2)``, ``β(t) = E Φ(t/Z - Z/2)``, and
     ``δ(ε) = E [Φ(Z/2 - ε/Z) - e^ε Φ(-Z/2 - ε/Z)]``, a sum over nodes in ``log(χ²_r / r)`` (trapezoid rule).
 
     Args:
         noise_multiplier: σ, above 0.
-        num_projections: r, at least 1. With few the estimate is often far too small and clipping lets large
-            gradients through: below r of about 16 the price is forbidding.
+        num_projections: r, at least 1. With few projections the estimate is often far too small, and large
+            gradients are not clipped: below r of about 16 the price is prohibitive.
 
     Guarantees:
         - self-inverse; below ``Gaussian(1 / noise_multiplier)``, to which it tends as r grows;
@@ -52,7 +52,7 @@ class JL(TradeOff):
             middle = (low + high) / 2
             too_many = self._false_alarms(middle) > alpha
             low, high = np.where(too_many, middle, low), np.where(too_many, high, middle)
-        # The line through (α(t), β(t)) with slope -e^t: below f for any t, and off by the square of t's error.
+        # The line through (α(t), β(t)) with slope -e^t lies below f for any t; its error is the square of t's error.
         right = 1 - self.delta(np.maximum(high, 0)) - np.exp(np.maximum(high, 0)) * alpha
         left = np.exp(np.minimum(high, 0)) * (1 - self.delta(np.maximum(-high, 0)) - alpha)
         return np.clip(np.where(high >= 0, right, left), 0, 1 - alpha)[()]
@@ -63,7 +63,7 @@ class JL(TradeOff):
         return ((ndtr(z / 2 - u / z) - np.exp(u + log_ndtr(-z / 2 - u / z))) @ weights)[()]
 
     def errors(self, threshold: float | Array) -> tuple[float | Array, float | Array]:
-        """Lemma 4.1's (α(t), β(t)): errors of the best test that rejects where the privacy loss exceeds t."""
+        """Returns (α(t), β(t)) of Lemma 4.1: the errors of the test that rejects where the privacy loss exceeds t."""
         return self._false_alarms(np.asarray(threshold, float)), self._false_alarms(-np.asarray(threshold, float))
 
     def inverse(self) -> "JL":
@@ -75,7 +75,7 @@ class JL(TradeOff):
 
     @cached_property
     def _nodes(self) -> tuple[Array, Array]:
-        """Values of Z and their weights. The density in y = log(χ²_r / r) is ``∝ exp(r/2 (y - e^y))``."""
+        """Values of Z, and their weights. The density in y = log(χ²_r / r) is ``∝ exp(r/2 (y - e^y))``."""
         half = self.num_projections / 2
         low, high = np.log(gammaincinv(half, NEGLIGIBLE) / half), np.log(gammainccinv(half, NEGLIGIBLE) / half)
         step = min(0.2, 0.5 * half**-0.5)  # e^-49 of error by the strip of analyticity; half a deviation

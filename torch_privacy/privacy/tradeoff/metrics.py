@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one wants to know of a trade-off function, in one number. Each is the best that any attacker can do."""
+"""Computes metrics of a trade-off function: single numbers that bound every attacker."""
 
 import numpy as np
 from scipy.special import ndtri
@@ -12,24 +12,24 @@ from .tensor import enclosed
 
 
 def true_positive_rate(f: TradeOff, false_positive_rate: float | Array) -> float | Array:
-    """Largest share of members recognized at this share of false alarms: ``1 - f(α)``."""
+    """Returns the largest true positive rate of any test at a false positive rate: ``1 - f(α)``."""
     return 1 - f(false_positive_rate)
 
 
 def advantage(f: TradeOff) -> float:
-    """Largest true positive rate less false positive rate of any test: ``δ(0)``, the total variation distance."""
+    """Returns the largest true positive rate minus false positive rate of any test: ``δ(0)``, the total variation."""
     return float(f.delta(0.0))
 
 
 def bayes_accuracy(f: TradeOff, prior: float) -> float:
-    """Largest probability of a right guess about membership, given the probability of it beforehand.
+    """Returns the largest probability of a correct guess about membership, given its prior probability.
 
-    ``1 - min_α (π f(α) + (1 - π) α) = 1 - π (1 - δ(log((1 - π)/π)))``; never below ``max(π, 1 - π)``, which one has
-    without looking.
+    ``1 - min_α (π f(α) + (1 - π) α) = 1 - π (1 - δ(log((1 - π)/π)))``; never below ``max(π, 1 - π)``, the accuracy
+    of guessing without the release.
 
     Args:
-        f: trade-off function; the mechanism's own direction, or the symmetrised one.
-        prior: π, in (0, 1).
+        f: trade-off function of one direction, or the symmetrized one.
+        prior: π, probability of membership before the release, in (0, 1).
 
     Example:
         >>> [round(bayes_accuracy(Gaussian(1.0), prior), 4) for prior in (0.5, 0.1)]
@@ -40,14 +40,14 @@ def bayes_accuracy(f: TradeOff, prior: float) -> float:
 
 
 def posterior(f: TradeOff, prior: float, false_positive_rate: float) -> float:
-    """Largest probability that one who is called a member is one: ``π (1 - f(α)) / (π (1 - f(α)) + (1 - π) α)``.
+    """Returns the largest probability that an example is a member, given that a test says so.
 
-    It falls with α: whoever raises false alarms at a rate of at least α can be this sure and no surer. A rate of 0
-    would ask for the outcomes that no one else could have caused: probability 1 if there are any.
+    ``π (1 - f(α)) / (π (1 - f(α)) + (1 - π) α)``. It falls with α, so it bounds every test with a false positive rate
+    of at least α. At a rate of 0 it would be 1 if any outcome is possible for members only.
 
     Args:
         f: trade-off function.
-        prior: π, probability of membership beforehand, in (0, 1).
+        prior: π, probability of membership before the test, in (0, 1).
         false_positive_rate: α, in (0, 1).
 
     Example:
@@ -60,17 +60,17 @@ def posterior(f: TradeOff, prior: float, false_positive_rate: float) -> float:
 
 
 def mu(f: TradeOff, floor: float = 1e-6) -> Bracket[float]:
-    """The smallest μ with ``G_μ <= f``: Gaussian differential privacy that the mechanism certainly has.
+    """Returns the smallest μ with ``G_μ <= f``: the mechanism is certainly μ-Gaussian differentially private.
 
     ``μ = sup_α Φ⁻¹(1 - α) - Φ⁻¹(f(α))`` over the α at which both errors are at least ``floor``; ∞ if there are none.
 
     Args:
         f: trade-off function.
-        floor: in (1e-13, 1/2). Errors below it are left aside: a mechanism that fails entirely with a probability of
-            1e-9 has no finite μ at all, and a subsampled one tends to that without sampling at the far end.
+        floor: in (1e-13, 1/2). Smaller errors are ignored: a mechanism that fails entirely with a probability of 1e-9
+            has no finite μ, and a subsampled one approaches its μ without sampling at tiny errors.
 
     Returns:
-        (low, high), exact for piecewise linear f, whose largest difference is at a corner (G_μ is convex).
+        (low, high), exact for piecewise linear f: as G_μ is convex, the largest difference is at a corner.
 
     Guarantees:
         - with ``high``: no test with both errors above ``floor`` does better than one against G_μ.
@@ -87,11 +87,12 @@ def mu(f: TradeOff, floor: float = 1e-6) -> Bracket[float]:
     if isinstance(f, Gaussian):
         return Bracket(f.mu, f.mu)
     low, high = enclosed(f, pieces=2048)
-    return Bracket(*(max(_mu_of_half(side, floor), _mu_of_half(side.inverse(), floor)) for side in (high, low)))
+    halves = ((side, side.inverse()) for side in (high, low))
+    return Bracket(*(max(_mu_where_alpha_is_smaller(half, floor) for half in both) for both in halves))
 
 
-def _mu_of_half(f: TradeOff, floor: float) -> float:
-    """The same over the α between ``floor`` and f(α); the others are those of the inverse."""
+def _mu_where_alpha_is_smaller(f: TradeOff, floor: float) -> float:
+    """Returns the same for ``floor <= α <= f(α)``; the inverse covers the other α."""
     assert f.corners is not None
     alpha, beta = f.corners
     fixed = float(np.interp(0.0, alpha - beta, alpha))  # f(α) = α

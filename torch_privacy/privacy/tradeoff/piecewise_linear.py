@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Piecewise linear trade-off functions: every pair of discrete laws, and whatever bounds a curve; all exact."""
+"""Provides piecewise linear trade-off functions: exact for discrete distributions, and bounds of other curves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from .base import ROUNDING, Array, TradeOff
 
 @dataclass(frozen=True, eq=False)
 class PiecewiseLinear(TradeOff):
-    """The trade-off function whose graph joins given corners; flat at 0 to the right of the last one.
+    """The trade-off function that joins given corners by straight lines; 0 to the right of the last one.
 
     Args:
         alpha: ascending, from 0 to at most 1.
         beta: f at ``alpha``, descending to 0, convex.
 
     Guarantees:
-        - nothing is approximated: f, ``delta`` and ``inverse`` are those of the corners, up to rounding.
+        - exact: f, ``delta`` and ``inverse`` are those of the corners, up to rounding.
 
     Raises:
-        ValueError: these corners belong to no trade-off function; the message names the first that is wrong.
+        ValueError: if the corners are not those of a trade-off function; the message names the first wrong one.
 
     Example:
         >>> f = PiecewiseLinear(np.array([0, 0.25, 0.75]), np.array([0.75, 0.25, 0]))
@@ -43,10 +43,10 @@ class PiecewiseLinear(TradeOff):
 
     @classmethod
     def from_masses(cls, without: Sequence[float] | Array, with_it: Sequence[float] | Array) -> "PiecewiseLinear":
-        """The exact trade-off function of two discrete laws, by Neyman and Pearson's lemma.
+        """Returns the exact trade-off function of two discrete distributions, by the Neyman-Pearson lemma.
 
         Args:
-            without: masses of the outcomes under Q, the law without the example; summing up to 1.
+            without: masses of the outcomes under Q, the distribution without the example; they add up to 1.
             with_it: masses of the same outcomes under P.
 
         Example:
@@ -58,26 +58,26 @@ class PiecewiseLinear(TradeOff):
         for name, mass in (("without", q), ("with_it", p)):
             if mass.ndim != 1 or len(mass) != len(p) or not (mass >= 0).all() or abs(mass.sum() - 1) > 1e-9:
                 raise ValueError(
-                    f"PiecewiseLinear.from_masses: {name} must be as many masses as the other has, 0 or greater and "
-                    f"summing up to 1; got shape {mass.shape}, sum {float(mass.sum())!r}."
+                    f"PiecewiseLinear.from_masses: {name} must be as many masses as the other has, 0 or greater, "
+                    f"that add up to 1; got shape {mass.shape}, sum {float(mass.sum())!r}."
                 )
         with np.errstate(divide="ignore", invalid="ignore"):
-            order = np.argsort(-np.log(p) + np.log(q), kind="stable")  # the most telling outcome first
+            order = np.argsort(-np.log(p) + np.log(q), kind="stable")  # the largest privacy loss first
         return _from_rejections(np.cumsum(q[order]), _masses_left(p[order]))
 
     @classmethod
     def from_losses(
         cls, losses: Sequence[float] | Array, masses: Sequence[float] | Array, at_infinity: float = 0.0
     ) -> "PiecewiseLinear":
-        """The exact trade-off function of a discrete privacy loss distribution.
+        """Returns the exact trade-off function of a discrete privacy loss distribution.
 
         Args:
             losses: ``log(P/Q)`` of each outcome, finite.
-            masses: of the same outcomes under P; ``e^-loss`` times as much under Q.
-            at_infinity: P-mass of what Q never has; what Q is short of 1 is its mass of what P never has.
+            masses: masses of the same outcomes under P; under Q they are ``e^-loss`` times as large.
+            at_infinity: P-mass of outcomes impossible under Q. The rest of Q up to 1 is impossible under P.
 
         Example:
-            >>> f = PiecewiseLinear.from_losses([np.log(3), -np.log(3)], [0.75, 0.25])  # the same response
+            >>> f = PiecewiseLinear.from_losses([np.log(3), -np.log(3)], [0.75, 0.25])  # the same mechanism
             >>> round(float(f.delta(0.0)), 12)
             0.5
         """
@@ -85,8 +85,8 @@ class PiecewiseLinear(TradeOff):
         q = p * np.exp(-loss)
         if p.shape != loss.shape or not np.isfinite(loss).all() or not (q.sum() <= 1 + 1e-9):
             raise ValueError(
-                "PiecewiseLinear.from_losses: losses must be finite, as many as masses, and masses e^-losses sum up to "
-                f"at most 1; got shapes {loss.shape} and {p.shape}, sum {float(q.sum()) if q.size else 0.0!r}."
+                "PiecewiseLinear.from_losses: losses must be finite and as many as masses; masses * e^-losses must sum "
+                f"to at most 1; got shapes {loss.shape} and {p.shape}, sum {float(q.sum()) if q.size else 0.0!r}."
             )
         rest = max(1 - float(q.sum()), 0.0)
         return cls.from_masses(np.append(q, [0.0, rest]), np.append(p, [at_infinity, 0.0]))
@@ -134,7 +134,7 @@ def _check_corners(alpha: Array, beta: Array) -> None:
 
 
 def _concave(alpha: Array, beta: Array) -> Array:
-    """Which corners lie above the chord past them, by more than rounding."""
+    """Returns True for each corner that lies above the chord past it by more than rounding."""
     if len(alpha) < 3:
         return np.zeros(len(alpha), bool)
     left, width = np.diff(alpha)[:-1], alpha[2:] - alpha[:-2]
@@ -143,7 +143,7 @@ def _concave(alpha: Array, beta: Array) -> Array:
 
 
 def hull(alpha: Array, beta: Array) -> PiecewiseLinear:
-    """The largest convex function below points that fall from (0, f(0)) to (…, 0); the points' own order is kept."""
+    """Returns the largest convex function below points that fall from (0, f(0)) to (…, 0), in the given order."""
     kept: list[int] = []
     for index in range(len(alpha)):
         if kept and alpha[index] <= alpha[kept[-1]]:
@@ -162,28 +162,28 @@ def _above_chord(alpha: Array, beta: Array, a: int, b: int, c: int) -> bool:
 
 
 def _masses_left(p: Array) -> Array:
-    """``1 - cumsum``, summed from the small end so that the last tiny masses keep their digits."""
+    """Returns ``1 - cumsum``, summed from the small end so that the last tiny masses keep their digits."""
     return np.append(np.cumsum(p[::-1])[::-1][1:], 0.0)
 
 
 def _from_rejections(alpha: Array, beta: Array) -> PiecewiseLinear:
-    """From the errors of tests that reject one outcome more each, most telling first."""
+    """Builds the function from the errors of tests that each reject one more outcome, the largest loss first."""
     alpha, beta = np.append(0.0, np.minimum(alpha, 1)), np.append(1.0, beta)
-    start = np.flatnonzero(alpha == 0)[-1]  # outcomes that Q never has cost no false alarm
-    end = np.flatnonzero(beta == 0)[0]  # those that P never has, gain nothing
+    start = np.flatnonzero(alpha == 0)[-1]  # outcomes impossible under Q cause no false alarm
+    end = np.flatnonzero(beta == 0)[0]  # rejecting outcomes impossible under P gains nothing
     return hull(alpha[start : end + 1], beta[start : end + 1])
 
 
 def double_conjugate(function: Callable[[Array], Array], points: int = 2001) -> PiecewiseLinear:
-    """``f**``, the largest trade-off function nowhere above any function on [0, 1], from its values on a grid.
+    """Returns ``f**``, the largest trade-off function nowhere above a function on [0, 1], from values on a grid.
 
     Args:
-        function: takes an array of α in [0, 1]; its values are cut to [0, 1 - α].
-        points: grid points; half of them equally spaced, half of them ever closer to 0.
+        function: takes an array of α in [0, 1]; its values are clipped to [0, 1 - α].
+        points: grid points; half of them equally spaced, half of them geometrically towards 0.
 
     Guarantees:
-        - on the grid nowhere above the function, and equal to it if that is a trade-off function; between grid
-          points of a convex function it lies above, as a chord does.
+        - on the grid it is nowhere above the function, and equal to it if that is a trade-off function; between grid
+          points it lies above a convex function, as a chord does.
 
     Example:
         >>> bump = double_conjugate(lambda alpha: 1 - alpha**2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson subsampling of any trade-off function: the example joins with probability q, else there is nothing to see.
+"""Applies Poisson subsampling to any trade-off function: the example joins the sample with probability q.
 
 With f = T(Q, P), *remove* is ``T(Q, (1 - q) Q + q P) = q f + (1 - q) Id`` and *add* is its inverse. Neither bounds the
-other; `symmetrized` of one is the price of both.
+other; `symmetrized` of either one holds in both directions.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Subsampled(TradeOff):
 
 @dataclass(frozen=True)
 class SubsampledInverse(TradeOff):
-    """``f_q⁻¹``, the *add* direction: the sample of the one with the example against that without.
+    """``f_q⁻¹``, the *add* direction: samples of the data set with the example against those without it.
 
     ``δ(ε) = c δ_{f⁻¹}(log(q e^ε / c))`` with ``c = 1 - (1 - q) e^ε``, and 0 where c <= 0: never above -log(1 - q).
     """
@@ -77,11 +77,11 @@ class SubsampledInverse(TradeOff):
 
 
 def subsampled(f: TradeOff, probability: float) -> TradeOff:
-    """``q f + (1 - q) Id``, see `Subsampled`; piecewise linear if f is, and f itself for q = 1.
+    """Returns ``q f + (1 - q) Id``, see `Subsampled`; piecewise linear if f is, and f itself for q = 1.
 
     Example:
         >>> from torch_privacy.privacy.tradeoff import Gaussian, symmetrized
-        >>> price = symmetrized(subsampled(Gaussian(1.0), 0.01))  # C_q(G_μ): one step of DP-SGD, whichever direction
+        >>> price = symmetrized(subsampled(Gaussian(1.0), 0.01))  # C_q(G_μ): one step of DP-SGD, both directions
         >>> round(float(price.delta(0.0)), 6)
         0.003829
     """
@@ -95,5 +95,5 @@ def subsampled(f: TradeOff, probability: float) -> TradeOff:
 
 
 def _ratio_less_one(epsilon: Array, probability: float) -> Array:
-    """``(e^ε - 1) / q``, at most what a float holds."""
+    """Returns ``(e^ε - 1) / q``, clipped to the largest float."""
     return np.expm1(np.minimum(epsilon, 700.0 + np.log(probability))) / probability

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor product of any trade-off functions, between two piecewise linear ones whose product is exact.
+"""Computes the tensor product of trade-off functions, enclosed between exact products of piecewise linear ones.
 
 A curve f lies above each of its tangents and below each of its chords. So the tangents at some thresholds bound it
-from below, the chords between the points where they meet from above, and both are pairs of discrete laws. The laws of
-a product are the products of the laws. Afterwards neighboring outcomes are joined, again once to each side.
+from below, and the chords between the points where they meet bound it from above; both are pairs of discrete
+distributions. The distributions of a product are the products of the distributions. Afterwards neighboring outcomes
+are merged, once towards each bound.
 """
 
 from collections.abc import Callable
@@ -19,21 +20,22 @@ from .bounds import FURTHEST, highest_of_lines
 from .closed_form import IDENTITY, Gaussian
 from .piecewise_linear import PiecewiseLinear, hull
 
-TELLING = 1e-15  # δ beyond the last threshold
+LAST_DELTA = 1e-15  # finite δ at the last threshold
 
 Join = Callable[[Array, Array, Array], tuple[Array, Array]]
 
 
 def tensor(*factors: TradeOff, pieces: int = 512) -> Bracket[TradeOff]:
-    """``f ⊗ g ⊗ ...``, the price of independent releases together; ``low <= truth <= high`` everywhere.
+    """Returns ``f ⊗ g ⊗ ...``, the trade-off function of independent releases together, between two bounds.
 
     Args:
-        factors: any trade-off functions; none at all gives `IDENTITY`.
-        pieces: outcomes that a law is cut to after each product; the bracket narrows with their square.
+        factors: any trade-off functions; without any the product is `IDENTITY`.
+        pieces: number of outcomes kept after each product; the bracket narrows with its square.
 
     Returns:
-        ``low``, on the safe side, and ``high``; equal where the product is exact: Gaussians among themselves,
-        `IDENTITY` with anything, and piecewise linear functions as long as the pieces suffice.
+        ``low <= truth <= high`` everywhere; ``low`` is the safe side. They are equal where the product is exact:
+        Gaussians among themselves, `IDENTITY` with anything, and piecewise linear functions as long as the pieces
+        suffice.
 
     Guarantees:
         - commutative, associative, `IDENTITY` is the unit: exactly for the truth, so brackets of both sides overlap;
@@ -65,11 +67,11 @@ def tensor(*factors: TradeOff, pieces: int = 512) -> Bracket[TradeOff]:
 
 
 def enclosed(f: TradeOff, pieces: int = 512) -> Bracket[PiecewiseLinear]:
-    """Piecewise linear trade-off functions below and above any f, by tangents and by chords.
+    """Returns piecewise linear trade-off functions below and above any f, by tangents and by chords.
 
     Args:
         f: any trade-off function; a piecewise linear one with no more pieces is returned as it is.
-        pieces: how many tangents; for a smooth f the gap shrinks with their square.
+        pieces: number of tangents; for a smooth f the gap shrinks with its square.
 
     Example:
         >>> low, high = enclosed(Gaussian(1.0))
@@ -90,31 +92,31 @@ def enclosed(f: TradeOff, pieces: int = 512) -> Bracket[PiecewiseLinear]:
 
 
 def _thresholds(f: TradeOff, count: int) -> Array:
-    """Privacy losses from 0 to where δ has come to its end, equally spaced at first and then ever wider."""
+    """Returns privacy losses from 0 to where δ is negligible, equally spaced at first and then ever wider."""
     trial = np.concatenate([[0.0], np.geomspace(1e-9, FURTHEST, 1000)])
     at_infinity = 1 - float(f(0.0))
     delta = np.asarray(f.delta(trial)) - at_infinity
 
     def first(least: float) -> int:
-        """Index of the first threshold above 0 with no more than so much finite δ, or of the last threshold."""
+        """Returns the index of the first threshold above 0 with finite δ at most ``least``, or of the last one."""
         return min(max(int(np.searchsorted(-delta, -least)), 1), len(trial) - 1)
 
-    before, reach = trial[first(TELLING) - 1], trial[first(TELLING)]
-    for _ in range(50):  # the law may have an atom there
+    before, reach = trial[first(LAST_DELTA) - 1], trial[first(LAST_DELTA)]
+    for _ in range(50):  # the distribution may have an atom there
         middle = (before + reach) / 2
-        before, reach = (before, middle) if f.delta(middle) - at_infinity <= TELLING else (middle, reach)
+        before, reach = (before, middle) if f.delta(middle) - at_infinity <= LAST_DELTA else (middle, reach)
     scale = min(trial[first(delta[0] / 100)], 2.0)
     return scale * np.sinh(np.linspace(0, np.arcsinh(reach / scale), count))
 
 
 def _product(f: PiecewiseLinear, g: PiecewiseLinear, pieces: int, join: Join) -> PiecewiseLinear:
-    """The exact tensor product, then cut to fewer outcomes by a way of joining neighbors.
+    """Returns the exact tensor product, then merges neighboring outcomes with ``join``.
 
-    What only one of a pair of laws has needs no outcome: it is what is missing from the masses' sum.
+    Outcomes possible under one distribution only need no entry: they are what the masses lack to 1.
     """
     q = np.outer(np.diff(f.alpha), np.diff(g.alpha)).ravel()
     p = np.outer(np.diff(f.beta), np.diff(g.beta)).ravel()
-    there = (q > 0) & (p > 0)  # the rest has underflowed
+    there = (q > 0) & (p > 0)  # the other masses have underflowed
     q, p = q[there], p[there]
     order = np.argsort(np.log(q) - np.log(p), kind="stable")  # the most telling outcome first
     q, p = q[order], p[order]
@@ -125,19 +127,19 @@ def _product(f: PiecewiseLinear, g: PiecewiseLinear, pieces: int, join: Join) ->
 
 
 def _groups(loss: Array, count: int) -> Array:
-    """First outcome of each group: narrow groups about a loss of 0, ever wider ones away from it."""
+    """Returns the first outcome of each group: narrow groups around a loss of 0, ever wider ones away from it."""
     scale = max(min(float(np.quantile(np.abs(loss), 0.5)), 2.0), 1e-300)
     ends = scale * np.sinh(np.linspace(np.arcsinh(loss[0] / scale), np.arcsinh(loss[-1] / scale), count + 1))
     return np.unique(np.append(0, np.searchsorted(-loss, -ends[1:-1])))
 
 
 def _merged(q: Array, p: Array, starts: Array) -> tuple[Array, Array]:
-    """Each group as one outcome: chords, nowhere below."""
+    """Merges each group into one outcome: chords, an upper bound."""
     return np.add.reduceat(q, starts), np.add.reduceat(p, starts)
 
 
 def _spread(q: Array, p: Array, starts: Array) -> tuple[Array, Array]:
-    """Each group's masses moved to its two ends, keeping both sums: tangents, nowhere above."""
+    """Moves each group's masses to its two ends, keeping both sums: tangents, a lower bound."""
     last = np.append(starts[1:], len(q)) - 1
     steep, flat = p[starts] / q[starts], p[last] / q[last]
     q_sum, p_sum = _merged(q, p, starts)

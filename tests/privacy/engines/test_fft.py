@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from torch_privacy.privacy.engines import fft as fourier
-from torch_privacy.privacy.engines.fft import Composed, Tilted
+from torch_privacy.privacy.engines import fft
+from torch_privacy.privacy.engines.fft import TiltedComposition, TiltedLattice
 from torch_privacy.privacy.engines.lattice import Lattice
 
 
@@ -25,7 +25,7 @@ def binomial_delta(steps: int, spacing: float, epsilon: float) -> float:
 @pytest.mark.parametrize("s", [0.0, 0.3, 1.0, 4.0])
 @pytest.mark.parametrize("steps", [1, 2, 7, 60])
 def test_composed_coins_match_the_binomial_under_every_tilt(steps, s):
-    composed = Composed([(coins(), steps)], s)
+    composed = TiltedComposition([(coins(), steps)], s)
     for epsilon in (0.0, 0.2, 0.5, 3.3, 0.3 * steps):
         truth = binomial_delta(steps, 0.5, epsilon)
         assert composed.at_least(epsilon) <= truth * (1 + 1e-12)
@@ -37,7 +37,7 @@ def test_composed_coins_match_the_binomial_under_every_tilt(steps, s):
 def test_tilt_recovers_a_tail_that_an_untilted_fft_drowns():
     truth = binomial_delta(60, 0.5, 29.0)
     assert truth < 1e-12
-    composed = Composed([(coins(), 60)], 6.0)
+    composed = TiltedComposition([(coins(), 60)], 6.0)
     assert composed.at_least(29.0) == pytest.approx(truth, rel=1e-8)
     assert composed.at_most(29.0) == pytest.approx(truth, rel=1e-8)
 
@@ -48,26 +48,26 @@ def test_discounted_sums_match_the_recursion_across_blocks():
     for value in values[::-1]:
         carry = value + np.exp(-spacing) * carry
         expected.append(carry)
-    np.testing.assert_allclose(fourier._discounted(values, spacing), expected[::-1], rtol=1e-15)
+    np.testing.assert_allclose(fft.discounted_sums(values, spacing), expected[::-1], rtol=1e-15)
 
 
 def test_discounted_sums_carry_a_large_value_into_the_block_before():
     values = np.zeros(24)
     values[12] = 1e300
-    assert fourier._discounted(values, 25.0)[11] == pytest.approx(1e300 * np.exp(-25.0))
+    assert fft.discounted_sums(values, 25.0)[11] == pytest.approx(1e300 * np.exp(-25.0))
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_grouped_moments_are_bounds_and_nearly_exact(sign):
     losses = np.linspace(-1, 5, 5001)
     mass = np.exp(-losses) / np.exp(-losses).sum()
-    tilted = Tilted(Lattice(-1.0, losses[1] - losses[0], mass), 0.0)
+    tilted = TiltedLattice(Lattice(-1.0, losses[1] - losses[0], mass), 0.0)
     t = sign * np.geomspace(0.01, 5, 9)
     exact = np.log(np.exp(t[:, None] * (losses - tilted.mean)) @ mass)
-    assert (tilted.grouped.log_moment(t) >= exact - 1e-13).all()
-    np.testing.assert_allclose(tilted.grouped.log_moment(t), exact, rtol=0.05, atol=1e-3)
+    assert (tilted.moment_bounds.log_moment(t) >= exact - 1e-13).all()
+    np.testing.assert_allclose(tilted.moment_bounds.log_moment(t), exact, rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize("at_least", [1, 7, 1000, 99_999])
 def test_fast_length_is_enough_and_little_more(at_least):
-    assert at_least <= fourier._fast_length(at_least) <= 1.25 * at_least + 1
+    assert at_least <= fft.fast_length(at_least) <= 1.25 * at_least + 1

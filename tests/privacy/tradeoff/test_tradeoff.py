@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from tradeoff_cases import ALPHA, ANY, EPSILON, PROBABILITY, SAMPLED, SIMPLE, SYMMETRIC
 
 from torch_privacy.privacy.engines import lattice
-from torch_privacy.privacy.pairs.base import SubsampledNormal
+from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 from torch_privacy.privacy.tradeoff import (
     IDENTITY,
     JL,
@@ -136,7 +136,7 @@ def test_minimum_is_the_largest_below_both(f, g):
 def test_post_processing_is_never_easier_to_attack(seed, kept):
     generator = np.random.default_rng(seed)
     q, p = generator.dirichlet(np.ones(6), 2)
-    channel = generator.dirichlet(np.full(kept, 0.3), 6)  # outcome -> law of what is shown
+    channel = generator.dirichlet(np.full(kept, 0.3), 6)  # outcome -> pair of what is shown
     shown = PiecewiseLinear.from_masses(q @ channel, p @ channel)
     result = compare(PiecewiseLinear.from_masses(q, p), shown)
     assert result.holds
@@ -336,7 +336,7 @@ def test_corners_of_no_tradeoff_function_are_refused(alpha, beta, rule):
 
 
 @pytest.mark.parametrize("masses", [([0.5, 0.6], [0.5, 0.5]), ([0.5, 0.5], [-0.1, 1.1]), ([1.0], [0.5, 0.5])])
-def test_masses_that_are_no_laws_are_refused(masses):
+def test_masses_that_do_not_add_up_are_refused(masses):
     with pytest.raises(ValueError, match=r"PiecewiseLinear\.from_masses: with"):
         PiecewiseLinear.from_masses(*masses)
 
@@ -356,11 +356,11 @@ def test_losses_of_no_law_are_refused(losses, masses):
 
 
 def test_discretised_steps_lie_on_both_sides_of_the_true_curve():
-    law = SubsampledNormal(1.0, 0.1)
+    pair = SubsampledGaussianPair(1.0, 0.1)
     exact = subsampled(Gaussian(1.0), 0.1)
     below, above = (
         PiecewiseLinear.from_losses(side.losses, side.mass, 1 - side.mass.sum())
-        for side in (lattice.pessimistic(law, 0.05), lattice.optimistic(law, 0.05))
+        for side in (lattice.pessimistic(pair, 0.05), lattice.optimistic(pair, 0.05))
     )
     assert below <= exact
     assert (exact(ALPHA) <= above(ALPHA) + 1e-9).all()

@@ -32,7 +32,7 @@ def renyi(p, q, order):
 def test_divergence_is_at_least_that_of_neighboring_votes(votes, noise_stddev):
     orders = np.array([1.5, 2.0, 4.0, 8.0, 20.0])
     (log_q,) = pate.log_chance_of_another(np.array([votes]), noise_stddev)
-    bound = pate._divergence(log_q, noise_stddev, orders)
+    bound = pate.answer_divergences(log_q, noise_stddev, orders)
     here = answers(votes, noise_stddev)
     assert 1 - here.max() <= np.exp(log_q) * (1 + 1e-6) + 1e-12
     for up, down in itertools.permutations(range(len(votes)), 2):
@@ -71,7 +71,7 @@ def test_price_without_votes_is_a_gaussian_of_sensitivity_root_two():
 def test_threshold_tests_cost_at_most_what_any_votes_do(largest, noise_stddev):
     orders = np.array([1.1, 2.0, 8.0, 64.0])
     tests = pate.ThresholdTests(np.array([largest]), 100.0, noise_stddev)
-    spent = pate._of_tests(tests, orders)
+    spent = pate.threshold_divergences(tests, orders)
     assert (spent <= orders / (2 * noise_stddev**2)).all()
     passes = [norm.sf(100.0, largest + change, noise_stddev) for change in (0, -1, 1)]
     here, *there = (np.array([chance, 1 - chance]) for chance in passes)

@@ -43,7 +43,7 @@ def test_sampling_probability_is_refused_outside_its_range(value):
     [
         ({"type": "Cauchy"}, "type='Cauchy' must be one of 'Gaussian', 'SubsampledGaussian'"),
         ({}, "type=None"),
-        ({"type": "Gaussian"}, "has fields"),
+        ({"type": "Gaussian"}, "has the fields"),
         ({"type": "Gaussian", "noise_multiplier": 1.0, "mean": 0}, "'mean'"),
         ({"type": "Gaussian", "noise_multiplier": -1.0}, "greater than 0"),
     ],
@@ -61,5 +61,5 @@ def test_event_to_dict_refuses_what_is_no_event():
 @pytest.mark.parametrize("value", [1e-310, 1e-300, 9.9e-7, 1.1e6, 1e300])
 def test_noise_multiplier_that_cannot_be_priced_is_refused(value):
     for kind in (lambda s: privacy.SubsampledGaussian(s, 0.1), privacy.Gaussian):
-        with pytest.raises(ValueError, match=r"noise_multiplier=.* must lie in \[1e-06, 1e\+06\]\. Usual"):
+        with pytest.raises(ValueError, match=r"noise_multiplier=.* must lie in \[1e-06, 1e\+06\]\. It is the"):
             kind(value)

@@ -83,10 +83,10 @@ def test_tensor_commutes_and_is_below_its_factors(f, g):
 
 
 @given(st.tuples(*[st.integers(0, 10**6)] * 3))
-def test_tensor_of_discrete_laws_is_exact_and_associative(seeds):
+def test_tensor_of_discrete_distributions_is_exact_and_associative(seeds):
     f, g, h = (dirichlet(seed, 4) for seed in seeds)
-    laws = [np.random.default_rng(seed).dirichlet(np.ones(4), 2) for seed in seeds]
-    q, p = (np.array([np.prod(masses) for masses in product(*side)]) for side in zip(*laws, strict=True))
+    pairs = [np.random.default_rng(seed).dirichlet(np.ones(4), 2) for seed in seeds]
+    q, p = (np.array([np.prod(masses) for masses in product(*side)]) for side in zip(*pairs, strict=True))
     exact = PiecewiseLinear.from_masses(q, p)
     for bracket in (tensor(f, g, h), tensor(f, tensor(g, h).low), tensor(tensor(f, g).low, h)):
         np.testing.assert_allclose(bracket.low(ALPHA), exact(ALPHA), atol=1e-13)
@@ -214,7 +214,7 @@ def test_both_directions_of_full_batches_are_one():
 
 @pytest.mark.parametrize("thresholds", [[0, 1], [0.1, 1, 2], [0, 2, 1], [[0, 1, 2]]])
 def test_thresholds_are_refused(thresholds):
-    with pytest.raises(ValueError, match=r"from_bounds: thresholds must be at least three numbers that rise from 0"):
+    with pytest.raises(ValueError, match=r"from_bounds: thresholds must be three or more ascending numbers"):
         from_bounds(lambda epsilon: privacy.Bracket(0.0, 0.0), thresholds=thresholds)
 
 
