@@ -58,7 +58,7 @@ class Profile:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the prices assume beyond the relation and the samplers."""
+        """The assumptions of the prices beyond the relation and the samplers."""
         return list(dict.fromkeys(event.assumption for event, _ in self._events if event.assumption))
 
     @property

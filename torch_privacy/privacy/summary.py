@@ -131,7 +131,7 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
         ]
     if summary.moments_epsilon is not None:
         lines.append(("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"))
-    return [*lines, (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, whoever attacks")]
+    return [*lines, (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, for any attacker")]
 
 
 def delta_lines(
@@ -176,7 +176,7 @@ def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns `attacker_as_json` as lines of a table."""
     mu, advantage = attacker["mu"]["high"], attacker["advantage"]["high"]
     return [
-        ("true less false positives, whatever the rate", f"at most {round_up(100 * advantage, 1)} %"),
+        ("true minus false positives, at any rate", f"at most {round_up(100 * advantage, 1)} %"),
         ("Gaussian mechanism that is no more private", "none" if mu is None else f"mu = {round_up(mu)}"),
     ]
 

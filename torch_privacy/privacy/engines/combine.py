@@ -4,7 +4,7 @@
 Parts that no engine composes together are bounded one by one, in each direction and at any real s and t:
 
 - above: ``δ(s + t) <= δ_1(s) + δ_2(t)`` for two parts, and ``δ(T s) <= 1 - (1 - δ_step(s))^T`` for T equal steps;
-- below: δ is at least that of any part, because whoever sees all releases sees each part.
+- below: δ is at least that of any part, because an attacker who sees all releases sees each part.
 
 Source: Dwork & Roth (2014), Theorem 3.16.
 """

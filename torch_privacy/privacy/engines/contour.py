@@ -198,7 +198,7 @@ class _Crossing:
 
 
 class ContourCurve(Curve):
-    """A curve whose ε(δ) is found on a line of the contour integral."""
+    """A curve that finds ε(δ) on a line of the contour integral."""
 
     @abstractmethod
     def _crossing(self, delta: float) -> _Crossing:

@@ -43,7 +43,7 @@ class Curve(ABC):
 
 
 class SimpleCurve(Curve):
-    """A curve whose cheapest certificate is δ(ε) itself."""
+    """A curve without a cheaper certificate than δ(ε) itself."""
 
     @final
     def surely_below(self, epsilon: float, delta: float) -> bool:
@@ -51,7 +51,7 @@ class SimpleCurve(Curve):
 
 
 class SumCurve(Curve):
-    """A curve that adds up bounds on ε, so that its cheapest certificate is ``epsilon_high``."""
+    """A curve that adds up bounds on ε, so that ``epsilon_high`` is its cheapest certificate."""
 
     @abstractmethod
     def epsilon_low(self, delta: float) -> float:
@@ -117,7 +117,7 @@ class NoRelease(SimpleCurve):
 
 
 class ClosedFormCurve(SimpleCurve):
-    """The curve of a single pair whose hockey stick is a difference of two tails; the bounds differ by rounding.
+    """The curve of a single pair: its hockey stick is a difference of two tails, the bounds differ by rounding.
 
     The rounding of each tail is taken as 32 units in the last place times its exponent: an estimate, not a proof.
     """

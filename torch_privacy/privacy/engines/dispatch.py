@@ -47,7 +47,7 @@ def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> lis
 
 
 def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
-    """Returns what `curves` returns, for steps whose pairs are all known exactly."""
+    """Returns the same curves for steps with exact pairs only."""
     swaps = (False,) if all(pair.symmetric for pair, _ in steps) else (False, True)
     gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
     if len(gaussian) == len(steps):

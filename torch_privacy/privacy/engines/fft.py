@@ -160,7 +160,7 @@ class TiltedComposition:
         self.at_point = -np.expm1(-self.spacing) * np.append(discounted_sums(self.above[1:], self.spacing), 0.0)
 
     def _log_bound(self, epsilon: Array) -> Array:
-        """``log A(ε)``."""
+        """Returns ``log A(ε)``."""
         return self.log_moment - self.s * epsilon
 
     def _sum(self, epsilon: float) -> float:
@@ -399,8 +399,8 @@ def _spacing(steps: Sequence[tuple[DominatingPair, int]]) -> float:
     Powers of 2 let several compositions share lattices.
 
     Relative to ε the bracket is about ``(spacing / deviation)² sqrt(steps) / 100`` wide, so few steps need fewer
-    points: the part is 1/56 from 1000 steps on and grows like their fourth root below. Discrete pairs, whose bracket
-    shrinks more slowly, always use 1/80.
+    points: the part is 1/56 from 1000 steps on and grows like their fourth root below. The bracket of
+    discrete pairs shrinks more slowly, so they always use 1/80.
     """
     deviation, num_steps = _deviation(steps), sum(count for _, count in steps)
     smooth = all(isinstance(pair, SubsampledPair) for pair, _ in steps)

@@ -28,7 +28,7 @@ FIRST_EXCESS = 1e-3  # how far the first height may lie too high, relative to th
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """A pair (P, Q) whose finite privacy losses lie at ``start + i * spacing``; ``Q-mass = e^-loss * P-mass`` there.
+    """A pair (P, Q) with finite privacy losses at ``start + i * spacing``, where ``Q-mass = e^-loss * P-mass``.
 
     Args:
         start: loss at index 0.
@@ -109,7 +109,7 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     down = mass - up
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = pair.floor + float(heights[0])
-    missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, whose Q-mass exceeds its P-mass
+    missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, which has more Q- than P-mass
     lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]))
     if start > -700:
         only_q = max(-math.exp(-start) * float(missing[0]), 0.0)

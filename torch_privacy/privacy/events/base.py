@@ -76,7 +76,7 @@ class Event:
 
     @property
     def assumption(self) -> str:
-        """What the price assumes beyond the relation and the sampler, for the privacy statement; "" if nothing."""
+        """The assumption of the price beyond the relation and the sampler, for the privacy statement; "" if none."""
         return ""
 
 

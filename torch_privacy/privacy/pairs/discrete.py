@@ -95,7 +95,7 @@ def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
 
     In ``x = e^ε`` the hockey stick is convex, starts at (0, 1), never rises, lies at or below each ``(e^ε, δ)``, and by
     symmetry at or below ``(e^-ε, 1 - e^-ε + e^-ε δ)``: at most the lower convex hull of these points. A kink of the
-    hull at x is an outcome of likelihood ratio x whose Q-mass is the change of slope.
+    hull at x is an outcome of likelihood ratio x; its Q-mass is the change of slope.
     """
     x = np.concatenate([[0.0], np.exp(epsilons), np.exp(-epsilons)])
     y = np.concatenate([[1.0], deltas, -np.expm1(-epsilons) + np.exp(-epsilons) * deltas])

@@ -41,7 +41,7 @@ def tensor(*factors: TradeOff, pieces: int = 512) -> Bracket[TradeOff]:
         - commutative, associative, `IDENTITY` is the unit: exactly for the truth, so brackets of both sides overlap;
         - up to rounding, some 1e-13 in error rates.
 
-    For many equal steps see `privacy.compose`, whose engines are made for them.
+    For many equal steps use `privacy.compose` instead.
 
     Source: Dong, Roth & Su (2022), Definition 7 and Theorem 4.
 
@@ -118,7 +118,7 @@ def _product(f: PiecewiseLinear, g: PiecewiseLinear, pieces: int, join: Join) ->
     p = np.outer(np.diff(f.beta), np.diff(g.beta)).ravel()
     there = (q > 0) & (p > 0)  # the other masses have underflowed
     q, p = q[there], p[there]
-    order = np.argsort(np.log(q) - np.log(p), kind="stable")  # the most telling outcome first
+    order = np.argsort(np.log(q) - np.log(p), kind="stable")  # the largest privacy loss first
     q, p = q[order], p[order]
     if len(q) > 2 * pieces:
         q, p = join(q, p, _groups(np.log(p) - np.log(q), pieces))
