@@ -105,6 +105,15 @@ def test_largest_sampling_probability_is_never_above_the_target():
         privacy.largest_sampling_probability(1e-9, 1e-20, noise_multiplier=0.1, num_steps=10**6)
 
 
+def test_fewest_projections_reach_the_target_and_one_fewer_does_not():
+    setting = {"noise_multiplier": 1.0, "sampling_probability": 0.01, "num_steps": 2000}
+    found = privacy.fewest_projections(2.8, 1e-5, **setting)
+    assert high_of(privacy.SubsampledJL(1.0, found, 0.01), 2000) <= 2.8
+    assert high_of(privacy.SubsampledJL(1.0, found - 1, 0.01), 2000) > 2.8
+    with pytest.raises(ValueError, match=r"fewest_projections: target_epsilon=2\.5 is out of reach"):
+        privacy.fewest_projections(2.5, 1e-5, **setting)
+
+
 @pytest.mark.parametrize(("projections", "inflation"), [(16, 1.339), (32, 1.089), (64, 1.035), (128, 1.016)])
 def test_noise_that_makes_up_for_estimated_norms_matches_the_notes(projections, inflation):
     def schedule(noise):

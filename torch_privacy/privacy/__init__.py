@@ -17,6 +17,7 @@ from .bracket import Bracket as Bracket
 from .calibrate import Budget as Budget
 from .calibrate import calibrate as calibrate
 from .calibrate import calibrate_schedule as calibrate_schedule
+from .calibrate import fewest_projections as fewest_projections
 from .calibrate import largest_sampling_probability as largest_sampling_probability
 from .calibrate import most_steps as most_steps
 from .compose import Profile as Profile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrates to a privacy target: the noise it needs, and the steps and the sampling that it allows."""
+"""Calibrates to a privacy target: the noise it needs, and the steps, sampling and projections that it allows."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ from .bracket import Bracket
 from .compose import compose
 from .engines.curve import bisect
 from .events.base import Event
+from .events.estimated_norms import SubsampledJL
 from .events.gaussian import SubsampledGaussian
 from .tradeoff import Gaussian
 
 Releases = Iterable[tuple[Event, int]]
 Point = tuple[float, float]  # noise multiplier, log of ε / target; nearly a straight line in log-log
+FEWEST = 8  # projections; with fewer, losses are too heavy-tailed to be useful
 SMALLEST, LARGEST = 0.1, 1e4  # range in which noise multipliers are searched
 
 
@@ -226,6 +228,47 @@ def largest_sampling_probability(
         middle = (log_good + log_bad) / 2
         log_good, log_bad = (middle, log_bad) if enough(exp(middle)) else (log_good, middle)
     return exp(log_good)
+
+
+def fewest_projections(
+    target_epsilon: float, delta: float, *, noise_multiplier: float, sampling_probability: float, num_steps: int
+) -> int:
+    """Returns the smallest number of random projections at which `SubsampledJL` steps reach the target, at least 8.
+
+    Args:
+        target_epsilon: above 0.
+        delta: in (0, 1).
+        noise_multiplier: σ, in [0.05, 1e6].
+        sampling_probability: q, in (0, 1].
+        num_steps: T, at least 1.
+
+    Guarantees:
+        - the certified upper bound on ε at the returned number is at most the target, and above it for one fewer
+          (unless the number is 8).
+
+    Raises:
+        ValueError: if exact norms do not reach the target, or by so little that 10^6 projections do not.
+
+    Example:
+        >>> fewest_projections(3.0, 1e-5, noise_multiplier=1.0, sampling_probability=0.01, num_steps=2000)
+        40
+    """
+    positive("fewest_projections", target_epsilon=target_epsilon)
+    strictly_between("fewest_projections", 0, 1, delta=delta)
+
+    def enough(projections: int) -> bool:
+        event = SubsampledJL(noise_multiplier, projections, sampling_probability)
+        return compose([(event, num_steps)]).epsilon_high(delta) <= target_epsilon
+
+    bad, good = FEWEST - 1, 64
+    while not enough(good):
+        bad, good = good, 4 * good
+        if good > 10**6:
+            raise ValueError(f"fewest_projections: target_epsilon={target_epsilon!r} is out of reach. Add noise.")
+    while good - bad > 1:
+        middle = (good + bad) // 2
+        bad, good = (bad, middle) if enough(middle) else (middle, good)
+    return good
 
 
 def _smallest(
