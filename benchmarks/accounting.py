@@ -39,7 +39,7 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
     """Result and median milliseconds, each run with nothing cached."""
     times, result = [], None
     for _ in range(repeats):
-        for cache in (tilt._nodes, tilt.term, mixture.base, lattice.pessimistic, lattice.optimistic):
+        for cache in (tilt._nodes, tilt.term, mixture.base_densities, lattice.pessimistic, lattice.optimistic):
             cache.cache_clear()
         start = time.perf_counter()
         result = run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trade-off functions to test with: hypothesis strategies, and grids to look at them."""
+"""Provides trade-off functions to test with (hypothesis strategies), and grids of alpha and epsilon."""
 
 import numpy as np
 from hypothesis import strategies as st

@@ -285,7 +285,7 @@ def test_compose_refuses_counts(count):
 
 
 def test_compose_refuses_unknown_events():
-    with pytest.raises(ValueError, match=r"cannot price 'laplace'\. Known: .*Gaussian"):
+    with pytest.raises(ValueError, match=r"cannot price 'laplace'\. Known events: .*Gaussian.* FinitePair"):
         privacy.compose([("laplace", 1)])
 
 

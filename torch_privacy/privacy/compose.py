@@ -189,7 +189,11 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     events = [(event, count) for event, count in events]
     for event, count in events:
         if type(event) not in PAIRS:
-            raise ValueError(f"compose: cannot price {event!r}. Known: {', '.join(kind.__name__ for kind in PAIRS)}.")
+            known = ", ".join(kind.__name__ for kind in PAIRS)
+            raise ValueError(
+                f"compose: cannot price {event!r}. Known events: {known}. Describe other mechanisms as KnownProfile or "
+                "FinitePair."
+            )
         whole(f"compose, {event!r}", count=count)
     one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}

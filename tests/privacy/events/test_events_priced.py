@@ -525,5 +525,5 @@ def test_lattice_of_a_heavy_tail_stays_within_the_free_bounds(name):
 
 
 def test_engine_that_cannot_resolve_a_list_says_so():
-    with pytest.raises(ValueError, match="Leave it to method='auto'"):
+    with pytest.raises(ValueError, match="Use method='auto'"):
         privacy.compose([(privacy.Laplace(1.0), 3)], "contour").epsilon(1e-5)

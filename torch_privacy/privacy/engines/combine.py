@@ -42,7 +42,7 @@ class FallbackChain(Curve):
             except Unresolved:
                 if index == len(self._engines) - 1:
                     raise
-        raise AssertionError("no engine at all")
+        raise AssertionError("FallbackChain needs at least one engine")
 
     def delta(self, epsilon: float) -> Bracket[float]:
         return self._ask(lambda curve: curve.delta(epsilon))

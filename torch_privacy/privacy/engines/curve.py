@@ -18,7 +18,7 @@ class Unresolved(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "compose: the engine that was asked for cannot resolve these releases. Leave it to method='auto'."
+            "compose: the engine of this method cannot resolve these releases. Use method='auto', which tries all."
         )
 
 

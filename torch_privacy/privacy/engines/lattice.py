@@ -141,7 +141,7 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     heights = _first_height(pair, bottom, spacing) + spacing * np.arange(max(int(pair.span / spacing) + 2, 3))
     cuts = np.concatenate([[bottom], heights + spacing / 2])
     cuts[-1] += spacing / 4
-    first, last = _gentle_range(pair.cells(cuts, heights)[0])
+    first, last = _range_to_keep(pair.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
     mass, kappa = pair.cells(cuts, heights)
     if kappa[-1] < 0:  # an atom below the last lattice point: its cell joins the one before
@@ -174,7 +174,7 @@ def _(pair: SymmetrizedPair, spacing: float) -> Lattice:
     return below(pair.one_sided, spacing)  # a curve lies below its symmetrization
 
 
-def _gentle_range(mass: Array) -> tuple[int, int]:
+def _range_to_keep(mass: Array) -> tuple[int, int]:
     """Returns the first and the last cell to keep; beyond them, masses more than halve from cell to cell."""
     rising, falling = mass[1:] > 2 * mass[:-1], mass[:-1] > 2 * mass[1:]
     first = np.flatnonzero((mass[:-1] > 0) & ~rising)
