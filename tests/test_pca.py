@@ -3,7 +3,6 @@
 
 import json
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -457,10 +456,3 @@ def test_projection_layer_is_released_before_training_and_stays_fixed():
     train(training, model)
     torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
     assert len(training.ledger) == 3
-
-
-def test_page_runs_and_prints_what_it_says(capsys):
-    torch.set_default_dtype(torch.float32)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pca.md").read_text(), re.DOTALL)
-    exec(block, {})
-    assert f"# {capsys.readouterr().out}" == block.splitlines(keepends=True)[-1]
