@@ -29,7 +29,7 @@ from .._torch_modes import uncompiled
 from .._validate import Refused
 from ..batches import Batches, Collate, Draw, Drawn, split
 from ..clipping import ClippingRule
-from ..estimated_norms.choose import Sketched
+from ..estimated_norms.settings import Sketched
 from ..gep.settings import BGEP, GEP
 from ..jacobian.code_path import RehearsedCode
 from ..jacobian.independence import (
