@@ -133,7 +133,7 @@ def _(op: Conv, s: Tensor, left: bool) -> Tensor:
         b, x = (t.unflatten(2, (groups, -1)) for t in (op.b, op.x))
         b = torch.einsum("kge,nmge...->nmgk...", s.view(k, groups, -1), b).flatten(1, 2)  # each group becomes an image
         return Conv(x.flatten(1, 2), b, replace(op.geometry, groups=1)).rows().flatten(2)
-    y = op._forward(s.view(k, *op.shape[1:]).repeat(groups, *(1,) * (len(op.shape) - 1)))
+    y = op.forward(s.view(k, *op.shape[1:]).repeat(groups, *(1,) * (len(op.shape) - 1)))
     y, b = (t.transpose(1, 2).unflatten(1, (groups, -1)).flatten(3) for t in (y, op.b))  # (n, groups, channels, t)
     return (y @ b.mT).transpose(1, 2).flatten(2)
 
@@ -230,7 +230,7 @@ def _of_the_use(method: Method, more: float) -> Method:
 
 def _unfolded(op: Op) -> int:
     """Returns the numbers that a convolution reads in addition to the entries of its input."""
-    return op._unfolded - op.x.numel() if isinstance(op, Conv) else 0
+    return op.num_unfolded - op.x.numel() if isinstance(op, Conv) else 0
 
 
 class FactoredNorms(Estimates):

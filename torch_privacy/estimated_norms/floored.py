@@ -22,7 +22,7 @@ from torch import Tensor
 from ..jacobian.operator import Block, Jacobian
 from ..jacobian.plan import squared_norms
 from ..ops import Op
-from ..ops.conv import Conv, _by_group
+from ..ops.conv import Conv, by_group
 from ..ops.embedding import TiedEmbedding
 from ..ops.gram import lengths
 from ..ops.linear import Bilinear, GroupedLinear, Linear
@@ -71,8 +71,8 @@ def _(op: Conv) -> Tensor:
     n, groups = op.num_examples, op.geometry.groups
     squares = replace(op, x=op.x.square().unflatten(2, (groups, -1)).sum(3))  # one channel in each group
     vanished = op.shape[1:].numel() * torch.finfo(op.dtype).tiny
-    patches = (squares._patches().sum(1) + vanished).sqrt()  # (n·groups, places of all images)
-    b = lengths(_by_group(op.b, groups).flatten(2).mT)
+    patches = (squares.patches().sum(1) + vanished).sqrt()  # (n·groups, places of all images)
+    b = lengths(by_group(op.b, groups).flatten(2).mT)
     return (patches * b).sum(1).view(n, groups).norm(dim=1)
 
 
