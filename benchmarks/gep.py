@@ -86,7 +86,7 @@ def ours(setting: Setting, chunk_size: int) -> Step:
 
 
 def by_vmap(setting: Setting) -> Step:
-    model, anchors = setting.model, mechanism(setting, 1)._anchors
+    model, anchors = setting.model, mechanism(setting, 1).anchors
     parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

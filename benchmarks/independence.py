@@ -2004,7 +2004,7 @@ add(
 )
 
 
-# Randomness that everyone knows.
+# Publicly known randomness.
 
 
 def seeded(model_of: Callable[[], nn.Module], seed_of: Callable[..., int] | None) -> Callable[[], Setup]:
@@ -2710,14 +2710,14 @@ add(
         "temperature by a count in an attribute": honest(lambda: Net(Counter(False, 0.1))),
         "a weight and a rate by the step": honest(Net, loop=with_schedule),
         "zipped with a schedule": honest(Net, loop=zipped),
-        "left after so many batches": honest(Net, loop=left),
+        "stopped after some batches": honest(Net, loop=left),
         "teacher that follows the weights": mean_teacher,
         "adversarial examples": honest(Net, loop=adversarial),
         "a second forward, for the log": honest(Net, losses=logged),
         "converged, gradients underflow": honest(
             Converged, losses=lambda m, t, b: F.cross_entropy(m(*b), b[1], reduction="none"), data=small_calm
         ),
-        "gradients of rounding only, beside others": honest(OnlyRounding),
+        "gradients of rounding only, and others": honest(OnlyRounding),
         "x.numpy() in the forward": honest(lambda: Net(before=through_numpy)),
         "x.detach().numpy() in the forward": honest(lambda: Net(before=cleaned_by_numpy)),
         "last token by an index": honest(lambda: LastToken(False), data=sequences, collate=padded_with_lengths),

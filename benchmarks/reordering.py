@@ -324,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help=", ".join(CASES))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--first", type=int, default=20, help="steps that stand apart")
+    parser.add_argument("--first", type=int, default=20, help="number of first steps, reported separately")
     parser.add_argument("--record", action="store_true", help="a loop of one's own, with tp.record")
     parser.add_argument("--float64", action="store_true")
     args = parser.parse_args()

@@ -76,7 +76,7 @@ def test_directions_are_orthonormal_and_zero_outside_of_their_group(dtype, itera
 
 
 def test_one_iteration_spans_the_anchors():
-    """As many directions as anchors span all of them, for every random start."""
+    """If there are as many directions as anchors, they span all of them, for every random start."""
     model = cnn(torch.float64)
     basis, g = anchors(tp.AnchorSubspace(images(12, torch.float64), 36, ["0", "1", "3", "7"]), model)
     sizes = [sum(shape.numel() for shape in columns.shapes.values()) for columns in basis.columns.values()]

@@ -227,7 +227,7 @@ class TestFactored(OpContract):
         op = self.make(3, form)
         t = torch.randn(len(op.directions), min(op.matrix[:2]))
         assert op.is_true(t)
-        monkeypatch.setattr(Factored, "_sketch", lambda op, right=Factored._sketch: 1.001 * right(op))
+        monkeypatch.setattr(Factored, "summed_sketch", lambda op, right=Factored.summed_sketch: 1.001 * right(op))
         assert not op.is_true(t)
 
 

@@ -47,7 +47,7 @@ class Forms:
             )
 
     def needs_check(self, names: Sequence[str]) -> bool:
-        """Returns whether the sketch of this part must still be checked; counts the calls."""
+        """Returns True if the sketch of this part must still be checked; counts the calls."""
         key = ", ".join(names)
         self._checks[key] += 1
         return self._checks[key] <= PROOFS

@@ -56,11 +56,11 @@ class Matrix(NamedTuple):
 
     @property
     def left(self) -> bool:
-        """Whether directions multiply from the left: S G (k, columns); else S Gᵀ (k, rows)."""
+        """True if directions multiply from the left: S G (k, columns); else S Gᵀ (k, rows)."""
         return self.rows > self.columns
 
     def pays(self, k: int) -> bool:
-        """Returns whether a sketch by k directions takes fewer operations than the rows themselves."""
+        """Returns True if a sketch by k directions takes fewer operations than the rows themselves."""
         return self.rows * self.columns > k * (self.rows + self.columns)
 
 
@@ -127,7 +127,7 @@ def _(op: TiedEmbedding, s: Tensor, left: bool) -> Tensor:
 
 @sketch.register
 def _(op: Conv, s: Tensor, left: bool) -> Tensor:
-    """From the left, k channels replace the channels of b; from the right, x is convolved to k channels per group."""
+    """Sketches a kernel: from the left, b gets k channels; from the right, x is convolved to k channels per group."""
     k, groups = len(s), op.geometry.groups
     if left:
         b, x = (t.unflatten(2, (groups, -1)) for t in (op.b, op.x))
@@ -174,7 +174,7 @@ class Factored(Op):
 
     def estimates(self) -> Tensor:
         """Returns estimated squared norms (n,)."""
-        return squared_lengths(self._sketch().flatten(1)) / len(self.directions)
+        return squared_lengths(self.summed_sketch().flatten(1)) / len(self.directions)
 
     def norms_from(self, rows: Tensor) -> Tensor:
         """Returns the same estimates from rows that were computed already."""
@@ -206,18 +206,18 @@ class Factored(Op):
     def select(self, index: Tensor | slice) -> Factored:
         return replace(self, uses=tuple(use.select(index) for use in self.uses))
 
-    def _sketch(self) -> Tensor:
+    def summed_sketch(self) -> Tensor:
         """Returns the sketch of the summed rows, (n, k, shorter side): the sum of the uses' sketches."""
         first, *others = (sketch(use, self.directions.to(use.dtype), self.matrix.left) for use in self.uses)
         return sum(others, first)
 
     def is_true(self, t: Tensor) -> bool:
-        """Returns whether the inner product of the sketch with t (k, shorter side) agrees with ``project``."""
+        """Returns True if the inner product of the sketch with t (k, shorter side) agrees with ``project``."""
         direction = self.directions.mT @ t if self.matrix.left else t.mT @ self.directions
         if self.matrix.arrangement is not None:
             direction = self.matrix.arrangement.weights(direction[None, None])
         expected = self.project(direction.reshape(1, *self.shape)).squeeze(1)
-        found = self._sketch()
+        found = self.summed_sketch()
         scale = squared_lengths(found.flatten(1)).sqrt() * t.norm()
         off = ((found * t).sum((1, 2)) - expected).abs()
         return bool((~(off > torch.finfo(self.dtype).eps ** 0.5 * scale)).all())

@@ -36,7 +36,7 @@ Project = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class BatchingMode(Enum):
-    """How several directions are processed."""
+    """Modes of processing several directions."""
 
     SHARED = "one direction after the other, sharing the forward"
     TOGETHER = "directions together"

@@ -153,13 +153,13 @@ class Projector:
 
     @property
     def prefetches(self) -> bool:
-        """Whether tangents are computed before the forward, without a graph in memory; needs small model outputs."""
+        """True if tangents are computed before the forward, without a graph in memory; needs small model outputs."""
         if self.strategy is None or self._output_entries is None or not STRATEGIES[self.strategy].repeats_forward:
             return False
         return self.setting.num_projections * self._output_entries <= PREFETCHED_ENTRIES
 
     def is_new(self, graph: Graph, num_examples: int) -> bool:
-        """Returns whether a batch with this graph must still be checked; counts the batch."""
+        """Returns True if a batch with this graph must still be checked; counts the batch."""
         path = hash(tuple(node.name() for node in graph.nodes()))
         known = any(self._checked[path, one] >= PROOFS for one in told_by(num_examples))
         self._checked[path, num_examples == 1] += 1

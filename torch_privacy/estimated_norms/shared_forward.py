@@ -182,7 +182,7 @@ class SharedForward(TorchDispatchMode):
         return tree_map(self._restored, result)
 
     def _is_zero(self, func: Any, args: tuple) -> bool:
-        """Returns whether an op multiplies by zeros, as forward mode does for a factor without a tangent."""
+        """Returns True if an op multiplies by zeros, as forward mode does for a factor without a tangent."""
         if func.overloadpacket not in _PRODUCTS or (func.overloadpacket is aten.convolution and args[2] is not None):
             return False
         return any(_storage_id(t) in self._zeros and _storage_id(t) not in self._written_zeros for t in args[:2])
@@ -213,7 +213,7 @@ class SharedForward(TorchDispatchMode):
 
 
 def _may_be_freed(value: Tensor) -> bool:
-    """Returns whether a value is freed if no tangent needs it; integers and booleans are always kept."""
+    """Returns True if a value is freed if no tangent needs it; integers and booleans are always kept."""
     return value.is_floating_point() or value.is_complex()
 
 

@@ -101,7 +101,7 @@ class Anchors:
         return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
 
     def _groups_to_keep(self) -> set[str]:
-        """Returns the groups, smallest first, whose anchor gradients fit in memory for further iterations."""
+        """Returns the groups, smallest first, with anchor gradients that fit in memory for further iterations."""
         left, groups = KEPT_BYTES, set()
         for group in sorted(self._sizes, key=self._sizes.__getitem__):
             left -= self._setting.count * self._sizes[group] * self._like.itemsize

@@ -81,12 +81,12 @@ class EmbeddedSum(Mechanism):
     ):
         super().__init__(expected_batch_size, views)
         self._setting, self._parameters = setting, dict(parameters)
-        self._anchors = Anchors(setting.subspace, parameters)
-        groups = self._anchors.groups
+        self.anchors = Anchors(setting.subspace, parameters)
+        groups = self.anchors.groups
         self._embedding = ReleasedSum(setting.embedding_clipping, groups)
         self._residual = ReleasedSum(setting.residual_clipping, groups) if isinstance(setting, GEP) else None
         self._keys = {group: f"embedding in {group}" for group in groups}  # parameters' names have no spaces
-        self._basis: Basis | None = None  # of the current step
+        self.basis: Basis | None = None  # of the current step
 
     @property
     def _embedding_share(self) -> float:
@@ -96,7 +96,7 @@ class EmbeddedSum(Mechanism):
         assert isinstance(self._setting, GEP)
         if self._setting.embedding_share is not None:
             return self._setting.embedding_share
-        k, p = sum(self._anchors.quotas.values()), sum(parameter.numel() for parameter in self._parameters.values())
+        k, p = sum(self.anchors.quotas.values()), sum(parameter.numel() for parameter in self._parameters.values())
         embedding = math.sqrt(k) * self._embedding.sensitivity
         residual = math.sqrt(max(p - k, 1)) * self._residual.sensitivity
         return embedding / (embedding + residual)
@@ -142,7 +142,7 @@ class EmbeddedSum(Mechanism):
         return {"all": tuple(names)}
 
     def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
-        self._basis = None  # frees memory for the next one
+        self.basis = None  # frees memory for the next one
         if list(census.trained) != list(self._parameters):
             changed = ", ".join(map(repr, sorted(set(census.trained) ^ set(self._parameters))))
             raise Refused(
@@ -150,18 +150,18 @@ class EmbeddedSum(Mechanism):
                 "anchor subspace are fixed at its start. Start another PrivateTraining after changing requires_grad."
             )
         key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
-        basis = self._anchors.basis(model, census, key, step)
+        basis = self.anchors.basis(model, census, key, step)
         if not any(basis.num_directions.values()):
             raise Refused(
                 "AnchorSubspace: every anchor gradient is zero or not finite, so there is no direction. Check the "
                 "auxiliary data, labels= and loss=: they must fit the model as in its training."
             )
-        self._basis = basis
+        self.basis = basis
 
     @property
     def _current_basis(self) -> Basis:
-        assert self._basis is not None, "no step has begun"
-        return self._basis
+        assert self.basis is not None, "no step has begun"
+        return self.basis
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
         merging = views_of(size, self.views)
@@ -183,7 +183,7 @@ class EmbeddedSum(Mechanism):
         return {name: stddev[name in embedded] for name in names}
 
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
-        basis, self._basis = self._current_basis, None
+        basis, self.basis = self._current_basis, None
         coordinates = {group: release.pop(key) for group, key in self._keys.items()}
         if self._residual is not None:  # the residual's part in the subspace is only noise
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
@@ -193,7 +193,7 @@ class EmbeddedSum(Mechanism):
         return {name: part.div_(self.expected_batch_size) for name, part in total.items()}
 
     def explain(self) -> str:
-        subspace, quotas = self._setting.subspace, self._anchors.quotas
+        subspace, quotas = self._setting.subspace, self.anchors.quotas
         listed = ", ".join(f"{count} in {group!r}" for group, count in quotas.items())
         released = "embedding alone" if self._residual is None else "embedding and residual, noise on each"
         return (
@@ -222,7 +222,7 @@ class _EmbeddingAndResidual(Summing):
         merging: Merging | None = None,
     ):
         super().__init__()
-        self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
+        self.basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
         self._bounds: list[Bound] = []
         self._left_out = 0
@@ -233,11 +233,11 @@ class _EmbeddingAndResidual(Summing):
 
     @torch.no_grad()
     def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
-        w = {group: self._basis.embed(jacobian, group) for group in self._basis.groups}
+        w = {group: self.basis.embed(jacobian, group) for group in self.basis.groups}
         inside = {group: part.double().square().sum(1) for group, part in w.items()}
         whole = {}
         if self._residual is not None:
-            whole = {group: jacobian.squared_norms(names).double() for group, names in self._basis.groups.items()}
+            whole = {group: jacobian.squared_norms(names).double() for group, names in self.basis.groups.items()}
         finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if not finite.all():
             kept = finite.nonzero().flatten()
@@ -249,7 +249,7 @@ class _EmbeddingAndResidual(Summing):
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
             return sums
-        slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self._basis.groups.items()}
+        slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self.basis.groups.items()}
         outside = {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         c = self._factors(self._residual, outside)
         self._note("residual", c, finite)
@@ -271,10 +271,10 @@ class _EmbeddingAndResidual(Summing):
     def _residual_sum(self, jacobian: Jacobian, w: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""
         assert self._residual is not None
-        inside = self._basis.expand({group: c[group].to(part.dtype) @ part for group, part in w.items()})
+        inside = self.basis.expand({group: c[group].to(part.dtype) @ part for group, part in w.items()})
         total: dict[str, Tensor] = {}
         for groups in self._residual.members.values():
-            names = [name for group in groups for name in self._basis.groups[group]]
+            names = [name for group in groups for name in self.basis.groups[group]]
             total |= jacobian.restricted(names).weighted_sum(c[groups[0]])
         return {name: part - inside[name] for name, part in total.items()}
 
@@ -286,7 +286,7 @@ def _slack(rounding: float, embedding: Tensor) -> float:
 
 
 def _multiplies_coarsely() -> bool:
-    """Returns whether torch's settings allow it to multiply float32 matrices with less precision."""
+    """Returns True if torch's settings allow it to multiply float32 matrices with less precision."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # it was set for only one backend

@@ -177,7 +177,7 @@ class Use(ABC):
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Returns whether a tensor is in half precision."""
+    """Returns True if a tensor is in half precision."""
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 

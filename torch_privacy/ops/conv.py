@@ -160,7 +160,7 @@ class Conv(Op):
 
     @property
     def _pointwise(self) -> bool:
-        """Whether the convolution is a linear map at every place, so that the patches are the input itself."""
+        """True if the convolution is a linear map at every place, so that the patches are the input itself."""
         g = self.geometry
         return max((*g.kernel, *g.stride)) == 1 and not any(g.padding)
 
@@ -241,7 +241,7 @@ class Conv(Op):
 
     @property
     def _channels_last(self) -> bool:
-        """Whether patches have the channels innermost in memory."""
+        """True if patches have the channels innermost in memory."""
         narrow = self.b.shape[-1] < NARROW <= self.shape[1]
         return not self._pointwise and (narrow or self.x.stride(2) == 1)
 

@@ -257,5 +257,5 @@ class Bilinear(Op):
 
 
 def _halves(t: int) -> bool:
-    """Returns whether Gram matrices of t positions are computed by blocks, which pays only for large t."""
+    """Returns True if Gram matrices of t positions are computed by blocks, which pays only for large t."""
     return t >= 128 and t % 2 == 0

@@ -33,7 +33,7 @@ class Steps:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences differ in length (a packed batch)."""
+        """True if sequences differ in length (a packed batch)."""
         return self.sizes[0] != self.sizes[-1]
 
     def order(self) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes nn.LSTM, nn.GRU, nn.RNN and their cells of ops whose uses of each weight the tape records.
+"""Composes nn.LSTM, nn.GRU, nn.RNN and their cells of ops that the tape can record.
 
 A layer multiplies all its inputs by W_ih in one ordinary ``linear``, which the tape records as usual. The recurrence is
 one autograd function, the scan: ``a_t = gates_t + h_{t-1} W_hhᵀ + b_hh + u_t``, followed by the cell's nonlinearities.
@@ -154,7 +154,7 @@ def through_layers(layer: Callable[..., tuple[Tensor, list[Tensor]]], given: dic
 
 
 def _are_sizes(value: Any) -> bool:
-    """Returns whether the second argument holds batch sizes instead of a state."""
+    """Returns True if the second argument holds batch sizes instead of a state."""
     return isinstance(value, Tensor) and not value.is_floating_point()
 
 
