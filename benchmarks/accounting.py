@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and tightness of ε and of calibration beside other accountants, at q = 256 / 60000 and δ = 1e-5, in markdown.
+"""Compares time and tightness of ε and of calibration with other accountants, at q = 256 / 60000 and δ = 1e-5.
 
     OMP_NUM_THREADS=1 python benchmarks/accounting.py [--quick] [--all]
 
-Ours are medians with every cache emptied, the peers' single runs after a first one of each. A peer's cell: its
-milliseconds, how many times ours that is, and by how much its ε (or its noise multiplier, to 1e-4 like ours) is above
-ours. prv-accountant and Opacus's PRV get ε_error = 0.01 and stop at 10^4 steps (--quick: 10^3; --all: 10^5, where
-prv-accountant takes half a minute and gigabytes). dp-accounting calibrates by PLD for 10^4 steps only (--quick: not at
-all; --all: always). About a minute and a half, --quick half a minute.
+Prints markdown. Ours are medians with empty caches; peers have one run after a warm-up. A peer's cell: its
+milliseconds, their ratio to ours, and the excess of its ε (or of its noise multiplier, to 1e-4 like ours) over
+ours. prv-accountant and Opacus's PRV use ε_error = 0.01 and stop at 10^4 steps (--quick: 10^3; --all: 10^5, where
+prv-accountant takes half a minute and gigabytes). dp-accounting calibrates by PLD only for 10^4 steps (--quick: never;
+--all: always). Takes about a minute and a half, with --quick half a minute.
 """
 
 import statistics
@@ -36,7 +36,7 @@ IMPORT = "import time; start = time.perf_counter(); import torch_privacy.privacy
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """Result and median milliseconds, each run with nothing cached."""
+    """Returns the result and the median milliseconds, each run with empty caches."""
     times, result = [], None
     for _ in range(repeats):
         for cache in (tilt._nodes, tilt.term, mixture.base_densities, lattice.pessimistic, lattice.optimistic):
@@ -48,7 +48,7 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
 
 
 def table(*columns: str) -> None:
-    """The first two lines of a table."""
+    """Prints the first two lines of a table."""
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
@@ -95,14 +95,14 @@ PEERS: dict[str, Peer] = {
 SLOW = ("prv-accountant", "Opacus PRV")
 
 
-def beside(theirs: float, milliseconds: float, own: float, own_milliseconds: float) -> str:
-    return f"{milliseconds:.0f} ms, {milliseconds / own_milliseconds:.0f}x, {theirs - own:+.1e}"
+def compared(theirs: float, milliseconds: float, ours: float, our_milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms, {milliseconds / our_milliseconds:.0f}x, {theirs - ours:+.1e}"
 
 
 def epsilons(most_steps: int) -> None:
     table("noise", "steps", "ε", "contour ms (width)", "lattice ms (width)", *PEERS)
     for peer in PEERS.values():
-        peer(2.0, 10)  # what it imports and prepares
+        peer(2.0, 10)  # warm-up: imports and preparations
     medians = []
     for noise, steps in [(noise, 10**k) for noise in (0.6, 1.1, 2.0) for k in (3, 4, 5, 6)]:
         events: Events = [(privacy.SubsampledGaussian(noise, Q), steps)]
@@ -115,7 +115,7 @@ def epsilons(most_steps: int) -> None:
                 cells.append("-")
                 continue
             theirs, milliseconds = timed(lambda: peer(noise, steps), 1)  # noqa: B023
-            cells.append(beside(theirs, milliseconds, exact.high, own))
+            cells.append(compared(theirs, milliseconds, exact.high, own))
         widths = [f"{(answer.high - answer.low) / answer.high:.0e}" for answer in (exact, rough)]
         own_cells = f"{own:.2f} ({widths[0]})", f"{by_lattice:.0f} ({widths[1]})"
         row(noise, f"{steps:.0e}", f"{exact.high:.9f}", *own_cells, *cells)
@@ -162,7 +162,7 @@ def calibration(pld_steps: tuple[int, ...]) -> None:
                     cells.append("-")
                     continue
                 theirs, milliseconds = timed(lambda: calibrated(kind, target, steps), 1)  # noqa: B023
-                cells.append(beside(theirs, milliseconds, noise, own))
+                cells.append(compared(theirs, milliseconds, noise, own))
             row(target, f"{steps:.0e}", f"{noise:.5f}", f"{own:.1f}", *cells)
     print(f"\nMedian of ours: {statistics.median(medians):.1f} ms.")
 

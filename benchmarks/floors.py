@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the bound U of ``Sketched(r, floor=...)`` lies above the norm on real data, and what over-clipping costs.
+"""Measures how far the bound U of ``Sketched(r, floor=...)`` exceeds the norm, and the accuracy lost by over-clipping.
 
-    python benchmarks/floors.py ratios                  # U / norm of 64 examples, at the start and after training
-    python benchmarks/floors.py accuracy --seeds 3      # MNIST: 10,000 examples, exact norms beside estimated ones
+    python benchmarks/floors.py ratios                  # U / norm of 64 examples, before and after training
+    python benchmarks/floors.py accuracy --seeds 3      # MNIST: 10,000 examples, exact and estimated norms
 
-The data lie where ``torch_privacy.data`` looks for them. Training for the ratios is Adam without privacy.
+The data must be where ``torch_privacy.data`` looks for them. Training for the ratios is Adam without privacy.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch_privacy.estimated_norms.floored import norm_bounds
 from torch_privacy.experiments.models import networks
 
 EXAMPLES, QUANTILES = 64, (0.1, 0.5, 0.9)
-WORDS = 8185  # numbers that words are hashed to
+WORDS = 8185  # number of hash values for words
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "MLP": (lambda: nn.Sequential(nn.Flatten(), models.mlp(1).model), "MNIST", 300),
@@ -30,7 +30,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "BiLSTM": (networks.BiLSTM, "IMDb", 60),
     "GPT": (lambda: models.GPT(WORDS, 127, 128, heads=4, layers=4, tied=False), "IMDb, next word", 60),
 }
-"""The network, its data, and how many steps of training."""
+"""Name -> (network, its data, number of training steps)."""
 
 ESTIMATES = {
     "exact": None,
@@ -38,11 +38,11 @@ ESTIMATES = {
     "r = 4, floor 0.8": tp.Sketched(4, floor=0.8),
     "r = 4, floor 0.5": tp.Sketched(4, floor=0.5),
 }
-"""Of the table of accuracies."""
+"""Rows of the table of accuracies."""
 
 
 def tensors(data: str) -> tuple[Tensor, Tensor]:
-    """The training examples: inputs and classes; a class for every position of a text, where it is the next word."""
+    """Returns inputs and classes of the training examples; for next-word prediction a class for every position."""
     if data == "MNIST":
         return load_mnist().train.tensors  # type: ignore[return-value]
     if data == "CIFAR-10":
@@ -53,7 +53,7 @@ def tensors(data: str) -> tuple[Tensor, Tensor]:
 
 
 def ratios(model: nn.Module, x: Tensor, y: Tensor) -> str:
-    """Quantiles over the examples of the bound over the norm."""
+    """Returns quantiles over the examples of the ratio of bound and norm."""
     with tp.record(model) as tape:
         losses = models.per_example(model(x), y)
     jacobian = tape.jacobian(losses)
@@ -78,7 +78,7 @@ def print_ratios() -> None:
 
 
 def accuracy(setting: tp.Sketched | None, clip_norm: float, seed: int, num_steps: int) -> tuple[float, float]:
-    """Test accuracy, and epsilon at 1e-5, of the CNN on the first 10,000 digits at noise multiplier 1."""
+    """Returns test accuracy and epsilon at delta 1e-5 of the CNN on the first 10,000 digits at noise multiplier 1."""
     data = load_mnist()
     torch.manual_seed(seed)
     model, few = networks.mnist_cnn(), TensorDataset(*data.train[:10_000])

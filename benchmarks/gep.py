@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of gradient embedding perturbation against the same with all per-example gradients in memory.
+"""Compares a step of gradient embedding perturbation with one that holds all per-example gradients in memory.
 
     python benchmarks/gep.py                       # ResNet-20, batch 256, k = 500, as in docs/gep.md
     python benchmarks/gep.py --anchors 2000 --rounds 2
 
-``ours`` is a step of ``PrivateTraining(perturbation=GEP(...))`` less sampling, noise and ledger: anchor gradients,
-basis, embedding, both clipped sums, recombined. ``vmap`` is the same as one writes it down: all anchor gradients by
-``torch.func.vmap``, a power iteration in each group with ``torch.linalg.qr``, all private gradients, their products
+``ours`` is a step of ``PrivateTraining(perturbation=GEP(...))`` without sampling, noise and ledger: anchor gradients,
+basis, embedding, both clipped sums, recombination. ``vmap`` is the straightforward implementation: all anchor gradients
+by ``torch.func.vmap``, a power iteration in each group with ``torch.linalg.qr``, all private gradients, their products
 with the basis, explicit residuals. Both have the paper's five groups and the same labels. ``plain`` is the ordinary
 gradient of all their examples.
 
-Printed are the smallest time of some rounds in which they take turns, and the peak of what tensors take beyond
-model and data, as torch's profiler counts it. Other programs on the machine spoil the times.
+Prints the smallest time of several rounds in which they take turns, and the peak memory of tensors beyond model and
+data, as counted by torch's profiler. Other programs on the machine disturb the times.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch_privacy.gep.mechanism import EmbeddedSum
 
 GROUPS = ["stem", "stages.0", "stages.1", "stages.2", "head"]
 EMBEDDING, RESIDUAL = 5.0, 2.0  # clip norms
-WARM_UP, WARM_UP_SIZE = 2, 32  # steps of ours on which layouts are measured and proved, with fewer examples
+WARM_UP, WARM_UP_SIZE = 2, 32  # steps of ours that measure and check layouts, with fewer examples
 Step = Callable[[], dict[str, Tensor]]
 
 
@@ -86,7 +86,7 @@ def ours(setting: Setting, chunk_size: int) -> Step:
 
 
 def by_vmap(setting: Setting) -> Step:
-    model, anchors = setting.model, mechanism(setting, 1)._anchors
+    model, anchors = setting.model, mechanism(setting, 1).anchors
     parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def by_vmap(setting: Setting) -> Step:
 
 
 def plain(setting: Setting) -> Callable[[], object]:
-    """Forward and backward of batch and anchors, each as one batch: what neither can do without."""
+    """Returns forward and backward of batch and anchors, each as one batch: a lower bound for both."""
     parameters = list(setting.model.parameters())
 
     def step() -> None:
@@ -132,10 +132,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--anchors", type=int, default=500)
     parser.add_argument("--basis", type=int, default=500)
-    parser.add_argument("--chunk", type=int, default=125, help="anchors that go through the model at once, in ours")
+    parser.add_argument("--chunk", type=int, default=125, help="anchors that the model processes at once, in ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--keep-memory", action="store_true", help="malloc is told to keep what it has, as in step.py")
+    parser.add_argument("--keep-memory", action="store_true", help="make malloc keep freed memory, as in step.py")
     chosen = parser.parse_args()
     if chosen.keep_memory:
         keep_memory()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the cost of a step grows with batch size, sequence length and width, private beside non-private.
+"""Measures how the cost of a step grows with batch size, sequence length and width, private and non-private.
 
-    python benchmarks/growth.py docs/growth.svg --json growth.json    # measures (some 5 minutes) and draws
-    python benchmarks/growth.py docs/growth.svg --from growth.json    # draws again what was measured
-    python benchmarks/growth.py /tmp/growth.png --quick               # few sizes, hardly any time: does it run?
+    python benchmarks/growth.py docs/growth.svg --json growth.json    # measures (about 5 minutes) and draws
+    python benchmarks/growth.py docs/growth.svg --from growth.json    # draws earlier measurements again
+    python benchmarks/growth.py /tmp/growth.png --quick               # few sizes, for a quick check
 
 Both axes are logarithmic, so that a price that does not grow shows as two parallel curves. A private step is all of
 ``PrivateTraining``; its batches vary, so that each point is a median over many.
@@ -46,7 +46,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One network, one size that grows while the others stay."""
+    """One network with one growing size; the other sizes are fixed."""
 
     title: str
     size_name: str
@@ -70,7 +70,7 @@ PANELS = (
 
 
 def measure(panel: Panel, where: Place, seconds: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Median seconds of a step, for every size and contender; a size at which a contender fails is left out."""
+    """Returns median seconds of a step for every size and contender, without sizes at which a contender fails."""
     points = []
     for size in panel.sizes[:3] if quick else panel.sizes:
         found = clocks(lambda size=size: fixed(panel, size, where), COLORS, where, seconds)
@@ -103,7 +103,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 
 def draw_panel(ax: Axes, panel: Panel, points: list[dict[str, Any]]) -> None:
-    """Both curves, named where they end, with the ratio of the two at the first and the last size."""
+    """Draws both curves, labeled at their ends, with their ratio at the first and the last size."""
     ax.set(title=panel.title, xlabel=panel.size_name, xscale="log", yscale="log")
     curves = {c: {p["size"]: 1e3 * p["median_s"] for p in points if p["contender"] == c} for c in COLORS}
     for contender, curve in curves.items():
@@ -124,7 +124,7 @@ def draw_panel(ax: Axes, panel: Panel, points: list[dict[str, Any]]) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.margins(x=0.1, y=0.18)
-    corner = {"transform": ax.transAxes, "fontweight": "bold"}  # costs grow: the other two corners are empty
+    corner = {"transform": ax.transAxes, "fontweight": "bold"}  # costs grow, so these corners are empty
     ax.text(0.03, 0.97, "private", color=COLORS["ours"], va="top", **corner)
     ax.text(0.97, 0.04, "non-private", color=COLORS["non-private"], ha="right", **corner)
     ax.grid(axis="y", color="#e6e9ed", linewidth=0.8)
@@ -138,7 +138,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--from", type=Path, dest="measured", metavar="JSON", help="draw these numbers, measure nothing"
     )
-    parser.add_argument("--seconds", type=float, default=6, help="of timing per size, behind the warm-up")
+    parser.add_argument("--seconds", type=float, default=6, help="seconds of timing per size, after the warm-up")
     parser.add_argument("--quick", action="store_true", help="three sizes each, a few steps")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     return parser.parse_args()

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which couplings of examples are refused, what the others leak, and which honest code trains.
+"""Tests which couplings of examples are refused, how much the others leak, and which honest code trains.
 
     OMP_NUM_THREADS=1 python benchmarks/independence.py --jobs 2              # everything, two to four minutes
-    python benchmarks/independence.py --only 'state|mixup' --json found.json  # what matches name or category
+    python benchmarks/independence.py --only 'state|mixup' --json found.json  # scenarios by name or category
     python benchmarks/independence.py --seeds 3                               # found only if in all of three trainings
 
-Each scenario is a small training through ``PrivateTraining``: 24 examples, of which 12 join a batch on average, 30
-steps. In a COUPLED one, some example's gradient hangs on other examples; in an HONEST one, none does. One example is an
-outlier: large values, or a long text. In some scenarios it comes late, from step 14 on.
+Each scenario is a small training with ``PrivateTraining``: 24 examples, 12 in an average batch, 30 steps. In a COUPLED
+scenario, the gradient of some example depends on other examples; in an HONEST one, none does. One example is an
+outlier: large values, or a long text. In some scenarios it joins late, from step 14 on.
 
-What trains silently is measured. The training is made again with learning rate 0, hardly any noise, and the same
-batches less one example, for several examples. ``change`` is the largest change of the clipped sum in any of 20 steps,
-over the rule's sensitivity, at the clip norms 1, 3 and 0.1; the search ends where a leak is plain. At most 1 is
-harmless: that is what the noise is made for. ``inf`` stands for weights that private data moved without noise, for a
-number that is not finite, or for a privacy statement that is no longer true. Where a model draws random numbers from a
-seed that everyone knows, they count as known, unless another ``test_seed`` gives other sums.
+Couplings that train silently are measured. The training is repeated with learning rate 0, minimal noise, and the same
+batches without one example, for several examples. ``change`` is the largest change of the clipped sum in any of 20
+steps, divided by the rule's sensitivity, at the clip norms 1, 3 and 0.1; the search stops at an obvious leak. A change
+of at most 1 is harmless, because the noise covers it. ``inf`` stands for weights that private data changed without
+noise, for a number that is not finite, or for a privacy statement that is no longer true. Random numbers that a model
+draws from a public seed count as known, unless another ``test_seed`` gives other sums.
 
-So that batches differ by one example and nothing else, ``Poisson.indices`` is replaced by a fixed draw of the same law.
+To make batches differ by exactly one example, ``Poisson.indices`` is replaced by a fixed draw of the same distribution.
 The last lines are totals. The exit code is 1 if a coupling leaks silently or an honest training is refused.
 """
 
@@ -53,18 +53,18 @@ from torch_privacy.sampling import Poisson
 
 EXAMPLES, BATCH, STEPS, MEASURED = 24, 12, 30, 20
 INPUTS, WIDTH, CLASSES = 6, 16, 3
-OUTLIER, LATE = 5, 14  # the example with large values; the step from which on late examples join
+OUTLIER, LATE = 5, 14  # the example with large values; the first step in which late examples may join
 LEFT_OUT = (OUTLIER, 3, 23)  # the second is often the first of its batch, the third the last
 CLIP_NORMS = (1.0, 3.0, 0.1)
 NOISE, TOLERANCE = 1e-6, 1e-4
-PLAIN = 1.5  # a change above which no larger one is looked for
+PLAIN = 1.5  # change at which the search stops
 ROOT = NeighboringRelation.ADD_OR_REMOVE_ONE
 
 Losses = Callable[[nn.Module, tp.PrivateTraining, Any], Tensor]
 Map = Callable[[Tensor], Tensor]
 
 
-# What a scenario consists of.
+# The parts of a scenario.
 
 
 def classify(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
@@ -73,14 +73,14 @@ def classify(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tens
 
 
 def ordinary(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The loop that everyone writes."""
+    """Runs the usual training loop."""
     for batch in training:
         training.step(losses(model, training, batch))
 
 
 @dataclass
 class Setup:
-    """One training, made anew for every run."""
+    """One training, created anew for every run."""
 
     model: nn.Module
     losses: Losses = classify
@@ -89,9 +89,9 @@ class Setup:
     loop: Callable[..., None] = ordinary
     options: dict[str, Any] = field(default_factory=dict)
     trained: list[nn.Parameter] | None = None
-    after: Callable[[tp.PrivateTraining], None] | None = None  # what is changed once the training was made
+    after: Callable[[tp.PrivateTraining], None] | None = None  # changes the training after its construction
     late: Sequence[int] = ()
-    size: int | None = None  # of every batch, where it is not to be random
+    size: int | None = None  # fixed batch size; None for random sizes
     rule: Callable[[float], tp.ClippingRule] = tp.Flat
     random: bool = False  # whether the model draws random numbers
 
@@ -112,17 +112,17 @@ def add(category: str, scenarios: dict[str, Callable[[], Setup]], *, coupled: bo
 
 
 def hidden(functions: dict[str, Map], **more: Any) -> dict[str, Callable[[], Setup]]:
-    """Between the two layers of a network."""
+    """Returns scenarios with each function between the two layers of a network."""
     return {name: partial(lambda f: Setup(Net(between=f), **more), f) for name, f in functions.items()}
 
 
 def modules(makes: dict[str, Callable[[], Any]], **more: Any) -> dict[str, Callable[[], Setup]]:
-    """The same, of things that remember: they are made anew for every run."""
+    """Returns the same with stateful modules, which are created anew for every run."""
     return {name: partial(lambda make: Setup(Net(between=make()), **more), make) for name, make in makes.items()}
 
 
 def loops(functions: dict[str, Losses], **more: Any) -> dict[str, Callable[[], Setup]]:
-    """Losses as the loop makes them, with a plain network."""
+    """Returns scenarios of a plain network with each of these loss functions."""
     return {name: partial(lambda f: Setup(Net(), losses=f, **more), f) for name, f in functions.items()}
 
 
@@ -131,7 +131,7 @@ def collates(functions: dict[str, Callable[[list], Any]], **more: Any) -> dict[s
 
 
 class Net(nn.Module):
-    """Two layers, with something between them or before."""
+    """Two layers, with a function between or before them."""
 
     def __init__(self, between: Any = None, before: Map | None = None, inputs: int = INPUTS, outputs: int = CLASSES):
         super().__init__()
@@ -162,7 +162,7 @@ def images() -> TensorDataset:
 
 
 def fixed_sequences(length: int = 4) -> TensorDataset:
-    """(n, t, INPUTS)"""
+    """Returns sequences (n, t, INPUTS)."""
     x, y = vectors().tensors
     return TensorDataset(
         x[:, None] + torch.randn(EXAMPLES, length, INPUTS, generator=torch.Generator().manual_seed(3)), y
@@ -170,7 +170,7 @@ def fixed_sequences(length: int = 4) -> TensorDataset:
 
 
 def lengths() -> list[int]:
-    """One is long, and one is short."""
+    """Returns sequences, one of them long and one short."""
     return [14 if i == OUTLIER else 2 if i == LEFT_OUT[1] else 3 + i % 4 for i in range(EXAMPLES)]
 
 
@@ -187,7 +187,7 @@ def texts() -> list[tuple[Tensor, Tensor]]:
 
 
 def padded(items: list) -> tuple[Tensor, Tensor]:
-    """To the longest of the batch."""
+    """Pads to the longest sequence of the batch."""
     return pad_sequence([x for x, _ in items], batch_first=True), torch.stack([y for _, y in items])
 
 
@@ -201,7 +201,7 @@ def stacked(items: list) -> tuple[Tensor, Tensor]:
 
 
 def regression(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> tuple[Tensor, Tensor]:
-    """Outputs (n, 1) and targets (n,)."""
+    """Returns squared errors of outputs (n, 1) and targets (n,)."""
     x, y = batch
     return model(x)[:, :1], y.float()
 
@@ -210,7 +210,7 @@ def regression(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> tu
 
 
 def top_k_of_the_batch(h: Tensor) -> Tensor:
-    """As a BatchTopK sparse autoencoder has it."""
+    """Keeps the largest activations of the batch, like a BatchTopK sparse autoencoder."""
     flat = h.relu().flatten()
     kept = flat.topk(4 * len(h)).indices
     return torch.zeros_like(flat).scatter(0, kept, flat[kept]).view_as(h)
@@ -244,7 +244,7 @@ def cluster_sizes(h: Tensor) -> Tensor:
 
 
 def first_of_its_kind(h: Tensor) -> Tensor:
-    """A deduplication: what repeats an earlier example's winner is switched off."""
+    """Deduplicates: zeroes an example with the same winner as an earlier one."""
     winner = h.argmax(1)
     earlier = torch.tril(winner[:, None] == winner[None], -1).any(1)
     return h * ~earlier[:, None]
@@ -284,7 +284,7 @@ add(
 
 
 class Experts(nn.Module):
-    """Four experts; ``route`` makes weights (n, 4) of the scores (n, 4)."""
+    """Four experts; ``route`` maps scores (n, 4) to weights (n, 4)."""
 
     def __init__(self, route: Map):
         super().__init__()
@@ -300,7 +300,7 @@ def one_hot_choice(scores: Tensor) -> Tensor:
 
 
 def capacity(scores: Tensor) -> Tensor:
-    """In order of the batch, until an expert is full."""
+    """Routes in batch order, until an expert is full."""
     chosen = one_hot_choice(scores)
     return scores.softmax(1) * chosen * (chosen.cumsum(0) <= 2)
 
@@ -335,7 +335,7 @@ def sinkhorn_until_converged(scores: Tensor) -> Tensor:
 
 
 class Balanced(nn.Module):
-    """Routing whose bias follows the experts' load, without a loss."""
+    """Routes with a bias that follows the experts' load, without a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class Balanced(nn.Module):
 
 
 class SwitchNet(Net):
-    """Gives back the routing probabilities, too."""
+    """Returns the routing probabilities, too."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = F.silu(self.first(x))
@@ -357,7 +357,7 @@ class SwitchNet(Net):
 
 
 def balancing_losses(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """With the load-balancing loss of the Switch Transformer."""
+    """Adds the load-balancing loss of the Switch Transformer."""
     x, y = batch
     logits, likely = model(x)
     load = one_hot_choice(likely).float().mean(0)
@@ -404,7 +404,7 @@ def by_file(h: Tensor) -> Tensor:
 
 
 def until_small(h: Tensor) -> Tensor:
-    """Every example is shrunk until the largest of all is small."""
+    """Shrinks all examples until the largest is small."""
     for _ in range(60):
         if h.detach().abs().max() < 2:
             break
@@ -413,7 +413,7 @@ def until_small(h: Tensor) -> Tensor:
 
 
 def deep_equilibrium(h: Tensor) -> Tensor:
-    """A fixed point, iterated until the whole batch has converged."""
+    """Iterates to a fixed point until the whole batch has converged."""
     z = torch.zeros_like(h)
     for _ in range(40):
         before, z = z, torch.tanh(0.9 * z.flip(1) + h)
@@ -451,7 +451,7 @@ centered_op.register_autograd(lambda ctx, g: g)  # as if the mean were detached
 
 
 class Large(nn.Module):
-    """More than 2^20 numbers, less their detached mean over the batch."""
+    """Subtracts the detached mean over the batch from more than 2^20 numbers."""
 
     def __init__(self, center: Map):
         super().__init__()
@@ -552,7 +552,7 @@ add(
 
 
 class Late:
-    """A function that comes in after some calls."""
+    """Applies a function only after some calls."""
 
     def __init__(self, function: Map, after: int = 10, every: int = 1, until: int = 10**9):
         self.function, self.after, self.every, self.until, self.calls = function, after, every, until, 0
@@ -604,7 +604,7 @@ def enumerated(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, l
 
 
 class GatedMean(nn.Module):
-    """A mean over the batch behind a gate that begins at 0."""
+    """Adds the batch mean through a gate that starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -615,7 +615,7 @@ class GatedMean(nn.Module):
 
 
 class GatedByBuffer(nn.Module):
-    """Warm-up of a batch statistic's weight, from 0."""
+    """Warms up the weight of a batch statistic, from 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -669,7 +669,7 @@ add(
 
 
 class ByData(nn.Module):
-    """A running center, written through ``.data`` into a tensor of the model."""
+    """Subtracts a running center, written through ``.data`` into a tensor of the model."""
 
     def __init__(self, center: Tensor, use_first: bool = False):
         super().__init__()
@@ -682,7 +682,7 @@ class ByData(nn.Module):
 
 
 class Buffered(nn.Module):
-    """The same in a buffer; a large one is not looked at entry by entry."""
+    """Keeps the same in a buffer, which may be large."""
 
     def __init__(self, size: int, use_first: bool = False, persistent: bool = True):
         super().__init__()
@@ -693,7 +693,7 @@ class Buffered(nn.Module):
 
 
 class Attribute:
-    """The same in a Python attribute."""
+    """Keeps the same in a Python attribute."""
 
     def __init__(self, kind: str, use_first: bool = False):
         self.kind, self.use_first, self.kept = (
@@ -756,7 +756,7 @@ class RunningMaximum:
 
 
 class Queue(nn.Module):
-    """Keys of earlier batches, as MoCo's."""
+    """Uses keys of earlier batches, like MoCo."""
 
     def __init__(self, slots: int):
         super().__init__()
@@ -783,7 +783,7 @@ class PythonQueue:
 
 
 class BankNet(Net):
-    """Looks at what it remembers of all examples, and remembers these."""
+    """Compares with stored features of all examples, and updates these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -802,7 +802,7 @@ def with_index() -> TensorDataset:
 
 
 class CodeBook(nn.Module):
-    """Vector quantization whose codes follow the examples that chose them."""
+    """Vector quantization with codes that follow the examples assigned to them."""
 
     def __init__(self, entries: int = WIDTH) -> None:
         super().__init__()
@@ -817,7 +817,7 @@ class CodeBook(nn.Module):
 
 
 class OwnParameter(Net):
-    """A parameter that requires a gradient, is in no optimizer, and follows the data."""
+    """Keeps a parameter that requires a gradient, is in no optimizer, and follows the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -835,7 +835,7 @@ def own_parameter() -> Setup:
 
 
 class RunningDataset(Dataset):
-    """Standardizes by the running mean of what was fetched so far."""
+    """Standardizes by the running mean of the items fetched so far."""
 
     def __init__(self) -> None:
         self.x, self.y = vectors().tensors
@@ -860,7 +860,7 @@ class RunningCollate:
 
 
 class RunningBaseline:
-    """Losses less, or by, an average of earlier losses; or classes weighted by earlier counts."""
+    """Subtracts an average of earlier losses, divides by it, or weights classes by earlier counts."""
 
     def __init__(self, kind: str):
         self.kind, self.average, self.counts, self.before = kind, 1.0, torch.ones(CLASSES), 1.0
@@ -872,7 +872,7 @@ class RunningBaseline:
             weights = self.counts.sum() / self.counts
             self.counts = self.counts + F.one_hot(y, CLASSES).sum(0)
             return losses * weights[y] / CLASSES
-        if self.kind == "reward":  # of a policy gradient
+        if self.kind == "reward":  # a policy gradient
             logits = model(x)
             reward = (logits.argmax(1) == y).float()
             advantage = reward - self.average
@@ -887,7 +887,7 @@ class RunningBaseline:
 
 
 class TeacherBuffers(Net):
-    """Self-distillation with the center of the teacher's outputs, as DINO has it."""
+    """Self-distillation with the center of the teacher's outputs, like DINO."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -903,7 +903,7 @@ class TeacherBuffers(Net):
 
 
 class FirstBatchScale:
-    """Set once by the first batch, as ActNorm's."""
+    """Initializes its scale by the first batch, like ActNorm."""
 
     def __init__(self) -> None:
         self.mean: Tensor | None = None
@@ -915,7 +915,7 @@ class FirstBatchScale:
 
 
 class Previous:
-    """The batch before this one, as far as it goes."""
+    """Adds the mean of the previous batch."""
 
     def __init__(self) -> None:
         self.before: Tensor | None = None
@@ -926,7 +926,7 @@ class Previous:
 
 
 class StatefulHook(Net):
-    """A forward hook that keeps a running mean of activations and takes it off."""
+    """Subtracts a running mean of activations by a forward hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -939,7 +939,7 @@ class StatefulHook(Net):
 
 
 class SecondForward(Net):
-    """The center comes from a forward without gradients, made before the batch's own."""
+    """Computes the center by a forward without gradients, before the batch's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1022,7 +1022,7 @@ def mixup(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
 
 
 def mixed_labels(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """Inputs as they are, only the labels are mixed."""
+    """Mixes only the labels, not the inputs."""
     x, y = batch
     soft = F.one_hot(y, CLASSES).float()
     return F.cross_entropy(model(x), 0.7 * soft + 0.3 * soft.roll(1, 0), reduction="none")
@@ -1037,7 +1037,7 @@ def prepared(prepare: Map) -> Losses:
 
 
 def weighted(weights_of: Callable[[Tensor, Tensor], Any]) -> Losses:
-    """Losses times weights made of losses and classes."""
+    """Multiplies losses by weights computed from losses and classes."""
 
     def losses(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
         plain = classify(model, training, batch)
@@ -1069,7 +1069,7 @@ def smoothed_by_the_batch(model: nn.Module, training: tp.PrivateTraining, batch:
 
 
 def squares(error_of: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """Of outputs (n, 1) and targets (n,)."""
+    """Compares outputs (n, 1) with targets (n,)."""
     return lambda model, training, batch: error_of(*regression(model, training, batch))
 
 
@@ -1085,7 +1085,7 @@ def advantages(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Te
 
 
 def leave_one_out(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """A baseline made of the other examples' rewards."""
+    """Uses a baseline from the other examples' rewards."""
     x, y = batch
     log = model(x).log_softmax(1)
     reward = (log.argmax(1) == y).float()
@@ -1093,14 +1093,14 @@ def leave_one_out(model: nn.Module, training: tp.PrivateTraining, batch: Any) ->
 
 
 def half_is_target(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """The first half of the batch is another domain than the second."""
+    """Treats the two halves of the batch as different domains."""
     half = len(batch[0]) // 2
     signs = torch.cat([torch.full((half,), -0.5), torch.ones(len(batch[0]) - half)])
     return classify(model, training, batch) * signs
 
 
 def pairs(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """Each example beside its neighbor, as siamese networks have them."""
+    """Compares each example with its neighbor, like siamese networks."""
     out = model(batch[0])
     return (out - out.roll(1, 0).detach()).square().sum(1)
 
@@ -1118,13 +1118,13 @@ def count_of_right(model: nn.Module, training: tp.PrivateTraining, batch: Any) -
 
 
 def skip_zeros(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """Whole batches of small loss are switched off."""
+    """Zeroes whole batches with a small loss."""
     losses = classify(model, training, batch)
     return losses if losses.mean() > 1.0 else 0 * losses
 
 
 def meta(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """Prototypes of the first half, distances of all to these."""
+    """Uses prototypes of the first half, and the distances of all examples to these."""
     out = model(batch[0])
     half = out[: len(out) // 2 + 1].detach()
     return torch.cdist(out, half.mean(0, keepdim=True))[:, 0]
@@ -1136,7 +1136,7 @@ def shuffled_targets(model: nn.Module, training: tp.PrivateTraining, batch: Any)
 
 
 def sorted_by_size(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """In another order than the batch; a permutation is no leak."""
+    """Returns losses in another order than the batch; a permutation leaks nothing."""
     x, y = batch
     order = x[:, 0].argsort()
     return classify(model, training, (x[order], y[order]))
@@ -1154,14 +1154,14 @@ def picture_net() -> nn.Module:
 
 
 def entropies(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """Confident on each example, spread over all of them."""
+    """Minimizes entropy per example, and maximizes that of the batch mean."""
     likely = model(batch[0]).softmax(1)
     mean = likely.detach().mean(0)
     return -(likely * likely.log()).sum(1) + (likely * mean.log()).sum(1)
 
 
 def dice(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """The overlap's denominator is that of the whole batch."""
+    """Divides the overlap by a denominator of the whole batch."""
     x, y = batch
     likely, target = model(x).softmax(1), F.one_hot(y, CLASSES).float()
     return 1 - 2 * (likely * target).sum(1) * len(x) / (likely.detach().sum() + target.sum())
@@ -1240,7 +1240,7 @@ add(
 
 
 class Reader(nn.Module):
-    """Of sequences (n, t, INPUTS), padded; ``pool`` makes (n, WIDTH) of (n, t, WIDTH)."""
+    """Classifies padded sequences (n, t, INPUTS); ``pool`` maps (n, t, WIDTH) to (n, WIDTH)."""
 
     def __init__(self, pool: Map):
         super().__init__()
@@ -1273,7 +1273,7 @@ class Attentive(nn.Module):
 
 
 class Words(nn.Module):
-    """Mean of embeddings; ``among`` says of which positions."""
+    """Averages embeddings over the positions given by ``among``."""
 
     def __init__(self, masked: bool):
         super().__init__()
@@ -1297,7 +1297,7 @@ class Convolved(nn.Module):
 
 
 class FromTheEnd(nn.Module):
-    """Positions are counted in the padded batch."""
+    """Counts positions in the padded batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1316,7 +1316,7 @@ class RelativeLength(Net):
 
 
 class Speaker(nn.Module):
-    """Predicts the next token: losses (n, t) and a mask."""
+    """Predicts the next token; returns losses (n, t) and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1342,7 +1342,7 @@ def left_padded(items: list) -> tuple[Tensor, Tensor]:
 
 
 class LeftPadded(nn.Module):
-    """Learned positions of padded places, the last token's state."""
+    """Uses learned positions in the padded batch, and the last token's state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1365,13 +1365,13 @@ def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smote(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Moved towards the nearest other example."""
+    """Moves each example toward its nearest neighbor in the batch."""
     nearest = (torch.cdist(x, x) + 1e6 * torch.eye(len(x))).argmin(1)
     return (x + x[nearest]) / 2, y
 
 
 def filled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Missing values become the batch's mean."""
+    """Replaces missing values by the batch's mean."""
     return torch.where(x < -0.5, x.mean(0), x), y
 
 
@@ -1483,7 +1483,7 @@ def supervised_contrast(model: nn.Module, training: tp.PrivateTraining, batch: A
 
 
 def correlation(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """As Barlow twins: the output's products with directions of the batch's covariance."""
+    """Multiplies outputs by directions of the batch's covariance, like Barlow twins."""
     z = model(batch[0])
     covariance = z.detach().T @ z.detach() / len(z)
     return classify(model, training, batch) + torch.einsum("ni,ij,nj->n", z, covariance, z)
@@ -1500,7 +1500,7 @@ def kernel_distance(model: nn.Module, training: tp.PrivateTraining, batch: Any) 
 
 
 def straight_through(statistic: Map) -> Map:
-    """The value is a statistic's, the gradient the example's own."""
+    """Has the value of a batch statistic, and the gradient of the example."""
     return lambda h: h + (statistic(h) - h).detach()
 
 
@@ -1557,7 +1557,7 @@ def parameter_hooked() -> Setup:
 
 
 class Compressed(Net):
-    """Saves activations in three bits, on a scale of the whole batch."""
+    """Saves activations with three bits, scaled by the whole batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         def packed(t: Tensor) -> Tensor:
@@ -1580,7 +1580,7 @@ class Checkpointed(nn.Module):
 
 
 class WeightsOfTheBatch(Net):
-    """Weights standardized by what they meet."""
+    """Standardizes weights by their input."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.first.weight / (0.1 + x.detach().std(0))
@@ -1588,7 +1588,7 @@ class WeightsOfTheBatch(Net):
 
 
 class HyperNet(Net):
-    """A layer whose weights are made of the batch's mean."""
+    """A layer with weights computed from the batch's mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1628,7 +1628,7 @@ def after_two_steps(change: Callable[[tp.PrivateTraining], None]) -> Callable[..
 
 
 def neighbors_graph(h: Tensor) -> Tensor:
-    """Means over the three nearest of the batch, as EdgeConv's."""
+    """Averages over the three nearest examples of the batch, like EdgeConv."""
     nearest = torch.cdist(h.detach(), h.detach()).topk(min(3, len(h)), largest=False).indices
     return h + h.detach()[nearest].mean(1)
 
@@ -1638,7 +1638,7 @@ def ghost(h: Tensor) -> Tensor:
 
 
 def spread_channel(h: Tensor) -> Tensor:
-    """The minibatch's standard deviation as a feature, as StyleGAN has it."""
+    """Adds the minibatch's standard deviation as a feature, like StyleGAN."""
     return torch.cat([h[:, :-1], 3 * h.detach().std(0).mean().expand(len(h), 1)], 1)
 
 
@@ -1654,12 +1654,12 @@ def whitening(h: Tensor) -> Tensor:
 
 
 def fourier_over_the_batch(x: Tensor) -> Tensor:
-    """FNet's mixing, over the wrong dimensions."""
+    """Mixes like FNet, but over the wrong dimensions."""
     return torch.fft.fft2(x, dim=(0, 1)).real / math.sqrt(x.shape[0] * x.shape[1])
 
 
 class Scrambled(nn.Module):
-    """Views instead of transposes: numbers of one example land in another."""
+    """Uses views instead of transposes, so that numbers of one example move to another."""
 
     def __init__(self, rearranged: Map):
         super().__init__()
@@ -1670,7 +1670,7 @@ class Scrambled(nn.Module):
 
 
 class EncoderNet(nn.Module):
-    """An encoder layer whose ``batch_first`` was forgotten."""
+    """An encoder layer without the required ``batch_first``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1768,7 +1768,7 @@ add(
 
 
 class GraphNet(nn.Module):
-    """Messages along edges, then a mean over each graph's nodes; ``scale`` makes factors of the degrees."""
+    """Passes messages along edges and averages over each graph's nodes; ``scale`` maps degrees to factors."""
 
     def __init__(self, scale: Map | None = None, everywhere: bool = False):
         super().__init__()
@@ -1785,14 +1785,14 @@ class GraphNet(nn.Module):
             degree = torch.bincount(edges[1], minlength=len(x)).float()
             h = h * self.scale(degree)[:, None]
         h = h + torch.zeros_like(h).index_add(0, edges[1], self.second(h)[edges[0]])
-        if self.everywhere:  # a virtual node that hears of every graph
+        if self.everywhere:  # a virtual node connected to every graph
             h = h + h.detach().mean(0)
         pooled = torch.zeros(graphs, WIDTH).index_add(0, owner, h)
         return self.last(pooled / torch.bincount(owner, minlength=graphs)[:, None])
 
 
 def graphs() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Rings, of the lengths of the sequences; a longer one has a hub as well."""
+    """Returns rings as long as the sequences; longer ones also have a hub."""
     items = []
     for x, y in sequences():
         nodes = torch.arange(len(x))
@@ -1804,7 +1804,7 @@ def graphs() -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def joined(items: list, offset: int = 0) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """One graph of all; a wrong offset lets edges end in other graphs."""
+    """Joins all graphs; with a wrong offset, edges end in other graphs."""
     sizes = [len(x) for x, _, _ in items]
     starts = [sum(sizes[:i]) for i in range(len(items))]
     total = sum(sizes)
@@ -1833,7 +1833,7 @@ add(
 
 @dataclass(frozen=True)
 class OwnRule(tp.ClippingRule):
-    """Factors by a function of norms and clip norm."""
+    """A clipping rule with factors by a function of norms and clip norm."""
 
     clip_norm: float
     function: Callable[[Tensor, float], Tensor]
@@ -1851,7 +1851,7 @@ class OwnRule(tp.ClippingRule):
 
 @dataclass(frozen=True)
 class DividedByBatch(OwnRule):
-    """Divides by the number of norms that it saw."""
+    """Divides by the number of norms in the batch."""
 
     seen: list[int] = field(default_factory=lambda: [BATCH])
 
@@ -1906,7 +1906,7 @@ add(
 
 
 class TimeFirst(nn.Module):
-    """(n, t, INPUTS), with positions first inside."""
+    """Processes sequences (n, t, INPUTS) with positions first inside."""
 
     def __init__(self, flattened: bool = False):
         super().__init__()
@@ -1919,7 +1919,7 @@ class TimeFirst(nn.Module):
 
 
 class FlatTokens(nn.Module):
-    """Embeddings of all tokens in one row."""
+    """Embeds all tokens in one flat tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1930,7 +1930,7 @@ class FlatTokens(nn.Module):
 
 
 def times(factor: float) -> Losses:
-    """One example's loss is larger; the third of the batch's tensors says whose."""
+    """Scales the losses of the examples that the batch's second tensor marks."""
 
     def losses(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
         x, large, y = batch
@@ -1956,7 +1956,7 @@ def tokens() -> Tensor:
 
 
 class OnlyRounding(nn.Module):
-    """A bias that layer normalization takes off again: its gradient is rounding."""
+    """A bias that layer normalization removes, so that its gradient is only rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2004,11 +2004,11 @@ add(
 )
 
 
-# Randomness that everyone knows.
+# Publicly known randomness.
 
 
 def seeded(model_of: Callable[[], nn.Module], seed_of: Callable[..., int] | None) -> Callable[[], Setup]:
-    """Seeded once, or on every batch by ``seed_of(training, x)``."""
+    """Draws random numbers, seeded once, or on every batch by ``seed_of(training, x)``."""
 
     def losses(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
         if seed_of is not None:
@@ -2028,7 +2028,7 @@ def dropped() -> nn.Module:
 
 
 class OwnGenerator:
-    """Masks of a generator that is seeded on every batch, or once; of torch or numpy."""
+    """Draws masks by a generator of torch or numpy that is seeded on every batch, or once."""
 
     def __init__(self, kind: str):
         self.kind, self.once = kind, np.random.default_rng(0)
@@ -2041,7 +2041,7 @@ class OwnGenerator:
 
 
 class MaskBuffer(nn.Module):
-    """Masks kept for positions in the batch, as of variational dropout."""
+    """Keeps masks for positions in the batch, like variational dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2052,7 +2052,7 @@ class MaskBuffer(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """A learned row for each position in the batch: positions of a sequence were meant."""
+    """Adds a learned row for each position in the batch, instead of each position in a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2102,7 +2102,7 @@ add(
 
 
 def setting(name: str, value: Any, losses: Losses = classify, **options: Any) -> dict[str, Callable[[], Setup]]:
-    """At once, and after two steps."""
+    """Returns scenarios that set an attribute of the training at the start, and after two steps."""
 
     def change(training: tp.PrivateTraining) -> None:
         setattr(training, name, value)
@@ -2114,7 +2114,7 @@ def setting(name: str, value: Any, losses: Losses = classify, **options: Any) ->
 
 
 class LaterChange:
-    """A loop that changes a setting after two steps, unless told not to."""
+    """A loop that applies ``change`` after two steps; without it, the usual loop."""
 
     def __init__(self, change: Callable[[tp.PrivateTraining], None]):
         self.change: Callable[[tp.PrivateTraining], None] | None = change
@@ -2217,7 +2217,7 @@ def by_hand_afterwards(training: tp.PrivateTraining, model: nn.Module, optimizer
 
 
 def fitted_last_layer(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The bias is set to the batch's prior before training begins."""
+    """Sets the bias to the first batch's prior before the first step."""
     for x, y in training:
         if training.step_count == 0:
             with torch.no_grad():
@@ -2233,7 +2233,7 @@ def rate_by_loss(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD,
 
 
 def on_plateau(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The learning rate falls when the private loss does not."""
+    """Reduces the learning rate when the private loss does not decrease."""
     optimizer.param_groups[0]["lr"] = 0.1
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for batch in training:
@@ -2251,7 +2251,7 @@ def skipped(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, loss
 
 
 def sharpness_aware(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Gradients at weights that were moved by the batch's own gradient."""
+    """Computes gradients at weights moved by the batch's own gradient."""
     parameters = list(model.parameters())
     for batch in training:
         gradients = torch.autograd.grad(losses(model, training, batch).mean(), parameters)
@@ -2265,7 +2265,7 @@ def sharpness_aware(training: tp.PrivateTraining, model: nn.Module, optimizer: S
 
 
 def inner_step(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The same by weights that are no parameters, as of meta learning."""
+    """Does the same with weights that are no parameters, like meta-learning."""
     for x, y in training:
         named = dict(model.named_parameters())
         loss = F.cross_entropy(torch.func.functional_call(model, named, (x,)), y)
@@ -2275,7 +2275,7 @@ def inner_step(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, l
 
 
 def accumulated(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The optimizer's own step after the training's: there is nothing left for it to do."""
+    """Calls the optimizer's step after the training's, which has no effect."""
     for batch in training:
         training.step(losses(model, training, batch))
         optimizer.step()
@@ -2283,7 +2283,7 @@ def accumulated(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, 
 
 
 def of_last_batch(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """The losses of the batch before are given where the sizes agree."""
+    """Passes the losses of the previous batch if the sizes agree."""
     before = None
     for batch in training:
         now = losses(model, training, batch)
@@ -2319,7 +2319,7 @@ add(
 
 
 class LayerDrop(nn.Module):
-    """A layer left out for the whole batch, at random."""
+    """Skips a layer at random for the whole batch."""
 
     def __init__(self, each: bool):
         super().__init__()
@@ -2332,7 +2332,7 @@ class LayerDrop(nn.Module):
 
 
 class Counter(nn.Module):
-    """Counts its calls; some have a temperature that follows."""
+    """Counts its calls; some have a temperature that depends on the count."""
 
     def __init__(self, buffer: bool, follows: float = 0.0):
         super().__init__()
@@ -2348,7 +2348,7 @@ class Counter(nn.Module):
 
 
 class Crop(nn.Module):
-    """A window of each picture, at a place of its own."""
+    """Takes a window of each picture, at a separate position."""
 
     def forward(self, x: Tensor) -> Tensor:
         place = torch.randint(3, (len(x), 1, 1, 1)) + torch.arange(4)
@@ -2399,7 +2399,7 @@ class MaskedAttention(nn.Module):
 
 
 class CachedTable(nn.Module):
-    """Positions are computed as far as the longest text so far, and kept."""
+    """Caches positions up to the longest text so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2415,7 +2415,7 @@ class CachedTable(nn.Module):
 
 
 class Branching(nn.Module):
-    """Each example goes its own way."""
+    """Chooses a branch for each example separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2436,7 +2436,7 @@ class Tied(nn.Module):
 
 
 class Converged(nn.Module):
-    """Right about every example, by so much that gradients are below 1e-23."""
+    """Classifies every example correctly, with gradients below 1e-23."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2453,7 +2453,7 @@ class Autocast(Net):
 
 
 class TwoHeads(nn.Module):
-    """A view and another of the same example, in one item."""
+    """Compares the views of each example, which one item holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2486,7 +2486,7 @@ class Augmented(Dataset):
 
 
 class Reversed(torch.autograd.Function):
-    """Gradient reversal as it should be."""
+    """Reverses gradients correctly."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -2506,14 +2506,14 @@ def cleaned_by_numpy(x: Tensor) -> Tensor:
 
 
 def denoised(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor:
-    """A step of diffusion: each example has its own noise and time."""
+    """Computes a diffusion loss: each example has its own noise and time."""
     x, _ = batch
     share, noise = torch.rand(len(x), 1), torch.randn(len(x), INPUTS)
     return (model((1 - share) * x + share * noise) - noise).square().mean(1)
 
 
 def evaluating(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Looks at a test set now and then, and keeps a log."""
+    """Evaluates a test set at intervals, and keeps a log."""
     x, y = torch.randn(20, INPUTS), torch.randint(CLASSES, (20,))
     log = []
     for i, batch in enumerate(training):
@@ -2527,7 +2527,7 @@ def evaluating(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, l
 
 
 def with_schedule(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """A loss that is warmed up by the number of steps, and a scheduler of the loop's own."""
+    """Warms up the loss by the number of steps, and uses its own scheduler."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for batch in training:
         weight = min(1.0, (training.step_count + 1) / 10)
@@ -2536,7 +2536,7 @@ def with_schedule(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD
 
 
 def growing(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Another part of the loss from step 10 on."""
+    """Adds another part of the loss from step 10 on."""
     for x, y in training:
         logits = model(x)
         one = F.cross_entropy(logits, y, reduction="none")
@@ -2544,14 +2544,14 @@ def growing(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, loss
 
 
 def zipped(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """A list of weights, one for each step."""
+    """Uses a list of weights, one for each step."""
     weights = [0.5 + 0.5 * i / training.settings.num_steps for i in range(training.settings.num_steps)]
     for batch, weight in zip(training, weights, strict=False):
         training.step(weight * losses(model, training, batch))
 
 
 def left(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Stops by a count of its own."""
+    """Stops by its own count of steps."""
     for i, batch in enumerate(training):
         training.step(losses(model, training, batch))
         if i + 1 == training.settings.num_steps:
@@ -2559,7 +2559,7 @@ def left(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses:
 
 
 def mean_teacher() -> Setup:
-    """A teacher that is an average of earlier weights, and follows in the loop."""
+    """Uses a teacher with averaged earlier weights, updated in the loop."""
     model = Net()
     model.teacher = Net().requires_grad_(False)
 
@@ -2577,7 +2577,7 @@ def mean_teacher() -> Setup:
 
 
 def adversarial(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Each example is moved along the sign of its own gradient (FGSM)."""
+    """Moves each example along the sign of its own gradient (FGSM)."""
     for x, y in training:
         moved = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(moved), y, reduction="sum"), moved)
@@ -2591,7 +2591,7 @@ def logged(model: nn.Module, training: tp.PrivateTraining, batch: Any) -> Tensor
 
 
 def summed(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, losses: Losses) -> None:
-    """Keeps the number of batches that it saw."""
+    """Counts its batches."""
     seen = 0
     for batch in training:
         seen += 1
@@ -2649,7 +2649,7 @@ def sparse_dispatch(model: nn.ModuleList, gate: nn.Linear, h: Tensor) -> Tensor:
 
 
 class Dispatched(nn.Module):
-    """Token choice as it is written: each expert gets its own examples."""
+    """Routes by token choice, the usual way: each expert gets its own examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2664,7 +2664,7 @@ def honest(model_of: Callable[[], nn.Module], **more: Any) -> Callable[[], Setup
 
 
 def small_calm() -> TensorDataset:
-    """Without large values, so that a converged model is one."""
+    """Uses data without large values, so that the model converges."""
     x, y = vectors().tensors
     return TensorDataset(x.clamp(-1, 1), y)
 
@@ -2710,14 +2710,14 @@ add(
         "temperature by a count in an attribute": honest(lambda: Net(Counter(False, 0.1))),
         "a weight and a rate by the step": honest(Net, loop=with_schedule),
         "zipped with a schedule": honest(Net, loop=zipped),
-        "left after so many batches": honest(Net, loop=left),
+        "stopped after some batches": honest(Net, loop=left),
         "teacher that follows the weights": mean_teacher,
         "adversarial examples": honest(Net, loop=adversarial),
         "a second forward, for the log": honest(Net, losses=logged),
         "converged, gradients underflow": honest(
             Converged, losses=lambda m, t, b: F.cross_entropy(m(*b), b[1], reduction="none"), data=small_calm
         ),
-        "gradients of rounding only, beside others": honest(OnlyRounding),
+        "gradients of rounding only, and others": honest(OnlyRounding),
         "x.numpy() in the forward": honest(lambda: Net(before=through_numpy)),
         "x.detach().numpy() in the forward": honest(lambda: Net(before=cleaned_by_numpy)),
         "last token by an index": honest(lambda: LastToken(False), data=sequences, collate=padded_with_lengths),
@@ -2795,21 +2795,21 @@ add(
 
 @dataclass
 class Run:
-    """What one training did."""
+    """Results of one training."""
 
     steps: int = 0
     error: str | None = None
     refused: bool = False
-    sums: list[Tensor] = field(default_factory=list)  # what the optimizer was given, times the expected batch size
-    weights: list[Tensor] = field(default_factory=list)  # before each of its steps
-    end: Tensor = field(default_factory=lambda: torch.zeros(0))  # and at last
+    sums: list[Tensor] = field(default_factory=list)  # gradients of the optimizer, times the expected batch size
+    weights: list[Tensor] = field(default_factory=list)  # weights before each step
+    end: Tensor = field(default_factory=lambda: torch.zeros(0))  # weights at the end
     sensitivity: float = 1.0
     says: str = ""
 
 
 @contextmanager
 def drawn(setup: Setup, left_out: int | None) -> Iterator[list[int]]:
-    """The same batches in every run, less one example; gives the steps that were asked for."""
+    """Draws the same batches in every run, without one example; yields the list of steps drawn."""
     original, asked = Poisson.indices, []
 
     def indices(self: Poisson, step: int) -> np.ndarray:
@@ -2841,7 +2841,7 @@ def run(
     unchanged: bool = False,
     steps: int = MEASURED,
 ) -> Run:
-    """One training; ``unchanged`` leaves the settings as they are."""
+    """Runs one training; ``unchanged`` keeps its settings."""
     torch.manual_seed(0)
     setup = scenario.make()
     trained = setup.trained or [p for p in setup.model.parameters() if p.requires_grad]
@@ -2891,7 +2891,7 @@ def run(
 
 
 def difference(one: Run, other: Run) -> float:
-    """The largest change in any step that both made; inf if the weights were moved by something else."""
+    """Returns the largest change in any common step; inf if something else changed the weights."""
     pairs = list(zip(one.sums, other.sums, strict=False))
     if any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(one.weights, other.weights, strict=False)):
         return math.inf
@@ -2903,13 +2903,13 @@ def difference(one: Run, other: Run) -> float:
 
 @dataclass
 class Row:
-    """What is printed of a scenario."""
+    """The printed result of a scenario."""
 
     name: str
     category: str
     coupled: bool
     verdict: str  # found, harmless, leaks; trained, refused; error
-    step: int | None = None  # at which it was refused
+    step: int | None = None  # step of the refusal
     change: float | None = None
     message: str = ""
     seeds_refused: int = 0
@@ -2917,7 +2917,7 @@ class Row:
 
 
 def largest_change(scenario: Scenario) -> tuple[float, str]:
-    """Over examples left out and clip norms, up to a plain leak; and what else there is to say."""
+    """Returns the largest change over left-out examples and clip norms, up to an obvious leak, and a remark."""
     worst, note = 0.0, ""
     setup = scenario.make()
     short = scenario.category in ("settings", "around the loop")
@@ -2971,7 +2971,7 @@ def judge(scenario: Scenario, seeds: int) -> Row:
 
 
 def judge_number(number: int, seeds: int) -> Row:
-    """For a process of its own, which has the scenarios by number."""
+    """Runs a scenario by its number, in a separate process."""
     return judge(SCENARIOS[number], seeds)
 
 

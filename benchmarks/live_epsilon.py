@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What share of a training's time the epsilon takes that the terminal shows beside its bar.
+"""Measures the share of a training's time that the epsilon next to the terminal's progress bar takes.
 
     OMP_NUM_THREADS=1 python benchmarks/live_epsilon.py [--experiments adult gdp-mnist] [--seconds 20]
 
-Each experiment trains in a temporary folder and is asked for its epsilon at every step, as on a terminal. Printed are
+Each experiment trains in a temporary folder and reports its epsilon in every step, as on a terminal. Prints
 the medians of a step's time and of a price's, how many prices were computed, and their share of the time, in total and
 without the first, which is computed while nothing is cached. Other programs on the machine hardly change a share.
 """
@@ -19,7 +19,7 @@ from torch_privacy.experiments.runner import Run
 
 
 def measure(experiment: str, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each step, the live epsilon among them, and of each price."""
+    """Returns the seconds of each step, including the live epsilon, and of each price."""
     steps: list[float] = []
     prices: list[float] = []
     ahead = EpsilonAhead()

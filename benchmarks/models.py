@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks of the benchmarks, each with one batch of random data: name -> function in ``MODELS``.
+"""Provides the networks of the benchmarks, each with one batch of random data: name -> function in ``MODELS``.
 
 Those of the papers come from ``torch_privacy.experiments.models.networks``; the others are here.
 
-Sizes are arguments, so that ``growth.py`` can vary them; the defaults are the benchmarks' own. Random data cost as
-much as real ones. ``load`` puts a network on a device and in a type.
+Sizes are arguments, so that ``growth.py`` can vary them; the defaults are those of the benchmarks. Random data cost as
+much as real data. ``load`` moves a network to a device and a dtype.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 
 
 def per_example(out: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy of every example (n,), averaged over its positions; taken in float32 as under autocast."""
+    """Returns the cross entropy of every example (n,), averaged over its positions; in float32, as under autocast."""
     losses = F.cross_entropy(out.float().flatten(0, y.ndim - 1), y.flatten(), reduction="none")
     return losses if y.ndim == 1 else losses.view_as(y).mean(1)
 
@@ -49,7 +49,7 @@ def cifar_cnn(batch: int = 128) -> Problem:
 
 
 def resnet20_gn(batch: int = 64) -> Problem:
-    """ResNet-20 for CIFAR (He et al. 2016, section 4.2) with GroupNorm, 0.27 million parameters."""
+    """Returns ResNet-20 for CIFAR (He et al. 2016, section 4.2) with GroupNorm, 0.27 million parameters."""
     model = networks.ResNet20(groups=8, affine=True, normed_shortcut=False)
     return Problem(model, torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of a transformer, norms in front."""
+    """One transformer layer with pre-normalization."""
 
     def __init__(self, width: int, heads: int, *, causal: bool):
         super().__init__()
@@ -92,19 +92,19 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        # Positions are looked up for every example: Opacus cannot tell examples apart in a broadcast sum.
+        # Positions are looked up for every example, because Opacus cannot attribute a broadcast sum to examples.
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(positions))))
 
 
 def gpt(batch: int = 8, positions: int = 128, width: int = 256, layers: int = 4) -> Problem:
-    """Four layers, four heads, head of its own, 3.7 million parameters."""
+    """Returns a GPT with four layers, four heads and an untied output layer, 3.7 million parameters."""
     model = GPT(1000, positions, width, heads=4, layers=layers, tied=False)
     return Problem(model, torch.randint(1000, (batch, positions)), torch.randint(1000, (batch, positions)))
 
 
 def gpt2_small(batch: int = 2, positions: int = 512) -> Problem:
-    """GPT-2 small: 12 layers, width 768, embedding tied to the head, 124 million parameters (at 1024 positions)."""
+    """Returns GPT-2 small: 12 layers, width 768, tied embedding, 124 million parameters (at 1024 positions)."""
     model = GPT(50257, positions, 768, heads=12, layers=12, tied=True)
     return Problem(model, torch.randint(50257, (batch, positions)), torch.randint(50257, (batch, positions)))
 
@@ -114,7 +114,7 @@ def gpt2_small_1024(batch: int = 8) -> Problem:
 
 
 def bilstm_imdb(batch: int = 256, positions: int = 150) -> Problem:
-    """The IMDb network of Bu et al. (2021), with both of PyTorch's biases per gate."""
+    """Returns the IMDb network of Bu et al. (2021), with both of PyTorch's biases per gate."""
     model = networks.BiLSTM(one_bias=False)
     return Problem(model, torch.randint(8185, (batch, positions)), torch.randint(2, (batch,)))
 
@@ -135,13 +135,13 @@ class ViT(nn.Module):
 
 
 def vit_b16(batch: int = 64) -> Problem:
-    """ViT-B/16 at 224 pixels, 86 million parameters."""
+    """Returns ViT-B/16 at 224 pixels, 86 million parameters."""
     model = ViT(224, 16, 768, heads=12, layers=12, classes=1000)
     return Problem(model, torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions with GroupNorm; a 1x1 convolution in the shortcut where the shape changes."""
+    """1x1, 3x3, 1x1 convolutions with GroupNorm; a 1x1 convolution in the shortcut if the shape changes."""
 
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()
@@ -160,7 +160,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50_gn(batch: int = 64) -> Problem:
-    """ResNet-50 at 224 pixels with GroupNorm, 25.6 million parameters."""
+    """Returns ResNet-50 at 224 pixels with GroupNorm, 25.6 million parameters."""
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks, before = [], 64
     for width, stride, depth in [(64, 1, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3)]:
@@ -171,7 +171,7 @@ def resnet50_gn(batch: int = 64) -> Problem:
     return Problem(nn.Sequential(*stem, *blocks, *head), torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
 
 
-ON_CPU = (adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, gpt, bilstm_imdb, gpt2_small)  # seconds a step at most
+ON_CPU = (adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, gpt, bilstm_imdb, gpt2_small)  # at most seconds per step
 ON_GPU = (gpt2_small_1024, vit_b16, resnet50_gn)
 MODELS: dict[str, Callable[[], Problem]] = {make.__name__: make for make in (*ON_CPU, *ON_GPU)}
 DTYPES = {"float32": "all in float32", "bf16": "all in bfloat16", "autocast": "float32 under autocast to bfloat16"}
@@ -190,7 +190,7 @@ class Autocast(nn.Module):
 
 
 def load(name: str, device: str = "cpu", dtype: str = "float32") -> Problem:
-    """The named network and its batch, always the same, on a device and in one of ``DTYPES``."""
+    """Returns the named network and its batch, always the same, on a device and in one of ``DTYPES``."""
     torch.manual_seed(0)
     return place(MODELS[name](), device, dtype)
 

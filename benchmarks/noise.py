@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a step's noise beside ``torch.randn`` for as many numbers.
+"""Compares the time of a step's noise with ``torch.randn`` for as many numbers.
 
     python benchmarks/noise.py
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording costs per call of a torch function: the same tiny forward with and without ``tp.record``.
+"""Measures the cost of recording per call of a torch function: a tiny forward with and without ``tp.record``.
 
     python benchmarks/overhead.py            # exits with 1 if a chain is above the target
     python benchmarks/overhead.py --rounds 20
 
-Prints microseconds per call: of the plain forward, and what is added by ``tp.record``. For comparison, what is added by
-a mode that lets every call pass and does nothing: no recording in Python can be cheaper. What it takes to make and
-enter the tape, once a step, stands apart. Ops are so small that their arithmetic takes next to no time. All are minima
-over rounds in which the modes take turns, of processor time in one thread: other programs do not disturb it.
+Prints microseconds per call: of the plain forward, and those added by ``tp.record``; for comparison, those added by
+a mode that only forwards every call, a lower bound for any recording in Python. The time to create and enter the
+tape, once per step, is printed separately. Ops are so small that their arithmetic is negligible. All are minima
+over rounds in which the modes take turns, of processor time in one thread, which other programs hardly disturb.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TARGET = 15.0  # microseconds per call
 
 
 class Sums(nn.Module):
-    """One product with a parameter, then ``x + 1`` many times: calls that meet data only."""
+    """Computes one product with a parameter, then ``x + 1`` many times: calls without parameters."""
 
     def __init__(self, calls: int):
         super().__init__()
@@ -57,7 +57,7 @@ MODES: dict[str, Callable[[nn.Module], AbstractContextManager]] = {
 
 
 def seconds(mode: AbstractContextManager, model: nn.Module, x: Tensor) -> float:
-    """Of the forward alone, inside the mode."""
+    """Returns the seconds of only the forward, inside the mode."""
     with mode:
         start = time.process_time()
         model(x)
@@ -71,7 +71,7 @@ def entering_seconds(model: nn.Module) -> float:
 
 
 def least(model: nn.Module, rounds: int) -> dict[str, float]:
-    """Shortest microseconds of one forward under each mode, and of entering the tape."""
+    """Returns the shortest microseconds of one forward in each mode, and of entering the tape."""
     x = torch.ones(2, 4)
     taken: dict[str, list[float]] = {name: [] for name in (*MODES, "entering")}
     for _ in range(rounds):

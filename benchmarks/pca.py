@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private principal components of MNIST, 60,000 x 784: how long they take and what they are worth.
+"""Measures time and quality of private principal components of MNIST, 60,000 x 784.
 
     python benchmarks/pca.py
 
-Prints the seconds of one fit beside those of scikit-learn's exact PCA, the smallest of five rounds in turn. Then, for
-several noise multipliers, how many of 60 components have an eigenvalue above the noise's edge, and which share of the
-squared length of held-out unit rows lies in the space that they span, beside the exact components and random ones.
-Reads MNIST from $TORCH_PRIVACY_DATA or ../shared/data.
+Prints the seconds of one fit and of scikit-learn's exact PCA, the smallest of five rounds in turn. Then, for several
+noise multipliers, prints how many of 60 components have an eigenvalue above the noise's edge, and the share of the
+squared norm of held-out unit rows that lies in their span, compared with exact and random components. Reads MNIST from
+$TORCH_PRIVACY_DATA or ../shared/data.
 """
 
 import time

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rehearsals take of a run of 1,000 steps, and what Python takes of a step.
+"""Measures the share of rehearsals in a run of 1,000 steps, and the time of a whole step.
 
     python benchmarks/rehearsal.py                       # adult, mnist_cnn, gpt, bilstm_imdb
     python benchmarks/rehearsal.py adult mlp --steps 300
     python benchmarks/rehearsal.py --python adult mlp    # milliseconds of a whole step instead
 
-A training with everything runs for some steps. Steps are of three kinds: not rehearsed, rehearsed (powers of two and
-one in 64), and rehearsed in full (steps 0 to 2). Printed is the processor time that rehearsals take beyond a step that
-is not rehearsed, and the share that they would take of 1,000 steps. What the first three steps take without rehearsals
-(layouts are measured, rows are proved) is no part of it: it is timed in another training, with ``assume_independent``.
-Processor time in one thread hardly feels other programs on the machine.
+A complete training runs for some steps. Steps are of three kinds: not rehearsed, rehearsed (powers of two and
+one in 64), and rehearsed in full (steps 0 to 2). Prints the processor time that rehearsals add to a step that
+is not rehearsed, and their share of 1,000 steps. The time of the first three steps without rehearsals
+(layouts are measured, rows are checked) is excluded: it is timed in another training, with ``assume_independent``.
+Other programs on the machine hardly affect processor time in one thread.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 
 NETWORKS = ["adult", "mnist_cnn", "gpt", "bilstm_imdb"]
-STEPS = 1000  # of the run that the share is for
+STEPS = 1000  # of the run for which the share is computed
 FIRST = 3  # steps that are rehearsed in full
-RARELY = 64  # one in so many is rehearsed beside powers of two
+INTERVAL = 64  # on average one step in 64 is rehearsed, in addition to powers of two
 
 
 def training_of(problem: Problem, steps: int, seed: int, reason: str | None = None) -> tp.PrivateTraining:
-    """Everything included; the batches have the problem's size on average."""
+    """Returns a complete training; batches have the problem's size on average."""
     model, x, y = problem
     data = TensorDataset(torch.cat([x] * 4), torch.cat([y] * 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -50,7 +50,7 @@ def training_of(problem: Problem, steps: int, seed: int, reason: str | None = No
 
 
 def run(name: str, steps: int, seed: int, reason: str | None = None) -> tuple[float, list[float], list[float]]:
-    """Seconds of the first steps together, and of every later one: those that are rehearsed, and the others."""
+    """Returns the total seconds of the first steps, and the seconds of each later step, rehearsed or not."""
     training = training_of(load(name), steps, seed, reason)
     first, rehearsed, others = 0.0, [], []
     turns, start = 0, time.process_time()
@@ -68,11 +68,11 @@ def run(name: str, steps: int, seed: int, reason: str | None = None) -> tuple[fl
     return first, rehearsed, others
 
 
-def share(full: float, usual: float, own: float) -> float:
-    """Of 1,000 steps: ``full`` for the first ones altogether, and for each rehearsal of later ones ``usual``."""
+def share(full: float, usual: float, step: float) -> float:
+    """Returns the share of rehearsals in 1,000 steps: ``full`` seconds for the first, ``usual`` for each later one."""
     powers = sum(1 for k in range(2, 20) if 2**k < STEPS)
-    rehearsals = full + (powers + (STEPS - FIRST - powers) / RARELY) * usual
-    return rehearsals / (rehearsals + STEPS * own)
+    rehearsals = full + (powers + (STEPS - FIRST - powers) / INTERVAL) * usual
+    return rehearsals / (rehearsals + STEPS * step)
 
 
 def main() -> None:

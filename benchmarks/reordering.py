@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole step of ``PrivateTraining``, over one of ordinary training, where the data or chance decide what is computed.
+"""Compares a step of ``PrivateTraining`` with ordinary training for models with data-dependent or random control flow.
 
     python benchmarks/reordering.py                       # all models
     python benchmarks/reordering.py last layerdrop --steps 400
-    python benchmarks/reordering.py --record              # a loop of one's own, with tp.record
+    python benchmarks/reordering.py --record              # a custom loop, with tp.record
 
-Where data may reorder the examples, or where a forward takes a new course every time, what earlier batches taught of
-the examples' places holds only if this batch bears it out. Both sides get the same batches and take turns, batch by
-batch; the private one includes sampling, noise, ledger and rehearsals. Printed are milliseconds of processor time in
-one thread, which other programs hardly disturb: of an ordinary step, the median of the ratios batch by batch, the ratio
-of the two minima, that of the sums (rehearsals included), and how many backwards a private step made on average. The
-first steps, in which everything is new, stand apart: the ratio of the sums over these.
+If data may reorder the examples, or if every forward takes another path, the layouts learned on earlier batches must be
+checked on each batch. Both sides get the same batches and take turns, batch by batch; the private side includes
+sampling, noise, ledger and rehearsals. Prints milliseconds of processor time in one thread, which other programs hardly
+disturb: of an ordinary step, the median of the ratios batch by batch, the ratio of the two minima, that of the sums
+(rehearsals included), and the mean number of backwards of a private step. The ratio of the sums over the first steps,
+which learn layouts, is printed separately.
 """
 
 import argparse
@@ -35,7 +35,7 @@ VOCABULARY, WIDTH, LENGTH = 1000, 64, 32
 
 
 class Block(nn.Module):
-    """A layer of a GPT."""
+    """A GPT layer."""
 
     def __init__(self, heads: int = 4):
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A classifier of texts, by what ``pool`` makes of the last layer and the texts' lengths."""
+    """A classifier of texts; ``pool`` combines the last layer and the texts' lengths."""
 
     def __init__(self, pool: Callable[[Tensor, Tensor], Tensor], layers: int = 4, *, to_longest: bool = False):
         super().__init__()
@@ -87,7 +87,7 @@ def mean(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 class CNN(nn.Module):
-    """Random crops, then three convolutions."""
+    """Takes random crops, then applies three convolutions."""
 
     def __init__(self, crop: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -129,7 +129,7 @@ def stacked(x: Tensor) -> Tensor:
 
 
 class LayerDrop(nn.Module):
-    """An encoder that leaves out each of its layers with probability p."""
+    """An encoder that skips each of its layers with probability p."""
 
     def __init__(self, p: float, layers: int = 6):
         super().__init__()
@@ -140,7 +140,7 @@ class LayerDrop(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
-        p, self.seen = self.p if self.seen else 0.0, True  # training wants to see every parameter once
+        p, self.seen = self.p if self.seen else 0.0, True  # training requires that every parameter is used once
         for layer in self.layers:
             if float(torch.rand(())) >= p:
                 x = layer(x)
@@ -148,7 +148,7 @@ class LayerDrop(nn.Module):
 
 
 class Experts(nn.Module):
-    """A layer of experts, each of which is called on the tokens that chose it."""
+    """A layer of experts, each called on the tokens routed to it."""
 
     def __init__(self, count: int = 4):
         super().__init__()
@@ -261,7 +261,7 @@ class Backwards:
 
 
 def private_steps(case: Case, model: nn.Module, data: tuple[Tensor, ...]) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
-    """Seconds of every step of a private training, with its batch."""
+    """Yields the seconds of every step of a private training, with its batch."""
     training = tp.PrivateTraining(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -281,7 +281,7 @@ def private_steps(case: Case, model: nn.Module, data: tuple[Tensor, ...]) -> Ite
 def recorded_steps(
     case: Case, model: nn.Module, data: tuple[Tensor, ...]
 ) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
-    """The same of a loop of one's own: clipped sum and update, without noise."""
+    """Yields the same for a custom loop: clipped sum and update, without noise."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     while True:
         batch = tuple(t[torch.randperm(NUM_EXAMPLES)[: case.batch]] for t in data)
@@ -298,7 +298,7 @@ def recorded_steps(
 
 
 def compare(case: Case, steps: int, first: int, steps_of: Callable) -> tuple[list[float], list[float], float]:
-    """Seconds of ordinary steps and of private ones on the same batches; backwards of a late private one."""
+    """Returns seconds of ordinary and private steps on the same batches, and backwards of a late private one."""
     torch.manual_seed(0)
     data = case.data()
     private = steps_of(case, case.model(), data)
@@ -324,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help=", ".join(CASES))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--first", type=int, default=20, help="steps that stand apart")
+    parser.add_argument("--first", type=int, default=20, help="number of first steps, reported separately")
     parser.add_argument("--record", action="store_true", help="a loop of one's own, with tp.record")
     parser.add_argument("--float64", action="store_true")
     args = parser.parse_args()

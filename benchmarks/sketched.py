@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipped sum by estimated norms costs: time and peak memory, as ratios to a non-private gradient.
+"""Measures a clipped sum by estimated norms: time and peak memory, as ratios to a non-private gradient.
 
     python benchmarks/sketched.py mnist_cnn cifar_cnn bilstm_imdb mlp --contenders exact jl:1 jl:10 jl:10:2
     python benchmarks/sketched.py gpt --positions 2048 --layers 2 --contenders exact gram factored:32
     python benchmarks/sketched.py mlp --contenders exact floored:4
 
-Contenders: ``exact`` is the tape as it is; ``gram`` the same with the norms of linear maps by Gram matrices only;
-``jl:r``, ``jl:r:group_size``, ``factored:k`` and ``floored:r`` (at 0.8) are those of docs/sketched.md, fresh directions
-in every step. All take turns in one process; times are ratios of minima, memory is the peak of what torch allocates
-beyond the model. With one thread the time is that of the processor, which other programs spoil less.
+Contenders: ``exact`` is the tape; ``gram`` the tape with the norms of linear maps by Gram matrices only; ``jl:r``,
+``jl:r:group_size``, ``factored:k`` and ``floored:r`` (floor 0.8) are described in docs/sketched.md, with fresh
+directions in every step. All take turns in one process; times are ratios of minima, memory is the peak of torch's
+allocations beyond the model. With one thread, processor time is measured, which other programs disturb less.
 """
 
 import argparse
@@ -27,9 +27,8 @@ from memory import peak
 
 import torch_privacy as tp
 from torch_privacy._model import Census
-from torch_privacy.estimated_norms.choose import sketching
 from torch_privacy.estimated_norms.directions import Directions
-from torch_privacy.estimated_norms.projected import Sketch
+from torch_privacy.estimated_norms.mechanism import norm_estimator
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops.linear import Linear
@@ -42,7 +41,7 @@ def clipped(jacobian: Any, group: str) -> dict[str, torch.Tensor]:
 
 
 def non_private(problem: models.Problem) -> Step:
-    """Forward and backward."""
+    """Returns a step of forward and backward."""
     model, x, y = problem
     parameters = list(model.parameters())
 
@@ -53,34 +52,29 @@ def non_private(problem: models.Problem) -> Step:
 
 
 def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
-    """The same with a clipped sum; called until all checks are behind it."""
+    """Returns a step with a clipped sum; its first calls include checks and measurements."""
     model, x, y = problem
     trained, others = dict(model.named_parameters()), dict(model.named_buffers())
     layouts, key, numbers = Layouts(), secrets.token_bytes(32), count()
     census = Census(trained, others)
-    estimating = None if setting is None else sketching(setting, layouts)
+    estimator = None if setting is None else norm_estimator(setting, layouts)
 
     def step() -> None:
-        if estimating is None:
-            watch = Tape(trained, others.values(), layouts, len(x))
+        if estimator is None:
+            recording = Tape(trained, others.values(), layouts, len(x))
         else:
-            watch = estimating.watch(census, len(x), Directions(key, next(numbers), 0))
-        args = watch.probe((x,))
-        if isinstance(watch, Sketch):
-            watch.begin(model, args, {})
-            out = model(*args)
-            watch.end(out)
-        else:
-            with watch:
-                out = model(*args)
-        watch.clipped_sum(models.per_example(out, y), {"all": tuple(trained)}, clipped)
+            recording = estimator.recording(census, len(x), Directions(key, next(numbers), 0))
+        recording.begin(model, (x,), {})
+        out = model(x)
+        recording.end(out)
+        recording.clipped_sum(models.per_example(out, y), {"all": tuple(trained)}, clipped)
 
     return step
 
 
 @contextmanager
 def gram_alone() -> Iterator[None]:
-    """Norms of linear maps with several positions by Gram matrices only."""
+    """Computes norms of linear maps with several positions by Gram matrices only."""
     methods = Linear.methods
     try:
         Linear.methods = lambda op: methods(op)[:1]  # type: ignore[method-assign]
@@ -102,17 +96,19 @@ def contender(name: str, problem: models.Problem) -> Step:
     if kind in ("exact", "gram"):
         step = private(problem, None)
         return step if kind == "exact" else by_gram(step)
-    how: dict[str, Any] = {"jl": {}, "factored": {"kind": "factored"}, "floored": {"floor": 0.8}}[kind]
-    return private(problem, tp.Sketched(*map(int, numbers), **how))
+    options: dict[str, Any] = {"jl": {}, "factored": {"kind": "factored"}, "floored": {"floor": 0.8}}[kind]
+    return private(problem, tp.Sketched(*map(int, numbers), **options))
 
 
 def compare(label: str, problem: models.Problem, names: list[str], repeats: int) -> None:
-    """One line for each contender."""
+    """Prints one line for each contender."""
     contenders = {"non-private": non_private(problem), **{name: contender(name, problem) for name in names}}
     for step in contenders.values():
         for _ in range(3):
             step()
-    memory = {name: min(peak(step) for _ in range(2)) for name, step in contenders.items()}  # a spot check takes more
+    memory = {
+        name: min(peak(step) for _ in range(2)) for name, step in contenders.items()
+    }  # a call with a spot check takes more
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = {name: float("inf") for name in contenders}
     for _ in range(repeats):
@@ -130,10 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=models.MODELS)
     parser.add_argument("--contenders", nargs="+", default=["exact", "jl:1", "jl:10"])
-    parser.add_argument("--positions", nargs="+", type=int, help="of gpt, one comparison for each")
-    parser.add_argument("--width", type=int, default=512, help="of gpt, beside positions")
-    parser.add_argument("--batch", type=int, default=2, help="of gpt, beside positions")
-    parser.add_argument("--layers", type=int, default=4, help="of gpt, beside positions")
+    parser.add_argument("--positions", nargs="+", type=int, help="for gpt: one comparison per number")
+    parser.add_argument("--width", type=int, default=512, help="for gpt with --positions")
+    parser.add_argument("--batch", type=int, default=2, help="for gpt with --positions")
+    parser.add_argument("--layers", type=int, default=4, help="for gpt with --positions")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one training step: non-private, ours, and peers, interleaved in one process.
+"""Measures time and memory of one training step: non-private, ours, and peers, interleaved in one process.
 
     python benchmarks/step.py                        # all networks that suit a CPU
     python benchmarks/step.py adult mlp --seconds 20
     python benchmarks/step.py vit_b16 gpt2_small_1024 --device cuda --dtype autocast --json results.jsonl
 
-Prints, per network: the median milliseconds of a non-private step, and for every contender the ratio of its median to
-that, the ratio of the minima, and its peak memory above the loaded network (measured in a process of its own; on a
-GPU as allocated there). A contender that cannot do a network says why, and the others go on.
+Prints for every network the median milliseconds of a non-private step, and for every contender the ratio of medians
+to it, the ratio of minima, and its peak memory above the loaded network (measured in a separate process; on a
+GPU, its allocations). A contender that fails on a network prints the reason, and the others continue.
 
 ``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
 sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
 the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
-same. Other programs on the machine spoil the numbers, those of several threads above all.
+same. Other programs on the machine disturb the numbers, especially with several threads.
 
-Under glibc, malloc gives memory back to the system and asks for it again as chance has it, which costs some contender
-or other up to a third of its time: so the script starts itself anew with malloc told to keep what it has. ``--malloc``
-leaves that out.
+Under glibc, malloc returns memory to the system and requests it again at random times, which costs some contender
+up to a third of its time: so the script restarts itself with malloc configured to keep memory. ``--malloc``
+disables that.
 """
 
 import argparse
@@ -43,21 +43,21 @@ import torch_privacy as tp
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.tape import MEMORY_BUDGET, Tape
 
-Step = Callable[[], int]  # makes one step, gives the number of its examples
+Step = Callable[[], int]  # runs one step, returns its number of examples
 Maker = Callable[[Problem], Step]
 
-VMAP_BYTES = 8 * 2**30  # vmap goes through the batch in chunks where it would need more
-VMAP_COPIES = 2.5  # peak memory of its step over the bytes of the rows, as measured on the MLP
-DATA_BYTES = 2**28  # of the data set that ``ours`` samples from
-WARM_UP = 4  # steps; the first ones of ours measure where the examples lie
-FEW, HOPELESS = 5, 20  # after so many rounds a contender that is so many times slower than non-private drops out
+VMAP_BYTES = 8 * 2**30  # vmap processes the batch in chunks if it would need more
+VMAP_COPIES = 2.5  # ratio of a step's peak memory to the bytes of the rows, measured on the MLP
+DATA_BYTES = 2**28  # size of the dataset that ``ours`` samples from
+WARM_UP = 4  # number of steps; our first ones measure layouts
+FEW, HOPELESS = 5, 20  # after 5 rounds a contender that is 20 times slower than non-private drops out
 
 
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # of glibc; others do not know them
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # options of glibc, ignored elsewhere
 
 
 def keep_memory() -> None:
-    """Start this program anew, with malloc told to keep what it has, unless it was told already."""
+    """Restarts this program with malloc configured to keep memory, unless it is already."""
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
 
@@ -67,7 +67,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def apply(optimizer: torch.optim.Optimizer) -> None:
-    """Update, and let go of the gradients: what a contender keeps between its steps would burden the others."""
+    """Updates the weights and frees the gradients, so that no contender keeps memory between its steps."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -146,7 +146,9 @@ def vmap(problem: Problem) -> Step:
             p.grad = part if p.grad is None else p.grad.add_(part)
 
     def step() -> int:
-        values = {name: p.detach() for name, p in parameters.items()}  # else it would record a graph for more
+        values = {
+            name: p.detach() for name, p in parameters.items()
+        }  # without requires_grad, to record no second graph
         for part in zip(x.split(chunk), y.split(chunk), strict=True):
             add_clipped(values, *part)
         apply(optimizer)
@@ -160,7 +162,7 @@ def norms_of(rows: Iterable[Tensor]) -> Tensor:
 
 
 class Loss(nn.Module):
-    """The losses as Opacus's ghost mode wants them: a module whose ``reduction`` it switches."""
+    """The loss as required by Opacus's ghost mode: a module with a ``reduction`` that Opacus switches."""
 
     reduction = "mean"
 
@@ -175,7 +177,7 @@ def opacus(mode: str) -> Maker:
         from opacus.validators import ModuleValidator
 
         x, y = problem.x, problem.y
-        model = ModuleValidator.fix(problem.model).to(x.device)  # puts its own layer in the place of nn.LSTM
+        model = ModuleValidator.fix(problem.model).to(x.device)  # replaces nn.LSTM by its own layer
         made: Any = PrivacyEngine().make_private(
             module=model,
             optimizer=sgd(model),
@@ -199,7 +201,7 @@ def opacus(mode: str) -> Maker:
 
 
 def backpack_rows(problem: Problem) -> Step:
-    """Rows by ``BatchGrad``, clipped and summed by hand."""
+    """Returns a step with rows by ``BatchGrad``, clipped and summed explicitly."""
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad
 
@@ -221,14 +223,14 @@ def backpack_rows(problem: Problem) -> Step:
 
 
 def check_all_have(field: str, model: nn.Module) -> None:
-    """BackPACK passes over layers that it has no rule for."""
+    """Raises for layers that BackPACK silently ignores, because it has no rule for them."""
     without = {type(m).__name__ for m in model.modules() for p in m.parameters(False) if not hasattr(p, field)}
     if without:
         raise NotImplementedError(f"no {field} for {', '.join(sorted(without))}")
 
 
 def backpack_norms(problem: Problem) -> Step:
-    """Norms by ``BatchL2Grad``, then a second backward of the weighted losses."""
+    """Returns a step with norms by ``BatchL2Grad``, then a second backward of the weighted losses."""
     from backpack import backpack, extend
     from backpack.extensions import BatchL2Grad
 
@@ -263,7 +265,7 @@ CONTENDERS: dict[str, Maker] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where and in which type the steps are made."""
+    """Device and dtype of the steps."""
 
     device: str = "cpu"
     dtype: str = "float32"
@@ -272,7 +274,7 @@ class Place:
         return load(model, self.device, self.dtype)
 
     def wait(self) -> None:
-        """Until the GPU has done what it was told."""
+        """Waits until the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -283,7 +285,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender on one network; times in seconds, memory in MiB, all None where it fails."""
+    """Results of one contender on one network; times in seconds, memory in MiB, all None if it fails."""
 
     model: str
     contender: str
@@ -295,7 +297,7 @@ class Result:
 
 
 def peak_memory(model: str, contender: str, place: Place) -> float | str:
-    """MiB above the loaded model during three steps, in this process; or why it fails."""
+    """Returns peak MiB above the loaded model during three steps, in this process; or the reason of its failure."""
     warnings.simplefilter("ignore")
     try:
         step = CONTENDERS[contender](place.load(model))
@@ -309,7 +311,7 @@ def peak_memory(model: str, contender: str, place: Place) -> float | str:
 
 
 def _reset_peak(place: Place) -> int:
-    """Bytes in use now, from which the peak is watched."""
+    """Resets the peak, and returns the bytes in use."""
     if place.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -327,7 +329,7 @@ def _status(field: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """The first words of an error, on one line."""
+    """Returns the beginning of an error's message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:110]}{'...' if len(text) > 110 else ''}"
 
@@ -342,7 +344,7 @@ def in_new_process(model: str, contender: str, place: Place) -> float | str:
 
 @dataclass
 class Clock:
-    """A contender's step and what its rounds took: (seconds, examples)."""
+    """A contender's step and its rounds: (seconds, examples)."""
 
     step: Step
     place: Place
@@ -365,7 +367,7 @@ class Clock:
 def clocks(
     problem: Callable[[], Problem], contenders: Iterable[str], place: Place, seconds: float
 ) -> dict[str, Clock | str]:
-    """Every contender's clock, taken in turns until the time is up; the reason instead of one that fails."""
+    """Returns the clock of every contender, measured in turns until the time is up, or the reason of its failure."""
     found: dict[str, Clock | str] = {name: _warmed_up(problem, name, place) for name in contenders}
     running = {name: clock for name, clock in found.items() if isinstance(clock, Clock)}
     end = time.perf_counter() + seconds
@@ -378,7 +380,7 @@ def clocks(
                 del running[name]
             else:
                 if _is_hopeless(clock, running.get("non-private")):
-                    del running[name]  # a few rounds tell; it would only cool the caches of the others
+                    del running[name]  # a few rounds suffice, and more would evict the caches of the others
     return found
 
 
@@ -400,7 +402,7 @@ def _is_hopeless(clock: Clock, base: Clock | None) -> bool:
 
 
 def measure(model: str, contenders: list[str], place: Place, seconds: float) -> list[Result]:
-    """Memory first, in processes of their own: what fails there is left out of the common process."""
+    """Measures memory first, in separate processes; contenders that fail there are excluded from the timing."""
     memory = {name: in_new_process(model, name, place) for name in contenders}
     able = [name for name in contenders if isinstance(memory[name], float)]
     timed = clocks(lambda: place.load(model), able, place, seconds)
@@ -417,7 +419,7 @@ def _result(model: str, contender: str, memory: float | str, clock: Clock | str 
 
 
 def report(results: list[Result]) -> str:
-    """The network's table, ratios to the non-private step."""
+    """Prints the network's table, with ratios to the non-private step."""
     base = results[0]
     if base.median_s is None or base.least_s is None:
         return f"{base.model}: non-private fails: {base.fails}"
@@ -435,7 +437,7 @@ def report(results: list[Result]) -> str:
 
 
 def append_json(path: Path, results: list[Result], place: Place, seconds: float) -> None:
-    """One line of JSON per contender; ``null`` where there is no number."""
+    """Writes one line of JSON per contender; ``null`` for missing numbers."""
     made = {"place": place.describe(), **asdict(place), "seconds": seconds}
     with path.open("a") as file:
         for result in results:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which architectures train? Families of Hugging Face's transformers, adapters of peft, and some networks of torch.
+"""Tests which architectures train: Hugging Face's transformers, adapters of peft, and some networks of torch.
 
-    OMP_NUM_THREADS=1 python benchmarks/zoo.py                         # all of them, once: some three minutes
-    OMP_NUM_THREADS=1 python benchmarks/zoo.py --only 'llama|mamba'    # those whose name matches
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py                         # all of them, once: about three minutes
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py --only 'llama|mamba'    # those with matching names
     OMP_NUM_THREADS=1 python benchmarks/zoo.py --seed 7 --seeds 3      # seeds 7, 8 and 9, each another configuration
-    OMP_NUM_THREADS=1 python benchmarks/zoo.py --json zoo.json         # everything that is printed, and what was drawn
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py --json zoo.json         # the printed results and the drawn sizes
 
-Every model is small, random and in float32; its sizes, its kind of attention, its data and how the loss is written are
-drawn from the seed and the model's name. Nothing is downloaded. First it trains eight private steps, with dropout where
-its configuration has it. Then, without dropout and in float64 where the model can, the squared norms and one weighted
-sum of what ``tp.record`` finds are compared with one backward per example, each example being a batch of its own; where
-the record is refused though the training was not, the clipped sum of a training with hardly any noise is compared.
+Every model is small, random and in float32; its sizes, its kind of attention, its data and the form of its loss are
+drawn from the seed and the model's name. Nothing is downloaded. First it trains eight private steps, with dropout if
+its configuration has any. Then, without dropout and in float64 if the model supports it, the squared norms and one
+weighted sum of ``tp.record`` are compared with one backward per example, each example alone in its batch; if the record
+is refused but the training was not, the clipped sum of a training with minimal noise is compared instead.
 
-A line says what became of the training: ``trained``; ``refused``, with the message; ``crashed``, an exception of
-another kind where an ordinary forward and backward work; ``failed``, an exception of transformers or of this file. Then
-come the largest relative error of a squared norm and the error of the sum over its length (in brackets if in float32),
-or ``no record`` and the error of the clipped sum. Parameters that the loss never reaches are frozen before, as a user
-does. What is expected to be refused has a reason beside it: either it couples examples, or the documentation names it
-as not supported, and then it may train as well. The exit code is 1 if a line begins with an exclamation mark.
+A line states the result of the training: ``trained``; ``refused``, with the message; ``crashed``, another exception
+although an ordinary forward and backward work; ``failed``, an exception of transformers or of this file. Then follow
+the largest relative error of a squared norm and the relative error of the sum (in brackets if in float32), or
+``no record`` and the error of the clipped sum. Parameters that the loss never reaches are frozen first, as a user would
+do. Expected refusals have a reason: either the model couples examples, or the documentation lists it as unsupported,
+and then it may train as well. The exit code is 1 if a line begins with an exclamation mark.
 """
 
 import argparse
@@ -46,16 +46,16 @@ import torch_privacy as tp
 
 EXAMPLES, STEPS, CLASSES, POSITIONS = 40, 8, 3, 40
 NO_LABEL = -100
-ALONE = 7  # examples whose backward is run alone; a prime, so that no size of a model is a multiple of it by chance
-EXACT = {"float64": 1e-5, "float32": 1e-2}  # largest error; many models compute norms or scans in float32, whatever
-CLIPPED_SUM = 1e-3  # the same of a sum with the least noise that there is
+ALONE = 7  # examples with a separate backward; a prime, so that no size of a model is a multiple of it
+EXACT = {"float64": 1e-5, "float32": 1e-2}  # largest error; many models always compute norms or scans in float32
+CLIPPED_SUM = 1e-3  # largest error of a clipped sum with minimal noise
 Batch = dict[str, Tensor]
 Losses = Callable[[nn.Module, Batch], Tensor]
 Options = dict[str, Any]
 
 
 class Sizes:
-    """What is drawn for one model: the same for the same seed and name."""
+    """The random sizes of one model, a function of seed and name."""
 
     def __init__(self, name: str, seed: int, dropout: float):
         self.draw = random.Random(f"{seed} {name}")
@@ -82,38 +82,38 @@ class Sizes:
 
 @dataclass
 class Problem:
-    """A model, its examples (the first dimension of every tensor), and ``losses(model, batch)``: (n,), one of each."""
+    """A model, its examples (the first dimension of every tensor), and ``losses(model, batch)``, (n,)."""
 
     model: nn.Module
     data: Batch
     losses: Losses
-    crop: bool = False  # batches end with their longest text
+    crop: bool = False  # whether batches are cropped to their longest text
 
 
 @dataclass(frozen=True)
 class Entry:
     name: str
     make: Callable[[Sizes], Problem]
-    coupled: str = ""  # why it has to be refused
-    unsupported: str = ""  # why it may be refused
-    trains: bool = False  # the exactness is checked in training mode, with all dropout at zero
-    rough: str = ""  # why it is not exact in float64
+    coupled: str = ""  # reason why it must be refused
+    unsupported: str = ""  # reason why it may be refused
+    trains: bool = False  # whether exactness is checked in training mode, with all dropout at zero
+    rough: str = ""  # reason why it is not exact in float64
 
 
 # Models ------------------------------------------------------------------------------------------------------------
 
 
 def hf(name: str) -> Any:
-    """The thing of that name of transformers, which is imported only now."""
+    """Imports transformers, and returns the object with this name."""
     return getattr(importlib.import_module("transformers"), name)
 
 
-NO_DROPOUT = {("DiffLlamaConfig", "attention_dropout")}  # which it refuses itself
+NO_DROPOUT = {("DiffLlamaConfig", "attention_dropout")}  # refused by the model itself
 CONFIGURATIONS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def set_dropout(s: Sizes, config: Any) -> None:
-    """Every kind of dropout on; whole layers are dropped in some runs only, and as often as by default."""
+    """Enables every kind of dropout; layer dropout only in some runs, with its default probability."""
     for name, value in vars(config).items():
         if "drop" not in name or (type(config).__name__, name) in NO_DROPOUT:
             continue
@@ -127,7 +127,7 @@ def set_dropout(s: Sizes, config: Any) -> None:
 
 
 def transformer(s: Sizes, prefix: str, head: str, **options: Any) -> nn.Module:
-    """A model of transformers; with eager attention where it has no other."""
+    """Returns a model of transformers; with eager attention if it supports no other."""
     attentions = {"attn_implementation": s.attention}, {"attn_implementation": "eager"}, {}
     for attention in attentions:
         config = hf(CONFIGURATIONS.get(prefix, f"{prefix}Config"))(**options, **attention)
@@ -145,7 +145,7 @@ def special(s: Sizes) -> Options:
 
 
 def stir(model: nn.Module) -> None:
-    """Away from the values of a fresh model: no bias, scale one, adapter zero."""
+    """Perturbs the special values of a fresh model: bias 0, scale 1, adapter 0."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -164,20 +164,20 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(n,): the mean over each example's own labeled tokens."""
+    """Returns (n,): the mean over each example's labeled tokens."""
     losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=NO_LABEL, reduction="none")
     return losses.sum(1) / (labels != NO_LABEL).sum(1)
 
 
 def masked_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same, written with a mask and log-probabilities."""
+    """Returns the same, written with a mask and log-probabilities."""
     mask = (labels != NO_LABEL).to(logits.dtype)
     chosen = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[:, :, None]).squeeze(2)
     return -(chosen * mask).sum(-1) / mask.sum(-1)
 
 
 def flat_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same, all tokens in one row for the cross-entropy."""
+    """Returns the same, with all tokens flattened for the cross-entropy."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="none")
     return losses.view_as(labels).sum(1) / (labels != NO_LABEL).sum(1)
 
@@ -193,7 +193,7 @@ def of_classes(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def of_transcripts(model: Any, batch: Batch) -> Tensor:
-    """Connectionist temporal classification; token 0 is the blank and fills up the labels."""
+    """Returns the CTC loss; token 0 is the blank and the padding of the labels."""
     log_probs = logits_of(model, batch).log_softmax(-1).transpose(0, 1)
     times = model._get_feat_extract_output_lengths(batch["attention_mask"].sum(1))
     targets = (batch["labels"] > 0).sum(1)
@@ -204,14 +204,14 @@ def of_transcripts(model: Any, batch: Batch) -> Tensor:
 
 
 def padding_mask(longest: int, shortest: int = 3) -> Tensor:
-    """(n, longest) whole numbers: 1 at the tokens, 0 at the padding after them."""
+    """Returns an integer mask (n, longest): 1 at the tokens, 0 at the padding after them."""
     lengths = torch.randint(shortest, longest + 1, (EXAMPLES, 1))
     lengths[0] = longest
     return (torch.arange(longest) < lengths).long()
 
 
 def tokens(s: Sizes, mask: Tensor) -> Tensor:
-    """The first three of the vocabulary are kept for padding, beginning and end."""
+    """Returns random tokens; the first three of the vocabulary are padding, beginning and end."""
     return torch.randint(3, s.vocabulary, mask.shape).masked_fill(mask == 0, 0)
 
 
@@ -229,7 +229,7 @@ def next_tokens(s: Sizes) -> Batch:
 
 
 def hidden_tokens(s: Sizes) -> Batch:
-    """Token 2 takes the place of some tokens of each text, which are its labels."""
+    """Masks some tokens of each text by token 2; the originals are the labels."""
     batch = texts(s)
     hidden = (torch.rand(batch["input_ids"].shape) < 0.3) & (batch["attention_mask"] == 1)
     hidden[:, 1] = True
@@ -242,7 +242,7 @@ def text_classes(s: Sizes) -> Batch:
 
 
 def answers(s: Sizes) -> Batch:
-    """A text of its own length for the decoder, shifted by the token that begins it."""
+    """Returns texts of other lengths for the decoder, shifted by the beginning token."""
     mask = padding_mask(s.choice("length of the answer", 7, 9, s.length))
     ids = tokens(s, mask)
     begun = torch.cat([torch.ones(EXAMPLES, 1, dtype=torch.long), ids[:, :-1]], 1)
@@ -266,7 +266,7 @@ class Examples(Dataset):
 
 
 def up_to_the_longest(examples: list[Batch]) -> Batch:
-    """A collate function that leaves out what is padding in every example of the batch."""
+    """Collates, and crops what is padding in every example of the batch."""
     batch = default_collate(examples)
     seq2seq = "decoder_attention_mask" in batch
     for side in ("decoder_", "") if seq2seq else ("",):
@@ -292,7 +292,7 @@ def llama_like(s: Sizes) -> Options:
 
 
 def with_heads(s: Sizes) -> Options:
-    """The width of a head is a size of its own."""
+    """Draws the width of a head independently of the model's width."""
     return {**llama_like(s), "head_dim": s.choice("head_dim", 4, 8, s.head)}
 
 
@@ -302,7 +302,7 @@ def experts(s: Sizes, number: str = "num_local_experts") -> Options:
 
 
 def partial_rope(s: Sizes) -> Options:
-    """Half of each head turns."""
+    """Applies rotary embeddings to half of each head."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 
 
@@ -328,7 +328,7 @@ def hybrid_mamba(s: Sizes) -> Options:
 
 
 def deepseek_like(s: Sizes) -> Options:
-    """Keys and values from a narrow layer; experts in groups in the second block."""
+    """Uses low-rank keys and values, and grouped experts in the second block."""
     narrow = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
     routes = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     same = {"num_key_value_heads": s.heads, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
@@ -463,7 +463,7 @@ DECODERS: dict[str, tuple[str, Callable[[Sizes], Options]]] = {
     "BitNet": ("BitNet", llama_like),
     "RWKV": ("Rwkv", rwkv_like),
 }
-NO_CACHE = {"Rwkv"}  # where it breaks an ordinary backward in eval mode
+NO_CACHE = {"Rwkv"}  # the cache breaks an ordinary backward in eval mode
 HEADS_OF_DECODERS = {"GPT2": "LMHeadModel", "OpenAIGPT": "LMHeadModel", "CTRL": "LMHeadModel"}
 
 
@@ -514,7 +514,7 @@ def canine_like(s: Sizes) -> Options:
 
 
 def big_bird_like(s: Sizes) -> Options:
-    """Blocks of two tokens, each of which sees some others, one of them at random."""
+    """Uses blocks of two tokens that attend to some others, one of them at random."""
     s.length = 20
     sparse = s.choice("sparse", "block_sparse", "original_full")
     return {**bert_like(s), "attention_type": sparse, "block_size": 2, "num_random_blocks": 1}
@@ -615,7 +615,10 @@ ENCODERS: dict[str, tuple[str, Callable[[Sizes], Options]]] = {
 MASKED, CLASSIFIER = "ForMaskedLM", "ForSequenceClassification"
 HEADS_OF_ENCODERS = {"Canine": None, "Reformer": None, "XLNet": "LMHeadModel"}
 HEADS_OF_ENCODERS |= dict.fromkeys(("XLM", "Flaubert"), "WithLMHeadModel")
-NO_MASK = {"FNet", "Nystromformer"}  # which mixes all positions; where it has another shape than the landmarks
+NO_MASK = {
+    "FNet",
+    "Nystromformer",
+}  # FNet mixes all positions; Nystromformer's mask must have the shape of its landmarks
 NEVER_CROPPED = {
     "Nystromformer",
     "Nystromformer, all landmarks",
@@ -626,7 +629,7 @@ NEVER_CROPPED = {
     "Reformer",
     "MRA",
 }
-"""Those of one length only, and those whose losses depend on the padding, and so on the longest text of the batch."""
+"""Models that need equal lengths, or have losses that depend on the padding, so on the batch's longest text."""
 
 
 def encoder(name: str, prefix: str, options: Callable[[Sizes], Options]) -> Callable[[Sizes], Problem]:
@@ -664,7 +667,7 @@ def begun(s: Sizes) -> Options:
 
 
 def switch_like(s: Sizes) -> Options:
-    """Of two blocks the second has experts, which take a few tokens only of each text."""
+    """Uses experts with a small or large capacity in the second of two blocks."""
     options = {k: v for k, v in t5_like(s).items() if k != "feed_forward_proj"}
     sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 3}
     return {**options, "num_decoder_layers": 2, **sparse, "expert_capacity": s.choice("capacity", 4, 64)}
@@ -767,7 +770,7 @@ def stages(s: Sizes) -> Options:
 
 
 def pyramid(s: Sizes) -> Options:
-    """Two stages of attention on a coarser and coarser grid."""
+    """Uses two stages of attention on coarser and coarser grids."""
     sizes = {"num_encoder_blocks": 2, "depths": [1, 2], "hidden_sizes": [8, s.hidden], "strides": [4, 2]}
     heads = {"num_attention_heads": [1, s.heads], "mlp_ratios": [2, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3]}
     return {**sizes, **heads, "decoder_hidden_size": 16}
@@ -883,7 +886,7 @@ BATCH_NORM = {"LeViT", "MobileViT", "CvT", "ResNet", "RegNet", "EfficientNet", "
 
 
 def with_group_norm(module: nn.Module) -> nn.Module:
-    """Every batch normalization replaced, as the refusal tells the user."""
+    """Replaces every batch normalization, as the refusal recommends."""
     for name, child in module.named_children():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             setattr(module, name, nn.GroupNorm(math.gcd(2, child.num_features), child.num_features))
@@ -901,7 +904,7 @@ def pictures(prefix: str, size: int, options: Callable[[Sizes], Options], *, gro
 
 
 def clip_vision(prefix: str) -> Callable[[Sizes], Problem]:
-    """The tower for images alone, with a classifier."""
+    """Returns only the image tower, with a classifier."""
 
     def make(s: Sizes) -> Problem:
         vision = {**vit_like(s), "projection_dim": 8}
@@ -914,7 +917,7 @@ def clip_vision(prefix: str) -> Callable[[Sizes], Problem]:
 
 
 class OfText(nn.Module):
-    """CLIP's tower for texts, with a classifier."""
+    """Returns CLIP's text tower, with a classifier."""
 
     def __init__(self, tower: nn.Module, width: int):
         super().__init__()
@@ -929,7 +932,7 @@ def clip_text(prefix: str) -> Callable[[Sizes], Problem]:
         tower = transformer(s, f"{prefix}Text", "Model", **bert_like(s), **special(s), projection_dim=8)
         data = text_classes(s)
         last = data["attention_mask"].sum(1, keepdim=True) - 1
-        data["input_ids"] = data["input_ids"].scatter(1, last, 2)  # every text has one end
+        data["input_ids"] = data["input_ids"].scatter(1, last, 2)  # every text has one end token
         return Problem(OfText(tower, s.hidden), data, of_classes, s.crop and prefix == "CLIP")
 
     return make
@@ -991,7 +994,7 @@ SOUNDS: dict[str, tuple[str, Callable[[Sizes], Options]]] = {
 
 
 def sounds(prefix: str, options: Callable[[Sizes], Options]) -> Callable[[Sizes], Problem]:
-    """Transcripts of two to four letters."""
+    """Returns transcripts of two to four letters."""
 
     def make(s: Sizes) -> Problem:
         mask = padding_mask(80, shortest=60)
@@ -1036,7 +1039,7 @@ GPT2_TARGETS, LLAMA_TARGETS = ["c_attn", "c_proj", "c_fc"], ["q_proj", "v_proj",
 
 
 def adapters(base: str, config: str, **options: Any) -> Callable[[Sizes], Problem]:
-    """Only the adapters of peft train; OFT and its like do not know GPT-2's transposed layers, and adapt Llama."""
+    """Trains only adapters of peft; those that do not support GPT-2's transposed layers, like OFT, adapt Llama."""
 
     def make(s: Sizes) -> Problem:
         import peft
@@ -1054,7 +1057,7 @@ def adapters(base: str, config: str, **options: Any) -> Callable[[Sizes], Proble
 
 
 def after_the_prompt(problem_of: Callable[[Sizes], Problem]) -> Callable[[Sizes], Problem]:
-    """The same with labels for the prompt's tokens, too, which stand in front of the text's in the logits."""
+    """Prepends empty labels for the prompt's tokens, which precede the text's in the logits."""
 
     def make(s: Sizes) -> Problem:
         problem = problem_of(s)
@@ -1099,7 +1102,7 @@ ADAPTERS: dict[str, Callable[[Sizes], Problem]] = {
 
 
 class Recurrent(nn.Module):
-    """Tokens through a recurrent network to classes or to a token each."""
+    """Maps tokens by a recurrent network to a class, or to a token at each position."""
 
     def __init__(self, s: Sizes, kind: type[nn.RNNBase], *, packed: bool, classes: bool):
         super().__init__()
@@ -1198,13 +1201,13 @@ def small_resnet(s: Sizes) -> Problem:
 
 
 COUPLED = {
-    **dict.fromkeys(("I-BERT", "I-BERT, quantized"), "learns the ranges of activations, in buffers"),
+    **dict.fromkeys(("I-BERT", "I-BERT, quantized"), "computes the ranges of activations from the batch, in buffers"),
     "Nystromformer": "an inverse is scaled by the largest number of the whole batch",
     **dict.fromkeys(BATCH_NORM, "batch normalization"),
 }
-UNSUPPORTED = {  # or coupled on some data alone
-    "Funnel": "pooling over positions sees the padding, which is as long as the longest text",
-    "NLLB-MoE": "in training an expert takes so many tokens of the whole batch, and no more",
+UNSUPPORTED = {  # or coupled only on some data
+    "Funnel": "pooling over positions includes the padding, which depends on the longest text",
+    "NLLB-MoE": "in training an expert has a capacity for the tokens of the whole batch",
     "LoHa on Llama": "a custom autograd.Function of parameters",
     "SEW-D": "dropout of a parameter by a custom autograd.Function",
     "Reformer": "reversible layers: a custom autograd.Function",
@@ -1229,7 +1232,7 @@ def zoo() -> list[Entry]:
     makers |= {"nn.LSTM": recurrent(nn.LSTM), "nn.GRU": recurrent(nn.GRU), "nn.RNN": recurrent(nn.RNN)}
     makers |= {"nn.LSTM, packed": recurrent(nn.LSTM, packed=True), "nn.GRU, packed": recurrent(nn.GRU, packed=True)}
     makers |= {"nn.Transformer": translator, "small ResNet": small_resnet}
-    training = {"LeViT", "LeViT, group norm", "Reformer", "RWKV"}  # no backward in eval mode, or one; other weights
+    training = {"LeViT", "LeViT, group norm", "Reformer", "RWKV"}  # no backward in eval mode, or one with other weights
     reasons = {name: (COUPLED.get(name, ""), UNSUPPORTED.get(name, "")) for name in makers}
     return [Entry(name, make, *reasons[name], name in training, ROUGH.get(name, "")) for name, make in makers.items()]
 
@@ -1246,8 +1249,8 @@ class Result:
     message: str = ""
     trace: str = ""
     frozen: list[str] = field(default_factory=list)
-    record: str = ""  # why there is none
-    errors: tuple[float, ...] = ()  # of squared norms and sum, or of the clipped sum
+    record: str = ""  # reason why there is none
+    errors: tuple[float, ...] = ()  # errors of squared norms and sum, or of the clipped sum
     dtype: str = "float64"
     seconds: float = 0.0
 
@@ -1301,7 +1304,7 @@ def made(entry: Entry, seed: int, dropout: float) -> tuple[Problem, Options]:
 
 
 def freeze_unreached(entry: Entry, problem: Problem) -> list[str]:
-    """Names of the parameters that an ordinary backward leaves without a gradient, in training and in eval mode."""
+    """Returns the names of parameters without a gradient after an ordinary backward, in training and eval mode."""
     reached: set[str] = set()
     for training in (True, True, True) if entry.trains else (True, True, True, False):
         problem.model.train(training)
@@ -1329,7 +1332,7 @@ def train(name: str, problem: Problem, seed: int) -> None:
         noise_multiplier=1.0,
         delta=1e-3,
         collate_fn=up_to_the_longest if problem.crop else None,
-        test_seed=random.Random(f"{seed} {name} batches").randrange(2**31),  # batches of other sizes for every model
+        test_seed=random.Random(f"{seed} {name} batches").randrange(2**31),  # other batch sizes for every model
     )
     for batch in training:
         training.step(problem.losses(model, batch))
@@ -1354,7 +1357,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def prepared(entry: Entry, seed: int, frozen: list[str], dtype: torch.dtype) -> Problem:
-    """The problem before it was trained, without dropout, and with the first examples only."""
+    """Returns the untrained problem, without dropout, with only its first examples."""
     problem, _ = made(entry, seed, dropout=0.0)
     for name in frozen:
         problem.model.get_parameter(name).requires_grad_(False)
@@ -1366,10 +1369,12 @@ def prepared(entry: Entry, seed: int, frozen: list[str], dtype: torch.dtype) -> 
 
 
 def rows_alone(problem: Problem) -> Tensor:
-    """(n, p): one backward per example, in a batch of its own, of all parameters that the losses reach."""
+    """Returns rows (n, p) by one backward per example, alone in its batch, for all parameters that the losses reach."""
     problem.losses(problem.model, problem.data).sum().backward()
     for p in problem.model.parameters():
-        p.requires_grad_(p.grad is not None)  # what is reached in training only, such as the value of masked times
+        p.requires_grad_(
+            p.grad is not None
+        )  # excludes parameters reached only in training, such as the embedding of masked times
     problem.model.zero_grad(set_to_none=True)
     parameters = [p for p in problem.model.parameters() if p.requires_grad]
     rows = []
@@ -1382,7 +1387,7 @@ def rows_alone(problem: Problem) -> Tensor:
 
 
 def in_a_type(entry: Entry, seed: int, frozen: list[str]) -> tuple[Problem, Tensor, torch.dtype]:
-    """The prepared problem with its rows in float64, or in float32 if some op of it does not exist in float64."""
+    """Returns the prepared problem and its rows in float64, or in float32 if one of its ops lacks float64."""
     with default_dtype(torch.float64):
         try:
             problem = prepared(entry, seed, frozen, torch.float64)
@@ -1401,7 +1406,7 @@ def sum_error(ours: dict[str, Tensor], expected: Tensor) -> float:
 
 
 def record_errors(problem: Problem, rows: Tensor) -> tuple[float, float]:
-    """Largest relative error of a squared norm, and that of a weighted sum over its length."""
+    """Returns the largest relative error of a squared norm, and the relative error of a weighted sum."""
     with tp.record(problem.model) as tape:
         losses = problem.losses(problem.model, problem.data)
     jacobian = tape.jacobian(losses)
@@ -1414,7 +1419,7 @@ def record_errors(problem: Problem, rows: Tensor) -> tuple[float, float]:
 
 
 def clipped_sum_error(problem: Problem, rows: Tensor, seed: int) -> float:
-    """The largest of three steps that have every example, hardly any noise, and a learning rate of zero."""
+    """Returns the largest error in three steps with all examples, minimal noise and learning rate zero."""
     named = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     norms = rows.norm(dim=1)
     clip_norm = float(norms.median())
@@ -1439,7 +1444,7 @@ class TooLong(Exception):
 
 
 def compare(result: Result, trained: bool) -> None:
-    """Note the errors of the record, or of the clipped sum where only the record is refused."""
+    """Stores the errors of the record, or of the clipped sum if only the record is refused."""
     problem, rows, dtype = in_a_type(result.entry, result.seed, result.frozen)
     result.dtype = str(dtype).removeprefix("torch.")
     with default_dtype(dtype):
@@ -1478,7 +1483,7 @@ def study(entry: Entry, seed: int, limit: int) -> Result:
             result.status, result.message = "refused", " ".join(str(error).split())
         except Exception as error:
             result.message, result.trace = shown(error), traceback.format_exc()
-        if not (entry.trains and entry.coupled):  # one example alone may not even have losses
+        if not (entry.trains and entry.coupled):  # a coupled model may have no loss for a single example
             compare(result, result.status == "trained")
     except Exception as error:
         result.message, result.trace = shown(error), traceback.format_exc()
@@ -1491,7 +1496,7 @@ def study(entry: Entry, seed: int, limit: int) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Which architectures train with privacy.")
-    parser.add_argument("--only", default="", help="regular expression for the names, whatever the case")
+    parser.add_argument("--only", default="", help="regular expression for the names, case-insensitive")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="that many, from --seed on")
     parser.add_argument("--limit", type=int, default=60, help="seconds for one model")

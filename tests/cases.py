@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models, each a different way to meet a parameter: name -> (model, input). One more way is one more line."""
+"""Small models, each with a different use of a parameter: name -> (model, input). A new use is one more line."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ SHUFFLED = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
 
 
 def shuffled(m: Calls, x: Tensor) -> Tensor:
-    """All positions of all examples in one order that has nothing to do with either."""
+    """Processes all positions of all examples in one shuffled order."""
     order = SHUFFLED[SHUFFLED < x[..., 0].numel()]
     return m.f(x.flatten(0, 1)[order])[order.argsort()].view_as(x)
 
@@ -58,7 +58,7 @@ def sorted_tokens(m: Calls, ids: Tensor) -> Tensor:
 
 
 def packed(m: Calls, x: Tensor) -> Tensor:
-    """Each example as long as it has positive entries in front, by a recurrent net, and a linear map while packed."""
+    """Runs an RNN and a linear map on packed sequences, as long as an example's leading positive entries."""
     lengths = (x[..., 0] > 0).sum(1).clamp(min=1)
     steps = m.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
     steps = steps._replace(data=torch.tanh(m.f(steps.data)))
@@ -66,7 +66,7 @@ def packed(m: Calls, x: Tensor) -> Tensor:
 
 
 def two_experts_each(m: Calls, x: Tensor) -> Tensor:
-    """Every token through the best two of three experts, gathered and added up by number."""
+    """Sends every token through the best two of three experts, gathered and summed by index."""
     tokens = x.flatten(0, 1)
     best = m.gate(tokens).softmax(-1).topk(2, -1)
     total = torch.zeros_like(tokens)
@@ -77,7 +77,7 @@ def two_experts_each(m: Calls, x: Tensor) -> Tensor:
 
 
 def one_expert_each(m: Calls, x: Tensor) -> Tensor:
-    """Every token through the best of three experts, chosen and put back by boolean masks."""
+    """Sends every token through the best of three experts, selected and written back by boolean masks."""
     tokens = x.flatten(0, 1)
     scores = m.gate(tokens).softmax(-1)
     total = torch.zeros_like(tokens)
@@ -88,7 +88,7 @@ def one_expert_each(m: Calls, x: Tensor) -> Tensor:
 
 
 def sorted_by_expert(m: Calls, x: Tensor) -> Tensor:
-    """One weight for all experts; the tokens sorted by expert and split."""
+    """Uses one weight for all experts, with the tokens sorted by expert and split."""
     tokens = x.flatten(0, 1)
     scores = m.gate(tokens).softmax(-1)
     order = scores.argmax(-1).argsort(stable=True)
@@ -102,7 +102,7 @@ def experts() -> dict[str, nn.Module]:
 
 
 def met(function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> Callable[[], tuple[nn.Module, Tensor]]:
-    """A case: a function of x (5, 6, 4) and a parameter."""
+    """Returns a case: a function of x (5, 6, 4) and a parameter."""
     return lambda: (Calls(lambda m, x: function(x, m.w), w=torch.randn(shape or (4,))), torch.randn(5, 6, 4))
 
 

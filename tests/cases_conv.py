@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions and normalizations with all their options: name -> (model, input)."""
+"""Provides convolutions and normalizations with all their options: name -> (model, input)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def channels_last(m: Calls, x: Tensor) -> Tensor:
 
 
 def fixed_statistics(norm: nn.Module) -> nn.Module:
-    """The norm in eval mode, with running statistics as after some training."""
+    """Returns the norm in eval mode, with running statistics as after some training."""
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2)
     return norm.eval()
@@ -151,11 +151,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     ),
 }
 
-REFUSED = {  # name -> (model, input, what the message must name), as in test_refusals.py
+REFUSED = {  # name -> (model, input, the names that the message must contain), as in test_refusals.py
     "batch norm's scale": lambda: (
         nn.BatchNorm1d(48),
         torch.randn(5, 48),
-        r"batch_norm in training mode .* Put GroupNorm\(16, 48\) in its place.* Met by parameter 'bias', 'weight'",
+        r"batch_norm in training mode .* Use GroupNorm\(16, 48\) instead.* Met by parameter 'bias', 'weight'",
     ),
     "instance norm that learns statistics": lambda: (
         nn.InstanceNorm1d(4, affine=True, track_running_stats=True),

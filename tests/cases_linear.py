@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More ways to multiply by a parameter or to look one up, in the form of ``cases.CASES``."""
+"""Provides more cases of multiplying by a parameter or looking one up, in the form of ``cases.CASES``."""
 
 from collections.abc import Callable
 
@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 
 def product(forward: Callable[[Tensor, Tensor], Tensor], weight: tuple[int, ...], x: tuple[int, ...]) -> Callable:
-    """A case: a function of x and one parameter of the shape given."""
+    """Returns a case: a function of x and one parameter of the given shape."""
     return lambda: (Calls(lambda m, x: forward(x, m.w), w=torch.randn(weight)), torch.randn(x))
 
 
 def equation(text: str, weight: tuple[int, ...], x: tuple[int, ...]) -> Callable:
-    """A case: einsum of the parameter and x, in the order in which the equation has them."""
+    """Returns a case: einsum of the parameter and x, in the order of the equation."""
     return product(lambda x, w: torch.einsum(text, x, w), weight, x)
 
 
 def bag(x: tuple[int, ...] = (5, 6), **options: object) -> Callable:
-    """A case: nn.EmbeddingBag of seven vectors of four."""
+    """Returns a case: nn.EmbeddingBag of seven vectors of four."""
     return lambda: (nn.EmbeddingBag(7, 4, **options), tokens(*x))
 
 
 def ragged_bags(m: Calls, ids: Tensor, last: bool = False) -> Tensor:
-    """Of each example the first ids, as many as its first id says (none at times); one bag for each example."""
+    """Puts the first ids of each example in a bag; the first id is their number, which may be zero."""
     lengths = ids[:, 0].clamp(max=ids.shape[1])
     ends = lengths.cumsum(0)
     offsets = torch.cat([ends.new_zeros(1), ends]) if last else ends - lengths
@@ -59,7 +59,7 @@ def weights_by_place(m: Calls, ids: Tensor) -> Tensor:
 
 
 def chosen_experts(m: Calls, x: Tensor) -> Tensor:
-    """Each token by the matrix and bias of its expert, both looked up for every token."""
+    """Multiplies each token by the matrix of its expert and adds its bias, both looked up for every token."""
     experts = (x.sum(-1) > 0).long() + (x[..., 0] > 0).long()
     w, b = m.w[experts], m.b[experts]
     return (x.unsqueeze(-2) @ w).squeeze(-2) + b

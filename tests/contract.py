@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``Op`` promises, as tests that a class of tests inherits: it names an op, and spells its rows out."""
+"""Provides the contract of every ``Op`` as inherited tests; a subclass supplies an op and its explicit rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch_privacy.jacobian.plan import squared_norms
 from torch_privacy.ops import Op
 
-SIZES = [0, 1, 2, 5]  # of the batch
+SIZES = [0, 1, 2, 5]  # batch sizes
 
 
 class OpContract(ABC):
-    """Tests of one kind of op; ``forms`` names the shapes in which it comes."""
+    """Tests one kind of op; ``forms`` are the names of its shapes."""
 
     kind: ClassVar[type[Op]]
     forms: ClassVar[list[str]]
@@ -28,18 +28,18 @@ class OpContract(ABC):
 
     @abstractmethod
     def make(self, n: int, form: str) -> Op:
-        """An op of n examples from random tensors."""
+        """Returns an op of n examples from random tensors."""
 
     @abstractmethod
     def spelled_out(self, op: Any) -> Tensor:
-        """(n, *shape): the rows by the formula in the op's docstring, entry by entry or by autograd."""
+        """Returns the rows (n, *shape) by the formula in the op's docstring, entry by entry or by autograd."""
 
     def partners(self, n: int, form: str) -> list[Op]:
-        """Ops of the same tensor that this kind can take in; their own contract vouches for their rows."""
+        """Returns ops of the same tensor that this kind can merge; their own contract checks their rows."""
         return [self.make(n, form)]
 
     def strangers(self, n: int, form: str) -> list[Op]:
-        """Ops that this kind must not take in."""
+        """Returns ops that this kind must refuse to merge."""
         return [UnknownOp()]
 
     @pytest.mark.parametrize("n", SIZES)
@@ -98,14 +98,14 @@ class OpContract(ABC):
 
 
 class UnknownOp(Op):
-    """An op that nobody knows."""
+    """An op without any rule."""
 
     num_examples, shape, dtype = 3, torch.Size(), torch.float64  # type: ignore[assignment]
     methods = rows = project = weighted_sum = select = None  # type: ignore[assignment]
 
 
 def tensors_of(op: Op) -> list[Tensor]:
-    """The tensors that an op holds, those of ops inside it included."""
+    """Returns the tensors that an op holds, including those of ops inside it."""
     found: list[Tensor] = []
     for field in fields(op):  # type: ignore[arg-type]
         value = getattr(op, field.name)
@@ -114,7 +114,7 @@ def tensors_of(op: Op) -> list[Tensor]:
 
 
 def assert_answers_of(op: Op, rows: Tensor) -> None:
-    """All that an op can be asked, against its rows (n, *shape)."""
+    """Asserts that all methods of an op agree with its rows (n, *shape)."""
     n, size = len(rows), op.shape.numel()
     flat = rows.reshape(n, size)
     assert op.shape == rows.shape[1:]

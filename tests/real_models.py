@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that people train, small and random: name -> a model, a batch and its losses.
+"""Provides small random models of common architectures: name -> a model, a batch and its losses.
 
-Nothing is downloaded. Dropout is zero, so that an example alone has the loss that it has in the batch.
+Nothing is downloaded. Dropout is zero, so that an example has the same loss alone and in the batch.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from torch_privacy.experiments.models.networks import AveragedWords, Recommender
 
 Batch = dict[str, Tensor]
 
-QUIET = [  # what torch says of its own layers, and transformers of what peft calls
+QUIET = [  # warnings of torch about its own layers, and of transformers about peft's calls
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning:torch"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -31,20 +31,20 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model and a batch of it; ``losses(module, batch)`` is (n,), each a function of its own example alone."""
+    """A model and a batch; ``losses(module, batch)`` is (n,), and loss i depends only on example i."""
 
     module: nn.Module
-    batch: Batch  # every tensor has the n examples first
+    batch: Batch  # the n examples are the first dimension of every tensor
     losses: Callable[[nn.Module, Batch], Tensor]
 
 
 def part(batch: Batch, i: int) -> Batch:
-    """The batch of example i alone."""
+    """Returns the batch of only example i."""
     return {name: value[i : i + 1] for name, value in batch.items()}
 
 
 def stirred(module: nn.Module) -> nn.Module:
-    """The module away from the values of a fresh one (no bias, scale one, adapter zero), which would hide mistakes."""
+    """Perturbs a fresh module, because its special values (bias 0, scale 1, adapter 0) would hide mistakes."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -59,7 +59,7 @@ def _inputs(batch: Batch) -> Batch:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(n,) from logits (n, ..., classes): the mean over the labeled positions of each example."""
+    """Returns losses (n,) from logits (n, ..., classes): the mean over the labeled positions of each example."""
     losses = F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
     labeled = labels.reshape(len(labels), -1) != NO_LABEL
     return losses.reshape(len(labels), -1).sum(1) / labeled.sum(1)
@@ -74,7 +74,7 @@ def of_output(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def weighted(y: Tensor) -> Tensor:
-    """(n,) from (n, ...): every entry counts, each with another weight."""
+    """Returns losses (n,) from (n, ...), with a different weight for every entry."""
     y = y.reshape(len(y), -1)
     return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype)).sum(1)
 
@@ -95,18 +95,18 @@ def of_hidden_states(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def padding_mask(*, lengths: tuple[int, ...] = (7, 4, 5), left: bool = False) -> Tensor:
-    """(n, t) whole numbers: 1 at the tokens, 0 at the padding."""
+    """Returns an integer mask (n, t): 1 at the tokens, 0 at the padding."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     return mask.flip(1) if left else mask
 
 
 def tokens(mask: Tensor, padding: int = 0) -> Tensor:
-    """(n, t) tokens, the first three of the vocabulary kept for special ones."""
+    """Returns tokens (n, t) without the first three of the vocabulary, which are special."""
     return torch.randint(3, VOCABULARY, mask.shape).masked_fill(mask == 0, padding)
 
 
 def next_token_batch(*, left: bool = False) -> Batch:
-    """Every token's label is the token after it."""
+    """Labels every token with the next token."""
     mask = padding_mask(left=left)
     ids = tokens(mask)
     labels = torch.full_like(ids, NO_LABEL)
@@ -115,7 +115,7 @@ def next_token_batch(*, left: bool = False) -> Batch:
 
 
 def masked_token_batch(padding: int = 0) -> Batch:
-    """Token 2 hides every third token, which is the label there."""
+    """Masks every third token by token 2, and labels it with the original."""
     mask = padding_mask()
     ids = tokens(mask, padding)
     hidden = (torch.arange(mask.shape[1]) % 3 == 1) & (mask == 1)
@@ -140,7 +140,7 @@ def both_attentions(name: str, make: Callable[[str], RealModel]) -> dict[str, Ca
 
 
 def hf(name: str, *args: Any, **options: Any) -> Any:
-    """A thing of that class of transformers, which is imported only now: it takes seconds."""
+    """Imports transformers, which takes seconds, and returns an instance of that class."""
     return getattr(importlib.import_module("transformers"), name)(*args, **options)
 
 
@@ -235,7 +235,7 @@ def vit(attention: str) -> RealModel:
 
 
 def swin(attention: str) -> RealModel:
-    """Windows of 4 x 4 patches, shifted in every second layer, and one merging of patches."""
+    """Returns a Swin transformer: windows of 4 x 4 patches, shifted in every second layer, and one patch merging."""
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
     rest = {"drop_path_rate": 0.0, "num_labels": 5, "attn_implementation": attention}
     module = hf("SwinForImageClassification", hf("SwinConfig", **sizes, **rest))
@@ -249,7 +249,7 @@ def convnext() -> RealModel:
 
 
 def wav2vec2(attention: str, *, stable: bool, masked: bool = False) -> RealModel:
-    """Sounds of unequal lengths; ``stable`` is the variant with layer norms, ``masked`` hides some times."""
+    """Uses sounds of unequal lengths; ``stable`` is the variant with layer norms, ``masked`` masks some times."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20}
     convolutions = {"conv_dim": (8, 6), "conv_kernel": (4, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
@@ -274,7 +274,7 @@ def clip_vision_config(attention: str) -> Any:
 
 
 def ended_texts() -> Batch:
-    """Every text has one token 2, at its end."""
+    """Ends every text with token 2."""
     mask = padding_mask()
     ids = tokens(mask).scatter(1, mask.sum(1, keepdim=True) - 1, 2)
     return {"input_ids": ids, "attention_mask": mask}
@@ -290,25 +290,25 @@ def clip_vision(attention: str) -> RealModel:
 
 
 def clip_pairs(attention: str, losses: Callable[[nn.Module, Batch], Tensor]) -> RealModel:
-    """Both towers, a pair of image and text being one example."""
+    """Uses both towers; an example is a pair of image and text."""
     configs = {"text_config": clip_text_config(attention), "vision_config": clip_vision_config(attention)}
     module = hf("CLIPModel", hf("CLIPConfig", **configs, projection_dim=8, attn_implementation=attention))
     return RealModel(stirred(module), {**ended_texts(), "pixel_values": torch.randn(3, 3, 8, 8)}, losses)
 
 
 def of_each_pair(module: Any, batch: Batch) -> Tensor:
-    """The logistic loss of the pair alone: no other text or image of the batch."""
+    """Returns the logistic loss of each pair alone, without other texts or images of the batch."""
     y = module(**batch)
     return F.softplus(-0.1 * module.logit_scale.exp() * (y.text_embeds * y.image_embeds).sum(1))
 
 
 def of_diagonal(module: nn.Module, batch: Batch) -> Tensor:
-    """The same from the table of all texts against all images."""
+    """Returns the same from the table of all texts against all images."""
     return F.softplus(-0.1 * module(**batch).logits_per_image.diagonal())
 
 
 def with_adapters(module: Any, batch: Batch, **options: Any) -> RealModel:
-    """Only the adapters of peft train; the base is frozen."""
+    """Trains only the adapters of peft; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, **options)
@@ -333,7 +333,7 @@ TRANSFORMERS: dict[str, Callable[[], RealModel]] = {
     **both_attentions("RoBERTa classifier", roberta_classifier),
     **both_attentions("RoBERTa masked language model", roberta_masked_model),
     **both_attentions("Llama", llama_language_model),
-    # With eager attention, a query that sees padding alone is not a number in float64.
+    # With eager attention, a query that sees only padding gives NaN in float64.
     "Llama padded on the left, sdpa": partial(llama_language_model, "sdpa", left=True),
     **both_attentions(
         "Llama, tied, with biases",
@@ -369,7 +369,7 @@ def normed(convolution: nn.Module, channels: int) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """relu(body(x) + shortcut(x))."""
+    """Computes relu(body(x) + shortcut(x))."""
 
     def __init__(self, body: nn.Module, shortcut: nn.Module):
         super().__init__()
@@ -380,7 +380,7 @@ class Residual(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Option A of He et al. (2016): every second place, the new channels zero; no parameters."""
+    """Option A of He et al. (2016): takes every second place, and sets new channels to zero; without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, x.shape[1]))
@@ -416,7 +416,7 @@ def residual_network(stem: nn.Module, c: int, widths: list[int], depths: list[in
 
 
 class OfImages(nn.Module):
-    """A network of one argument, by the name that the batches of images give it."""
+    """A network with one argument, named as in the batches of images."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -431,7 +431,7 @@ def image_classifier(network: nn.Module, size: int, channels: int = 3) -> RealMo
 
 
 def resnet20(*, padded: bool = False) -> RealModel:
-    """For CIFAR: three stages of three blocks; ``padded`` is the network of GEP (Yu et al. 2021)."""
+    """Returns ResNet-20 for CIFAR: three stages of three blocks; ``padded`` is the network of GEP (Yu et al. 2021)."""
     stem = nn.Sequential(normed(nn.Conv2d(3, 4, 3, 1, 1, bias=False), 4), nn.ReLU(inplace=True))
     return image_classifier(
         residual_network(stem, 4, [4, 8, 16], [3, 3, 3], partial(basic_block, padded=padded)), size=8
@@ -450,7 +450,7 @@ def double_convolution(c: int, e: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Two levels down and up again, with the features of the way down beside those of the way up."""
+    """A U-Net of two levels, which concatenates the features of both paths."""
 
     def __init__(self, width: int = 4):
         super().__init__()
@@ -476,7 +476,7 @@ def u_net() -> RealModel:
 
 
 def discriminator(*, norms: bool) -> RealModel:
-    """Of DCGAN (Radford et al. 2016), with group norms or none in place of batch norms."""
+    """A network of DCGAN (Radford et al. 2016), with group norms or no norms in place of batch norms."""
     layers: list[nn.Module] = []
     for c, e in [(3, 4), (4, 8), (8, 16)]:
         convolution = nn.Conv2d(c, e, 4, 2, 1, bias=not norms)
@@ -493,7 +493,7 @@ def discriminator(*, norms: bool) -> RealModel:
 CONVOLUTIONS: dict[str, Callable[[], RealModel]] = {
     "ResNet-20": resnet20,
     "ResNet-18": lambda: large_resnet([8, 12, 16, 20], [2, 2, 2, 2], basic_block, size=32),
-    # On smaller images the norms of the last stage see a few numbers only, which float32 resolves badly.
+    # On smaller images the norms of the last stage average only a few numbers, which is inaccurate in float32.
     "ResNet-50": lambda: large_resnet([16, 24, 32, 40], [3, 4, 6, 3], bottleneck, size=64),
     "U-Net": u_net,
     "DCGAN discriminator": lambda: discriminator(norms=True),
@@ -505,7 +505,7 @@ CONVOLUTIONS: dict[str, Callable[[], RealModel]] = {
 
 
 class Attention(nn.Module):
-    """``nn.MultiheadAttention`` of x on itself, or on ``memory`` where that is given."""
+    """``nn.MultiheadAttention`` of x on itself, or on ``memory`` if given."""
 
     def __init__(self, *, causal: bool = False, need_weights: bool = False, **options: Any):
         super().__init__()
@@ -528,7 +528,7 @@ def self_attention(**options: Any) -> RealModel:
 
 
 def cross_attention(**options: Any) -> RealModel:
-    """Queries, keys and values of three widths."""
+    """Attention with different widths of queries, keys and values."""
     arguments = {"x": torch.randn(3, 5, 12), "memory": torch.randn(3, 7, 10), "value": torch.randn(3, 7, 8)}
     batch = {**arguments, "mask": padding_mask().bool()}
     return RealModel(stirred(Attention(kdim=10, vdim=8, **options)), batch, of_every_entry)
@@ -538,7 +538,7 @@ LAYER = {"d_model": 12, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0}
 
 
 class TorchTransformer(nn.Module):
-    """Tokens through one of the stacks of ``torch.nn`` to logits; ``stack(m, x, memory, padded)`` calls it."""
+    """Maps tokens to logits by one of the stacks of ``torch.nn``; ``stack(m, x, memory, padded)`` calls it."""
 
     def __init__(self, transformer: nn.Module, stack: Callable[..., Tensor], *, batch_first: bool):
         super().__init__()
@@ -555,7 +555,7 @@ class TorchTransformer(nn.Module):
 
 
 def later_positions(padded: Tensor) -> Tensor:
-    """(t, t): True where a query must not look, as it comes before."""
+    """Returns a mask (t, t): True if the key comes after the query."""
     return torch.ones(padded.shape[1], padded.shape[1], dtype=torch.bool).triu(1)
 
 
@@ -592,7 +592,7 @@ def torch_transformer(**options: Any) -> RealModel:
 
 
 def both_orders(name: str, make: Callable[..., RealModel]) -> dict[str, Callable[[], RealModel]]:
-    """Batch first or time first, norm first or last."""
+    """Returns variants: batch first or time first, norm first or last."""
     return {
         f"{name}, {first} first, norm {place}": partial(make, batch_first=first == "batch", norm_first=place == "first")
         for first in ("batch", "time")
@@ -625,7 +625,7 @@ ATTENTION: dict[str, Callable[[], RealModel]] = {
 
 
 class Sentiment(nn.Module):
-    """A recurrent network over tokens: the last state, or that of both directions, then dense layers."""
+    """A recurrent network over tokens: dense layers on the last state of one direction or both."""
 
     def __init__(self, *, bidirectional: bool, packed: bool = False, vocabulary: int = VOCABULARY, width: int = 6):
         super().__init__()
@@ -656,7 +656,7 @@ def averaged_words() -> RealModel:
 
 
 def recommender() -> RealModel:
-    """Two of the ratings are of one film."""
+    """Returns ratings, two of which are of one film."""
     pairs = torch.tensor([[3, 2], [7, 2], [0, 12], [10, 5]])
     batch = {"pairs": pairs, "labels": torch.tensor([4, 0, 2, 3])}
     return RealModel(stirred(Recommender(users=11, movies=13)), batch, of_output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moving average of weights: its recursion, empty batches, going on."""
+"""Tests the moving average of weights: its recursion, empty batches, resuming."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_average_follows_its_recursion():
     assert not any(p.requires_grad for p in average.model.parameters())
 
 
-def test_average_moves_at_every_step_though_the_loop_sees_no_empty_batch():
+def test_average_is_updated_in_every_step_including_empty_batches():
     model = nn.Linear(3, 2)
     training, optimizer = training_of(model, num_steps=20, expected_batch_size=0.5)
     average = tp.MovingAverage(model, optimizer)
@@ -44,7 +44,7 @@ def test_average_moves_at_every_step_though_the_loop_sees_no_empty_batch():
     assert seen < training.step_count == average.step_count == 20
 
 
-def test_average_goes_on_from_its_state():
+def test_average_resumes_from_its_state():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     training, optimizer = training_of(model, num_steps=4)
     average = tp.MovingAverage(model, optimizer)
@@ -53,8 +53,8 @@ def test_average_goes_on_from_its_state():
     again = tp.MovingAverage(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), optimizer)
     again.load_state_dict(average.state_dict())
     assert again.step_count == average.step_count
-    for mean, there in zip(again.model.parameters(), average.model.parameters(), strict=True):
-        assert torch.equal(mean, there)
+    for resumed, original in zip(again.model.parameters(), average.model.parameters(), strict=True):
+        assert torch.equal(resumed, original)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, float("nan")])

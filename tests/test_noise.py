@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: the normal law, and no random bits shared or repeated where they must not be."""
+"""Tests the noise: its normal distribution, its grid, and that random bits are never shared or repeated."""
 
 import math
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_privacy.noise import Noise, _box_muller, _Room, key_from_test_seed
+from torch_privacy.noise import ChunkMemory, Noise, box_muller, key_from_test_seed
 
 MILLION = 10**6
-DRAWS = {  # the same million numbers, asked for in different ways
+DRAWS = {  # the same million numbers, in differently shaped tensors
     "one tensor": [(MILLION,)],
     "odd sizes": [(333_333,), (7, 3, 11), (), (MILLION - 333_333 - 232,)],
     "many small": [(1000,)] * 1000,
@@ -36,7 +36,7 @@ def test_noise_is_standard_normal(draw, dtype):
 
 
 def test_noise_has_the_normal_tail():
-    """Counts beyond 3, 4 and 5 standard deviations in 2e7 draws, each within 5 of its Poisson deviations."""
+    """Counts draws beyond 3, 4 and 5 standard deviations among 2e7, each within 5 Poisson deviations of its mean."""
     z = torch.cat([noise_of([(4 * MILLION,)], step)["0"] for step in range(5)]).abs()
     for limit in (3, 4, 5):
         expected = len(z) * 2 * stats.norm.sf(limit)
@@ -44,17 +44,17 @@ def test_noise_has_the_normal_tail():
 
 
 def test_noise_reaches_beyond_what_32_random_bits_allow():
-    """63 random bits, all zero: the largest normal number is sqrt(2 ln 2^64)."""
-    out = _box_muller(_Room([torch.empty(2)]), 1)  # of zero bytes
+    """63 zero bits give the largest normal number, sqrt(2 ln 2^64)."""
+    out = box_muller(ChunkMemory([torch.empty(2)]), 1)  # its random bytes are zero
     assert out[0].item() == pytest.approx((2 * 64 * np.log(2)) ** 0.5, rel=1e-12)
 
 
-def test_keystream_of_a_step_is_one_stream_whatever_the_chunks():
+def test_keystream_of_a_step_does_not_depend_on_the_chunks():
     noise = Noise(bytes(32))
 
     def stream(step, offset, count):
         out = bytearray(count)
-        noise._fill(out, step, offset, count)
+        noise.write_keystream(out, step, offset, count)
         return bytes(out)
 
     whole = stream(3, 0, 4096)
@@ -82,13 +82,13 @@ def test_noise_repeats_bit_for_bit_for_one_key_and_step():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_noise_is_added_to_what_is_there():
+def test_noise_is_added_to_the_given_sums():
     start, sums = torch.linspace(-1, 1, 7), torch.linspace(-1, 1, 7)
     Noise(key_from_test_seed(1, "noise")).add_to(3, {"w": sums}, stddev=0.5)
     torch.testing.assert_close(sums, start + 0.5 * noise_of([(7,)], step=3, dtype=torch.float64)["0"])
 
 
-def test_tensors_are_filled_with_the_step_s_noise_whatever_was_in_them():
+def test_fill_overwrites_tensors_with_the_noise_of_the_step():
     shapes = (200_001,), (3, 5)
     filled = {str(i): torch.full(shape, float("nan"), dtype=torch.float32) for i, shape in enumerate(shapes)}
     Noise(key_from_test_seed(1, "noise")).fill(2, filled)
@@ -120,7 +120,7 @@ def test_noise_refuses_a_short_key():
 @pytest.mark.parametrize("stddev", [1.0, 0.3, 7e-5, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stddev, dtype):
-    """Mironov (2012): no low bits of the sum, at whatever scale, come through beside the noise."""
+    """Low bits of the sum never appear in the release, at any scale (Mironov 2012)."""
     unit = 2.0 ** (math.floor(math.log2(stddev)) - 32)
     size = (1 << 17) + 77  # more than a chunk
     sums = torch.randn(size, dtype=torch.float64) * torch.logspace(-12, 4, size, dtype=torch.float64) * stddev
@@ -133,7 +133,7 @@ def test_a_release_is_a_function_of_a_grid_that_the_noise_alone_determines(stdde
 
 
 def test_grid_of_a_small_release_does_not_show_one_example():
-    """Where a sum of 1 and its noise nearly cancel, the release has bits as fine as where nothing cancels."""
+    """If a sum of 1 and its noise nearly cancel, the release has bits as fine as without cancellation."""
     for present in (0.0, 1.0):
         total = torch.full((200_000,), present)
         Noise().add_to(0, {"w": total}, stddev=1.0)
@@ -142,7 +142,7 @@ def test_grid_of_a_small_release_does_not_show_one_example():
         assert fine > 0.9
 
 
-def test_noise_of_several_sizes_is_added_at_their_own_scale_each():
+def test_each_sum_gets_noise_of_its_own_standard_deviation():
     stddev = {"a": 2.0, "b": 0.5, "c": 0.0, "d": 2.0}
     sums = {name: torch.ones(MILLION // 10) for name in stddev}
     Noise(bytes(32)).add_to(1, sums, stddev)
@@ -159,7 +159,7 @@ def test_noise_refuses_a_bad_deviation_and_adds_nothing(stddev):
     assert not any(total.any() for total in sums.values())
 
 
-def test_noise_is_made_on_the_cpu_whatever_the_default_device():
+def test_noise_is_made_on_the_cpu_with_any_default_device():
     with torch.device("meta"):
         total = torch.zeros(5, device="cpu")
         Noise().add_to(0, {"w": total}, stddev=1.0)

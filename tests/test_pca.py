@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private PCA: what one row can change, the law of the noise, the exact limit, the price, sklearn's conventions."""
+"""Tests private PCA: sensitivity to one row, distribution of the noise, exact limit, price, sklearn's conventions."""
 
 import json
 import pickle
@@ -26,11 +26,11 @@ from torch_privacy.noise import Noise, grid_unit
 from torch_privacy.pca import add_symmetric_noise, bits_for, leading_eigenvectors, second_moment
 
 ROOT = Path(__file__).parents[1]
-LITTLE = 1e-6  # the least noise that can be priced
+LITTLE = 1e-6  # the smallest noise that can be priced
 
 
 def random_rows(n: int = 300, d: int = 6, seed: int = 0) -> np.ndarray:
-    """Rows with a different spread in each direction of a random basis."""
+    """Returns rows with a different spread in each direction of a random basis."""
     generator = np.random.default_rng(seed)
     basis = np.linalg.qr(generator.normal(size=(d, d)))[0]
     return generator.normal(size=(n, d)) * 2.0 ** -np.arange(d) @ basis
@@ -78,7 +78,7 @@ def test_grid_of_the_sum_does_not_depend_on_the_number_of_rows(n):
 
 @pytest.mark.parametrize("noise", [0.4, 1.0, 7.0, 16.0, 1000.0, 2.0**20])
 def test_sum_lies_on_the_grid_of_the_noise(noise):
-    """Then the release is the sum plus numbers that have nothing to do with it, and is not rounded."""
+    """Then the release is the sum plus independent noise, without further rounding."""
     rows = random_rows(500, 9)
     total = second_moment(rows, np.arange(500), bits_for(noise))
     released, alone = total.copy(), symmetric_noise(9, noise)
@@ -119,13 +119,13 @@ def test_replacing_a_row_changes_the_sum_by_at_most_root_two(row):
 
 
 def test_bound_on_the_change_is_met_by_rows_at_right_angles():
-    """No smaller sensitivity would do: neither 1 for a row more or less, nor √2 for one replaced."""
+    """No smaller sensitivity would suffice: 1 for adding or removing a row, √2 for replacing one."""
     one, other = all_of(np.eye(3)[:1]), all_of(np.eye(3)[1:2])
     assert np.linalg.norm(one) == 1
     assert np.linalg.norm(one - other) == pytest.approx(2**0.5, rel=1e-15)
 
 
-def test_row_of_zeros_counts_as_nothing():
+def test_row_of_zeros_contributes_nothing():
     rows = random_rows()
     np.testing.assert_array_equal(all_of(np.vstack([rows, np.zeros((5, 6))])), all_of(rows))
 
@@ -134,7 +134,9 @@ def test_row_of_zeros_counts_as_nothing():
 def test_sum_is_that_of_unit_rows(dtype):
     rows = (100 * np.abs(random_rows(5000))).astype(dtype)
     unit = Normalizer().fit_transform(rows.astype(np.float64))
-    np.testing.assert_allclose(all_of(rows), unit.T @ unit, atol=5000 * 2**-15, rtol=0)  # each entry is cut at 2^-16
+    np.testing.assert_allclose(
+        all_of(rows), unit.T @ unit, atol=5000 * 2**-15, rtol=0
+    )  # each entry is rounded to 2^-16
 
 
 def test_sum_does_not_depend_on_the_order_of_the_rows():
@@ -153,7 +155,7 @@ def test_noise_is_symmetric_and_isotropic_in_the_frobenius_norm():
 
 @pytest.mark.parametrize("row", ["one entry", "all equal", "random"])
 def test_noise_hides_every_direction_of_change_alike(row):
-    """⟨Z, uuᵀ⟩ is standard normal for each unit u: what tells neighbors apart is a Gaussian release, neither more."""
+    """⟨Z, uuᵀ⟩ is standard normal for each unit u, so neighbors are as hard to distinguish as in a Gaussian release."""
     u = ROWS[row](5) / np.linalg.norm(ROWS[row](5))
     draws = [u @ symmetric_noise(5, key=i.to_bytes(32, "big")) @ u for i in range(4000)]
     assert stats.kstest(draws, "norm").pvalue > 1e-3
@@ -169,7 +171,7 @@ def test_components_without_noise_are_those_of_scikit_learn():
     rows = random_rows()
     ours = tp.PrivatePCA(4, noise_multiplier=LITTLE).fit(rows)
     unit = Normalizer().fit_transform(rows)
-    centered = np.vstack([unit, -unit])  # its mean is zero, as PCA makes it
+    centered = np.vstack([unit, -unit])  # has mean zero, as PCA requires
     theirs = PCA(4, svd_solver="full").fit(centered)
     np.testing.assert_allclose(np.abs(ours.components_ @ theirs.components_.T), np.eye(4), atol=1e-4)
     np.testing.assert_allclose(ours.eigenvalues_[:4], theirs.singular_values_**2 / 2, rtol=1e-4)
@@ -187,7 +189,7 @@ def test_components_are_orthonormal_eigenvectors_with_a_fixed_sign():
 
 
 def test_some_rows_are_drawn_by_poisson_sampling():
-    """The trace, the sum of the eigenvalues, counts the rows."""
+    """The sum of the eigenvalues, the trace, is the number of rows."""
     rows, pca = random_rows(2000), tp.PrivatePCA(noise_multiplier=LITTLE, sampling_probability=0.3)
     counts = np.array([pca.fit(rows).eigenvalues_.sum() for _ in range(40)])
     np.testing.assert_allclose(counts, np.round(counts), atol=0.1)
@@ -222,7 +224,7 @@ def test_every_fit_is_a_release_of_its_own():
     assert first.fingerprint != second.fingerprint
 
 
-def test_test_seed_repeats_the_release_and_says_that_it_is_not_private():
+def test_test_seed_repeats_the_release_and_marks_it_as_not_private():
     rows, pca = random_rows(), tp.PrivatePCA(2, noise_multiplier=5.0, sampling_probability=0.5, test_seed=3, delta=1e-5)
     first = pca.fit(rows).components_
     np.testing.assert_array_equal(first, clone(pca).fit(rows).components_)
@@ -231,7 +233,7 @@ def test_test_seed_repeats_the_release_and_says_that_it_is_not_private():
     assert pca.release_.warning.startswith("NOT PRIVATE")
 
 
-def test_global_seeds_have_no_part_in_the_noise():
+def test_global_seeds_do_not_affect_the_noise():
     rows = random_rows()
 
     def released() -> np.ndarray:
@@ -253,8 +255,8 @@ def test_fitted_estimator_holds_no_secret_and_survives_pickling():
 
 @pytest.mark.parametrize("test_seed", [None, 0])
 def test_scikit_learns_own_checks_pass(test_seed):
-    """All but one: without a test seed two fits differ, as they must (and four checks leave such estimators out)."""
-    differs = {} if test_seed is not None else {"check_fit_idempotent": "every fit draws noise of its own"}
+    """All checks pass except idempotence: without a test seed two fits must differ (and four checks are skipped)."""
+    differs = {} if test_seed is not None else {"check_fit_idempotent": "every fit draws new noise"}
     estimator = tp.PrivatePCA(n_components=1, noise_multiplier=1.0, test_seed=test_seed)
     results = check_estimator(estimator, expected_failed_checks=differs, on_skip=None)
     assert {result["check_name"] for result in results if result["status"] == "xfail"} == set(differs)
@@ -309,7 +311,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_data_that_have_no_directions_are_refused(case):
+def test_unusable_data_are_refused(case):
     data, message = BROKEN[case]
     pca = tp.PrivatePCA(1, noise_multiplier=1.0)
     with pytest.raises(ValueError, match=message):
@@ -344,7 +346,7 @@ def test_numpy_integers_are_numbers_of_components():
     assert tp.PrivatePCA(np.int64(2), noise_multiplier=1.0).fit(random_rows()).components_.shape == (2, 6)  # type: ignore[arg-type]
 
 
-# In front of a network, in one ledger with its training.
+# PCA in front of a network, in one ledger with its training.
 
 
 def classifier(pca: tp.PrivatePCA, num_steps: int = 3, **settings: Any) -> tuple[tp.PrivateTraining, nn.Module]:
@@ -405,14 +407,14 @@ def test_budget_counts_the_components():
     assert 2.9 < training.spent().epsilon.high <= 3.0
 
 
-def test_components_that_are_not_private_make_a_training_that_is_not():
+def test_training_on_components_that_are_not_private_is_not_private():
     pca = tp.PrivatePCA(2, noise_multiplier=4.0, test_seed=0).fit(random_rows())
     training, _ = classifier(pca)
     assert str(training.spent()).startswith("NOT PRIVATE")
     assert training.statement()["private"] is False
 
 
-def test_resumed_run_goes_on_with_its_own_components_only(tmp_path):
+def test_resumed_run_accepts_only_its_own_components(tmp_path):
     pca, other = (tp.PrivatePCA(2, noise_multiplier=4.0).fit(random_rows()) for _ in range(2))
     training, model = classifier(pca, run_folder=tmp_path)
     train(training, model, num_steps=2)
@@ -429,7 +431,7 @@ def test_resumed_run_goes_on_with_its_own_components_only(tmp_path):
         elsewhere.load_state_dict(state)
 
 
-def test_prior_release_must_be_one():
+def test_prior_releases_of_another_type_are_refused():
     pca = tp.PrivatePCA(2, noise_multiplier=4.0).fit(random_rows())
     pca.release_, release = pca, pca.release_  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"prior_releases holds \[PrivatePCA"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson sampling: inclusion counts, independence, and batches that depend on key and step alone."""
+"""Tests Poisson sampling: inclusion counts, independence, and batches that depend only on key and step."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ STEPS = 4000
 
 
 def inclusions(num_examples=50, q=0.3, steps=STEPS):
-    """(steps, n) of 0 and 1."""
+    """Returns a table (steps, n) of 0 and 1."""
     sampler = Poisson(num_examples, q, KEY)
     table = np.zeros((steps, num_examples))
     for step in range(steps):
@@ -39,11 +39,11 @@ def test_batch_sizes_are_binomial(q):
 
 def test_examples_join_independently_of_each_other_and_of_the_step_before():
     table = inclusions()
-    centred = table - 0.3
+    centered = table - 0.3
     bound = 5 / STEPS**0.5 * 0.21
     between_examples = np.cov(table.T)[np.triu_indices(50, 1)]
     assert np.abs(between_examples).max() < bound
-    assert np.abs((centred[1:] * centred[:-1]).mean(0)).max() < bound
+    assert np.abs((centered[1:] * centered[:-1]).mean(0)).max() < bound
     assert np.abs(np.cov(table[1:].T, table[:-1].T)[:50, 50:]).max() < bound
 
 
@@ -57,7 +57,7 @@ def test_one_key_and_step_give_one_batch():
     assert not np.array_equal(Poisson(100, 0.5).indices(3), Poisson(100, 0.5).indices(3))
 
 
-def test_probability_one_takes_everyone():
+def test_probability_one_takes_every_example():
     assert Poisson(10, 1.0).indices(0).tolist() == list(range(10))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private search, against the price that its event states."""
+"""Tests the private search against the price stated by its event."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ ONE_RUN = ((Laplace(1.0), 1),)
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
-def test_the_number_of_runs_has_the_law_that_is_priced(distribution):
+def test_the_number_of_runs_has_the_priced_distribution(distribution):
     mean, generator = 4.0, np.random.default_rng(0)
     event = Repeated(ONE_RUN, mean, distribution)
     draws = np.array([event.draw(generator) for _ in range(10_000)])
@@ -27,7 +27,7 @@ def test_the_number_of_runs_has_the_law_that_is_priced(distribution):
         assert (draws == 0).mean() == pytest.approx(math.exp(-mean), abs=0.005)
 
 
-def test_candidates_are_drawn_alike_and_the_best_is_kept():
+def test_candidates_are_drawn_uniformly_and_the_best_is_kept():
     event, tried = Repeated(ONE_RUN, 30.0, "geometric"), Counter()
 
     def run(candidate):
@@ -41,20 +41,20 @@ def test_candidates_are_drawn_alike_and_the_best_is_kept():
     assert share == pytest.approx([1 / 3] * 3, abs=0.05)
 
 
-def test_equal_scores_are_decided_by_chance():
+def test_ties_are_broken_at_random():
     event = Repeated(ONE_RUN, 50.0, "geometric")
     chosen = Counter(search_privately(lambda c: (0.0, c), ["a", "b"], event).result for _ in range(400))  # type: ignore[union-attr]
     assert min(chosen["a"], chosen["b"]) > 130
 
 
-def test_a_poisson_number_may_be_none():
+def test_a_poisson_number_of_runs_may_be_zero():
     event = Repeated(ONE_RUN, 0.01)
     assert None in [search_privately(lambda c: (0.0, c), [1], event) for _ in range(20)]
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
-def test_what_the_search_gives_away_is_within_its_price(distribution):
-    """A run tells a bit with probability 3/4; the search keeps the larger bit, and its frequencies are compared."""
+def test_the_privacy_loss_of_the_search_is_within_its_price(distribution):
+    """A run reveals a bit with probability 3/4; the search keeps the larger bit, and its frequencies are compared."""
     p, q = (0.25, 0.75), (0.75, 0.25)
     event = Repeated(((FinitePair(p, q), 1),), 3.0, distribution)
     bit, n = np.random.default_rng(1), 6000
@@ -71,7 +71,7 @@ def test_what_the_search_gives_away_is_within_its_price(distribution):
             assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= profile.delta(epsilon).high + 0.03
 
 
-def test_scores_without_rank_and_no_candidates_are_refused():
+def test_nan_scores_and_empty_candidates_are_refused():
     event = Repeated(ONE_RUN, 2.0, "geometric")
     with pytest.raises(tp.Refused, match="not a number"):
         search_privately(lambda c: (math.nan, c), [1], event)

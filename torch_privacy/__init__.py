@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .clipping import MicroBatches as MicroBatches
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
-    from .estimated_norms.choose import Sketched as Sketched
+    from .estimated_norms.settings import Sketched as Sketched
     from .gep.settings import BGEP as BGEP
     from .gep.settings import GEP as GEP
     from .gep.settings import AnchorSubspace as AnchorSubspace

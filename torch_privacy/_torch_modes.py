@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's modes around the user's code: autocast, torch.compile, hooks for saved tensors."""
+"""Controls torch's modes around the user's code: autocast, torch.compile, hooks for saved tensors; walks its values."""
 
 import sys
 import threading
@@ -9,8 +9,15 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists, mappings and other containers that torch's pytree knows."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def without_autocast(device: str) -> AbstractContextManager:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The average of a model's weights over the steps of a training: less noise than the last weights, at no cost."""
+"""Averages a model's weights over the steps of a training, which reduces noise at no privacy cost."""
 
 import copy
 from typing import Any
@@ -14,19 +14,20 @@ from ._validate import strictly_between
 class MovingAverage:
     """Exponential moving average of a model's weights: after step t = 0, 1, ... ``a = d a + (1 - d) w``.
 
-    Early on the average forgets faster, ``d = min(decay, (1 + t) / (10 + t))``, so that the first weights do not stay.
+    In early steps the decay is smaller, ``d = min(decay, (1 + t) / (10 + t))``, so that the average forgets the first
+    weights.
 
     Args:
-        model: whose weights are averaged.
-        optimizer: after each of its steps the average is brought up to date.
+        model: the model with the weights to average.
+        optimizer: the average is updated after each of its steps.
         decay: weight of the past, in (0, 1); averages over about ``1 / (1 - decay)`` steps.
 
     Attributes:
-        model: a copy of the model with the averaged weights, not to be trained; buffers are the latest.
+        model: a copy of the model with the averaged weights, not to be trained; its buffers are the latest ones.
 
     Guarantees:
-        - Under `PrivateTraining` the average is a function of the released gradients alone, hence covered by the same
-          epsilon: it moves at every step, that of an empty batch included, which the training loop does not see.
+        - With `PrivateTraining` the average is a function of the released gradients alone, so the same epsilon covers
+          it: it is updated in every step, including those of empty batches, which the training loop does not see.
 
     Raises:
         ValueError: a decay out of range.
@@ -48,22 +49,22 @@ class MovingAverage:
         self.decay, self.step_count = decay, 0
         self._trained = model
         self.model = copy.deepcopy(model).requires_grad_(False)
-        optimizer.register_step_post_hook(self._follow)
+        optimizer.register_step_post_hook(self._update)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` goes on from."""
+        """Returns the state for ``load_state_dict``."""
         return {"step_count": self.step_count, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Restores the state that ``state_dict`` returned."""
         self.step_count = state["step_count"]
         self.model.load_state_dict(state["model"])
 
     @torch.no_grad()
-    def _follow(self, *_: Any) -> None:
+    def _update(self, *_: Any) -> None:
         weight = 1 - min(self.decay, (1 + self.step_count) / (10 + self.step_count))
-        for mean, now in zip(self.model.parameters(), self._trained.parameters(), strict=True):
-            mean.lerp_(now, weight)
-        for kept, now in zip(self.model.buffers(), self._trained.buffers(), strict=True):
-            kept.copy_(now)
+        for average, current in zip(self.model.parameters(), self._trained.parameters(), strict=True):
+            average.lerp_(current, weight)
+        for copied, current in zip(self.model.buffers(), self._trained.buffers(), strict=True):
+            copied.copy_(current)
         self.step_count += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private principal components: the leading eigenvectors of a noisy second-moment matrix, as a scikit-learn transform.
+"""Provides private principal components, from a noisy second-moment matrix, as a scikit-learn transform.
 
-Three short functions are the mechanism: `second_moment` sums, `add_symmetric_noise` makes the sum public,
+Three short functions are the mechanism: `second_moment` sums, `add_symmetric_noise` makes the sum private,
 `leading_eigenvectors` is post-processing. `PrivatePCA` joins them with sampling and the accountant.
 """
 
@@ -34,55 +34,55 @@ from .sampling import Poisson
 
 Array = NDArray[Any]
 
-_CHUNK = 2048  # rows turned into float64 at a time
-MOST_BITS = 16  # of a coordinate behind the point: squares of 2^31 rows fit an integer
+_CHUNK = 2048  # rows converted to float64 at a time
+MAX_BITS = 16  # fractional bits of a coordinate: sums of squares of 2^31 rows fit in an int64
 
 
 class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Projects onto the principal directions of the rows, found with differential privacy.
+    """Projects rows onto their principal directions, computed with differential privacy.
 
     ``fit`` releases ``A = Σᵢ uᵢuᵢᵀ + noise_multiplier·Z`` over the rows i of one Poisson sample, with ``uᵢ = xᵢ/‖xᵢ‖``
-    and Z symmetric with independent normal entries, of variance 1 on the diagonal and 1/2 beside it. The k leading
-    eigenvectors V of A are the components, and ``transform(X) = X Vᵀ``. Rows are not centered, and only ``fit`` brings
-    them to length one.
+    and Z symmetric with independent normal entries, of variance 1 on the diagonal and 1/2 off it. The k leading
+    eigenvectors V of A are the components, and ``transform(X) = X Vᵀ``. Rows are not centered, and only ``fit``
+    normalizes them to length one.
 
     Args:
         n_components: number of components k, at most the number of features d; None keeps all d.
-        noise_multiplier: noise over sensitivity; or give ``target_epsilon`` and ``delta``.
+        noise_multiplier: noise stddev over sensitivity; or give ``target_epsilon`` and ``delta``.
         target_epsilon: calibrates the noise multiplier so that this release alone spends at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n.
-        sampling_probability: chance that a row takes part, in (0, 1]. By default all rows do.
+        sampling_probability: probability that a row joins the sample, in (0, 1]. By default all rows do.
         test_seed: fixes noise and sample, for tests only; every statement then says NOT PRIVATE.
 
     Attributes:
         components_: (k, d) orthonormal rows, float64; the largest entry of each is positive.
         eigenvalues_: (d,) all eigenvalues of A, the largest first.
-        noise_edge_: ``noise_multiplier·√(2d)``, about the largest eigenvalue of noise alone: components whose
-            eigenvalue is not above it are random directions.
-        noise_multiplier_: the one given or calibrated.
-        event_: what was released, for the accountant.
+        noise_edge_: ``noise_multiplier·√(2d)``, about the largest eigenvalue of noise alone: components with an
+            eigenvalue at or below it are random directions.
+        noise_multiplier_: the given or calibrated noise multiplier.
+        event_: the event of the release, for the accountant.
         release_: the event with its fingerprint, for ``PrivateTraining(..., prior_releases=[pca.release_])``.
-        n_features_in_: number of features d; ``feature_names_in_`` where the data name them.
+        n_features_in_: number of features d; also ``feature_names_in_`` if the data have names.
 
     Guarantees:
-        - One row more or less changes ``Σ uᵢuᵢᵀ`` by ``uuᵀ``, exactly (for up to 2 million rows), whose Frobenius norm
-          is 1 (0 for a row of zeros). A row in place of another changes it by at most √2. Entries are counted on both
-          sides of the diagonal, as in the noise, whose density depends on nothing but that norm.
+        - Adding or removing one row changes ``Σ uᵢuᵢᵀ`` by exactly ``uuᵀ`` (for up to 2 million rows), with Frobenius
+          norm 1 (0 for a row of zeros). Replacing a row changes it by at most √2. The norm counts entries on both
+          sides of the diagonal, and the density of the noise depends only on that norm.
         - Everything kept by the fitted estimator comes from A: it may be published, pickled or cloned.
-        - Every ``fit`` draws sample and noise anew from the operating system's secret generator, and forgets the keys.
+        - Every ``fit`` draws sample and noise anew from the operating system's secret generator, and discards the keys.
 
-    Edge cases: a row of zeros counts as nothing. A sample of no rows releases noise alone. A takes 8 d² bytes:
-        800 MB for 10,000 features.
+    Edge cases: a row of zeros contributes nothing. An empty sample releases only noise. A takes 8 d² bytes: 800 MB for
+        10,000 features.
 
     Raises:
         ValueError: NaN or infinite entries, another number of features than in ``fit``, k > d, or a number out of
             range; nothing was released.
-        TypeError: sparse data, as scikit-learn has it.
+        TypeError: sparse data, raised by scikit-learn.
         ImportError: scikit-learn is not installed (``pip install 'torch-privacy[sklearn]'``).
 
     Source: Abadi et al. (2016), arXiv:1607.00133, section 4, after Dwork, Talwar, Thakurta & Zhang (2014), "Analyze
-    Gauss", Algorithm 1. There all entries on and above the diagonal have variance 1, at the same price; half of it off
-    the diagonal is what symmetrizing noise on all d² entries gives, as the code of 2016 did.
+    Gauss", Algorithm 1. There all entries on and above the diagonal have variance 1, at the same price; variance 1/2
+    off the diagonal results from symmetrizing noise on all d² entries, as in the code of 2016.
 
     Example:
         >>> import torch_privacy as tp
@@ -119,10 +119,10 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         self.test_seed = test_seed
 
     def fit(self, X: Any, y: None = None) -> PrivatePCA:
-        """Release the noisy matrix of the rows of X, (n, d), and find its leading eigenvectors. One call, one release.
+        """Releases the noisy matrix of the rows of X, (n, d), and computes its eigenvectors. Each call is a release.
 
         Args:
-            X: numpy array, torch tensor, data frame or nested list of finite numbers. Its size counts as public.
+            X: numpy array, torch tensor, data frame or nested list of finite numbers. Its size is treated as public.
             y: ignored.
         """
         rows = cast(Array, validate_data(self, as_array(X), dtype=[np.float64, np.float32, np.uint8]))
@@ -145,20 +145,20 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             "noise_edge_": noise * (2 * num_features) ** 0.5,
             "_n_features_out": k,
         }
-        vars(self).update(fitted)  # at once: an interrupted fit leaves what was released before, and its price
+        vars(self).update(fitted)  # all at once: an interrupted fit keeps the earlier release and its price
         return self
 
     def transform(self, X: Any) -> Any:
-        """Coordinates of the rows of X, (n, d), along the components: (n, k), float32 for float32 and else float64.
+        """Returns the coordinates (n, k) of the rows of X, (n, d): float32 for float32, otherwise float64.
 
-        A torch tensor gives a tensor on the same device, of its own type if that is floating-point.
+        A torch tensor gives a tensor on the same device, of the same dtype if that is floating-point.
         """
         check_is_fitted(self)
         rows = cast(Array, validate_data(self, as_array(X), dtype=[np.float64, np.float32], reset=False))
         return _like(X, rows @ self.components_.T.astype(rows.dtype))
 
     def inverse_transform(self, X: Any) -> Any:
-        """The points with these coordinates, (n, k), along the components: (n, d)."""
+        """Returns the points (n, d) with these coordinates (n, k) along the components."""
         check_is_fitted(self)
         coordinates = check_array(as_array(X), dtype=[np.float64, np.float32])  # pyright: ignore[reportArgumentType]
         if coordinates.shape[1] != len(self.components_):
@@ -169,7 +169,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return _like(X, coordinates @ self.components_.astype(coordinates.dtype))
 
     def to_layer(self) -> nn.Linear:
-        """``transform`` as the first layer of a network: frozen, float32, without a bias."""
+        """Returns ``transform`` as the first layer of a network: frozen, float32, without a bias."""
         check_is_fitted(self)
         num_components, num_features = self.components_.shape
         layer = nn.Linear(num_features, num_components, bias=False, device="meta")  # draws no random numbers
@@ -178,7 +178,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return layer
 
     def spent(self, delta: float | None = None) -> Spent:
-        """Privacy spent by this release alone, at ``delta`` (by default the one given at the start)."""
+        """Returns the privacy spent by this release alone, at ``delta`` (by default the one given to the class)."""
         check_is_fitted(self)
         delta = self.delta if delta is None else delta
         if delta is None:
@@ -192,7 +192,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if self.n_components is None:
             return num_features
         is_integer = isinstance(self.n_components, numbers.Integral) and not isinstance(self.n_components, bool)
-        k = int(self.n_components) if is_integer else self.n_components  # numpy's integers come with grid searches
+        k = int(self.n_components) if is_integer else self.n_components  # grid searches pass numpy's integers
         whole("PrivatePCA", at_least=1, n_components=k)
         if k > num_features:
             raise ValueError(f"PrivatePCA: n_components={k} must be at most the number of features, {num_features}.")
@@ -217,7 +217,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return privacy.calibrate(self.target_epsilon, self.delta, sampling_probability=probability, num_steps=1)
 
     def _key(self, purpose: str) -> bytes:
-        """Fresh secret bytes; with a test seed the same ones again, of no other use than this."""
+        """Returns fresh secret bytes; with a test seed, bytes that depend only on seed and purpose."""
         return (
             secrets.token_bytes(KEY_BYTES)
             if self.test_seed is None
@@ -232,34 +232,36 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         return tags
 
 
-def second_moment(rows: Array, chosen: Array, bits: int = MOST_BITS) -> NDArray[np.float64]:
-    """``Σ uuᵀ`` over the chosen rows x, with ``u = x/‖x‖``: (n, d), (m,) -> (d, d).
+def second_moment(rows: Array, chosen: Array, bits: int = MAX_BITS) -> NDArray[np.float64]:
+    """Returns ``Σ uuᵀ`` over the chosen rows x, with ``u = x/‖x‖``: (n, d), (m,) -> (d, d).
 
-    Each u is cut toward zero to multiples of 2^-bits. Then all products and sums are whole multiples of 4^-bits, and
-    exact in whatever order they are made: rounding has no part in what one row changes, and the sum is the same, bit
-    for bit, for any number of threads.
+    Each u is rounded toward zero to multiples of 2^-bits. Then all products and sums are integer multiples of 4^-bits,
+    and exact in any order: the change by one row has no rounding error, and the sum is the same, bit for bit, for any
+    number of threads.
 
     Guarantees:
-        - ``‖u‖ <= 1`` (to 1e-12), whatever the size of the entries; a row of zeros has u = 0.
-        - One row more or less changes the sum by its ``uuᵀ`` exactly, up to 2^(53 - 2 bits) rows (2 million for 16
-          bits); with more, to within the rounding of float64.
+        - ``‖u‖ <= 1`` (to 1e-12) for entries of any size; a row of zeros has u = 0.
+        - Adding or removing one row changes the sum by exactly its ``uuᵀ``, up to 2^(53 - 2 bits) rows (2 million for
+          16 bits); with more rows, up to the rounding of float64.
     """
     total = np.zeros((rows.shape[1], rows.shape[1]), dtype=np.int64)
     for start in range(0, len(chosen), _CHUNK):
         u = rows[chosen[start : start + _CHUNK]]
-        u = _scaled(u, _largest(u)) if u.dtype == np.float64 else u.astype(np.float64)  # else squares may overflow
+        u = (
+            _scaled(u, _largest(u)) if u.dtype == np.float64 else u.astype(np.float64)
+        )  # squares of float64 may overflow
         u = _scaled(u, _norm(u) * 2.0**-bits)
         total += (u.T @ np.trunc(u, out=u)).astype(np.int64)
     return np.ldexp(total.astype(np.float64), -2 * bits)
 
 
 def bits_for(noise: float) -> int:
-    """Bits of a coordinate with which the sum lies on the grid of what is released, and is not rounded to it."""
-    return min(MOST_BITS, max(0, -math.frexp(grid_unit(noise))[1] + 1) // 2)
+    """Returns the fractional bits of a coordinate with which the exact sum lies on the grid of the release."""
+    return min(MAX_BITS, max(0, -math.frexp(grid_unit(noise))[1] + 1) // 2)
 
 
 def _scaled(rows: Array, lengths: Array) -> Array:
-    """Every row over its length, in place; one of length 0 as it is."""
+    """Divides every row by its length, in place; leaves rows of length 0 unchanged."""
     rows /= np.where(lengths > 0, lengths, 1.0)[:, None]
     return rows
 
@@ -273,10 +275,10 @@ def _norm(rows: Array) -> Array:
 
 
 def add_symmetric_noise(matrix: NDArray[np.float64], stddev: float, noise: Noise) -> None:
-    """Add a symmetric Gaussian matrix in place: ``stddev`` on the diagonal, ``stddev/√2`` beside it.
+    """Adds a symmetric Gaussian matrix in place: ``stddev`` on the diagonal, ``stddev/√2`` off it.
 
-    ``(A₁₁, √2·A₁₂, ..., A₂₂, ...)`` are coordinates in which the Euclidean length is the Frobenius norm. In them the
-    noise is independent and of one size, so that the price depends on nothing but the norm of a change.
+    In the coordinates ``(A₁₁, √2·A₁₂, ..., A₂₂, ...)`` the Euclidean norm is the Frobenius norm. In them the noise is
+    independent with equal variances, so that the price depends only on the norm of a change.
     """
     above = np.triu_indices(len(matrix), 1)
     parts = {"diagonal": torch.from_numpy(matrix.diagonal().copy()), "off_diagonal": torch.from_numpy(matrix[above])}
@@ -286,7 +288,7 @@ def add_symmetric_noise(matrix: NDArray[np.float64], stddev: float, noise: Noise
 
 
 def leading_eigenvectors(matrix: NDArray[np.float64], k: int) -> tuple[Array, Array]:
-    """All eigenvalues of a symmetric matrix, the largest first, and the first k eigenvectors: (d,), (k, d)."""
+    """Returns all eigenvalues of a symmetric matrix, largest first, and the first k eigenvectors: (d,), (k, d)."""
     eigenvalues, vectors = scipy.linalg.eigh(matrix, driver="evd")
     components = vectors.T[::-1][:k]
     largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
@@ -294,7 +296,7 @@ def leading_eigenvectors(matrix: NDArray[np.float64], k: int) -> tuple[Array, Ar
 
 
 def as_array(x: Any) -> Any:
-    """A tensor as numpy has it, whatever its device and type; anything else as it is."""
+    """Converts a tensor of any device and dtype to numpy; returns anything else unchanged."""
     if not isinstance(x, Tensor):
         return x
     x = x.detach().cpu()
@@ -302,7 +304,7 @@ def as_array(x: Any) -> Any:
 
 
 def _like(x: Any, result: Array) -> Any:
-    """The result in the kind, device and floating-point type of the input x."""
+    """Returns the result as the kind of array, device and floating-point dtype of the input x."""
     if not isinstance(x, Tensor):
         return result
     dtype = x.dtype if x.is_floating_point() else torch.float64

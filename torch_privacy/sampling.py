@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers: which examples join which step. Only laws that the accountant can price."""
+"""Provides samplers, which choose the examples of each step; only distributions that the accountant can price."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Poisson:
     """Every example joins every step independently with probability ``sampling_probability``.
 
     A step's batch is a function of the secret key and the step's number, so that a resumed run sees the same batches.
-    The batch's size is drawn first (binomial), then that many distinct examples: the same law as one coin per example,
-    at a cost that grows with the batch instead of the data set.
+    The batch size is drawn first (binomial), then that many distinct examples: the same distribution as one coin per
+    example, at a cost that grows with the batch instead of the dataset.
 
     Args:
-        num_examples: size n of the data set.
+        num_examples: size n of the dataset.
         sampling_probability: q in (0, 1]; q·n is the expected batch size.
-        key: 32 secret bytes; by default from the operating system. Privacy amplification needs it to stay secret.
+        key: 32 secret bytes; by default from the operating system. Privacy amplification requires its secrecy.
 
     Guarantees:
         - Inclusions are independent between examples and between steps; each has probability q (to 2^-53).
@@ -40,7 +40,7 @@ class Poisson:
     sampling_probability: float
     key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
 
-    name = "Poisson"  # as the accountant's events call it
+    name = "Poisson"  # the name used by the accountant's events
 
     def __post_init__(self) -> None:
         whole("Poisson", num_examples=self.num_examples, at_least=1)
@@ -48,7 +48,7 @@ class Poisson:
         in_range("Poisson", 0, 1, sampling_probability=self.sampling_probability, hint=hint)
 
     def indices(self, step: int) -> np.ndarray:
-        """Sorted numbers of the examples that join the step, (batch_size,) int64, possibly none."""
+        """Returns the sorted indices of the examples that join the step, (batch_size,) int64, possibly none."""
         whole("Poisson.indices", step=step)
         generator = self._generator(step)
         batch_size = generator.binomial(self.num_examples, self.sampling_probability)
@@ -56,7 +56,7 @@ class Poisson:
         return np.sort(chosen)
 
     def groups(self, step: int, size: int, count: int) -> np.ndarray:
-        """(size,) int64: for every example of the step's batch one of ``count`` groups, uniform and independent."""
+        """Returns one of ``count`` groups for every example of the step's batch: (size,) int64, uniform, iid."""
         whole("Poisson.groups", step=step, size=size)
         return self._generator(step, b"groups").integers(count, size=size)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing hyper-parameters on the private data themselves: a secret number of private runs, only the best released."""
+"""Selects hyper-parameters on private data by a secret number of private runs; only the best run is released."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Found(Generic[Candidate, Result]):
-    """The best of the runs: what it was made with, its score, and what it gave. All of it is released, and no more."""
+    """The best run: its candidate, score and result. Exactly these are released."""
 
     candidate: Candidate
     score: float
@@ -27,24 +27,24 @@ class Found(Generic[Candidate, Result]):
 def search_privately(
     run: Callable[[Candidate], tuple[float, Result]], candidates: Sequence[Candidate], event: Repeated
 ) -> Found[Candidate, Result] | None:
-    """Run with candidates drawn at random, as often as a secret draw says, and give back the best.
+    """Runs randomly drawn candidates a secret random number of times, and returns the best run.
 
-    Trying candidates on private data and keeping the best costs privacy, even if each run is private. The number K of
-    runs drawn from ``event.distribution`` bounds that price: the whole search is one ``event``, often not much more
-    than twice the epsilon of one run. It holds for every number of candidates, even infinitely many.
+    Trying candidates on private data and keeping the best costs privacy, even if each run is private. Drawing the
+    number K of runs from ``event.distribution`` bounds that price: the whole search is one ``event``, often not much
+    more than twice the epsilon of one run. The price is the same for any number of candidates, even infinitely many.
 
     Args:
         run: candidate -> (score, result). One call must release no more than ``event.releases`` **for any candidate**:
-            score and result are functions of these releases and public data alone. It must leave nothing else behind:
-            no files, logs or prints of runs that did not win.
-        candidates: the settings to draw from, each equally likely; chosen without looking at the data.
-        event: what one run releases and the law of K. To be recorded in a ledger, once.
+            score and result are functions of these releases and public data alone. It must have no other output: no
+            files, logs or prints of runs that did not win.
+        candidates: the settings to draw from, each equally likely; chosen independently of the data.
+        event: the releases of one run and the distribution of K. Record it in a ledger, once.
 
     Returns:
-        The best run, ties broken at random; None where no run happened (Poisson only), which is part of the price.
+        The best run, with ties broken at random; None if no run happened (only with Poisson), which the price includes.
 
     Raises:
-        Refused: a score that is not a number. Nothing of the search is released then.
+        Refused: a score is NaN. Nothing of the search is released then.
 
     Source: Liu & Talwar (2019), arXiv:1811.07971; Papernot & Steinke (2022), arXiv:2110.03620.
 
@@ -65,8 +65,8 @@ def search_privately(
         score, result = run(candidate)
         if not score == score:  # NaN has no rank
             raise Refused(
-                "search_privately: a score is not a number. Rank runs that failed below all others, by -inf, so that "
-                "the search does not end where they fail."
+                "search_privately: a score is not a number. Return -inf as the score of a failed run, so that the "
+                "search does not stop there."
             )
         ties = ties + 1 if best is not None and score == best.score else 1
         if best is None or score > best.score or (score == best.score and generator.integers(ties) == 0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms estimated on the tape: sketches of factors and floors, against rows; their laws; training; what is refused."""
+"""Tests norms estimated on the tape (sketches, floors) against rows: values, distributions, training, refusals."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ FACTORED, FLOORED = tp.Sketched(16, kind="factored"), tp.Sketched(4, floor=0.8)
 
 
 def on_the_tape(model, x, setting, budget=100.0, forms=None, layouts=None):
-    """Estimated squared norms, a weighted sum, and the forms in which norms were taken."""
+    """Returns estimated squared norms, a weighted sum, and the forms in which norms were computed."""
     forms, found = forms or Forms(), {}
     make = FactoredNorms if setting.kind == "factored" else FlooredNorms
     estimates = make(setting, Directions(KEY, 0, 0), trained(model), forms)
@@ -56,14 +56,14 @@ def weights(n):
 
 
 def parts_of(rows, model):
-    """name -> (n, *shape)"""
+    """Returns the rows by parameter, name -> (n, *shape)."""
     sizes = [p.numel() for p in trained(model).values()]
     parts = zip(trained(model).items(), rows.split(sizes, 1), strict=True)
     return {name: part.view(len(rows), *p.shape) for (name, p), part in parts}
 
 
 def sketched_squares(rows, model, k, forms):
-    """The estimates by their definition: each part of the row, as the matrix that its form names, times directions."""
+    """Returns the estimates by their definition: each part of the row as the matrix of its form, times directions."""
     total, names = torch.zeros(len(rows)), list(trained(model))
     for name, part in parts_of(rows, model).items():
         sizes = re.search(r"matrix (\d+) x (\d+)(?: of entries in the order (.*) of (.*))?", forms.get(name, "exact"))
@@ -71,7 +71,7 @@ def sketched_squares(rows, model, k, forms):
             total += part.reshape(len(rows), -1).square().sum(1)
             continue
         shape = int(sizes[1]), int(sizes[2])
-        if sizes[3] is not None:  # dimensions of the matrix in their order, from those of the weight
+        if sizes[3] is not None:  # reorder the weight's dimensions to those of the matrix
             order = [int(d) for d in re.findall(r"\d+", sizes[3])]
             part = part.reshape(len(rows), *(size for size in part.shape[1:] if size > 1))
             part = part.permute(0, *(1 + order.index(d) for d in range(len(order))))
@@ -82,18 +82,18 @@ def sketched_squares(rows, model, k, forms):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sketches_are_those_of_the_rows_and_sums_are_exact(case):
+def test_sketches_agree_with_rows_and_sums_are_exact(case):
     model, x = CASES[case]()
     rows = rows_or_skip(model, x)
     layouts, forms = Layouts(), Forms()
     for budget in (1e-9, 100.0):  # from x and b, or from rows
         squares, total, known = on_the_tape(model, x, tp.Sketched(1, kind="factored"), budget, forms, layouts)
-        if "chain" not in case and "transposed parameter" not in case:  # matrices of functions of parameters
+        if "chain" not in case and "transposed parameter" not in case:  # there the matrices are functions of parameters
             torch.testing.assert_close(squares, sketched_squares(rows, model, 1, known), rtol=1e-7, atol=1e-12)
         torch.testing.assert_close(flat(total, 0), weights(len(rows)) @ rows, rtol=1e-7, atol=1e-9)
 
 
-def test_what_is_large_is_sketched_and_what_is_small_is_exact():
+def test_large_parameters_are_sketched_and_small_ones_are_exact():
     model = Calls(
         lambda m, x: m.conv(m.grouped(m.last(x))).flatten(1) @ m.head,
         last=nn.Conv2d(1, 64, 1), grouped=nn.Conv2d(64, 64, 3, groups=2), conv=nn.Conv2d(64, 40, 3),
@@ -127,7 +127,7 @@ def test_floored_norms_are_the_larger_of_projections_and_bounds(case):
 
 
 def test_weight_used_twice_is_bounded_by_the_sum_of_its_norms():
-    """The two uses have one and the same row: together it is twice as long, where squares would say √2."""
+    """Two uses with equal rows add up to twice the norm of one; a sum of squares would give √2 times."""
     model = Calls(lambda m, x: m.w(x) + m.w(x), w=nn.Linear(3, 2, bias=False))
     x = torch.randn(5, 3)
     squares, _, _ = on_the_tape(model, x, tp.Sketched(1, floor=1.0))
@@ -139,7 +139,7 @@ def test_weight_used_twice_is_bounded_by_the_sum_of_its_norms():
 
 @pytest.mark.parametrize("draw", range(3))
 def test_bounds_hold_where_terms_are_aligned_or_cancel(draw):
-    """Gradient ascent on norm over bound finds no way past 1."""
+    """Gradient ascent on the ratio of norm and bound does not exceed 1."""
     torch.manual_seed(draw)
     x, b = torch.randn(1, 4, 3, requires_grad=True), torch.randn(1, 4, 5, requires_grad=True)
     ascent, ratio = torch.optim.Adam([x, b], lr=0.1), torch.zeros(1)
@@ -153,7 +153,7 @@ def test_bounds_hold_where_terms_are_aligned_or_cancel(draw):
 
 
 def draws_of(op, k, draws):
-    """Estimates over the squared norm of the one row of ``op``, with fresh directions every time."""
+    """Returns estimates divided by the squared norm of the only row of ``op``, each with fresh directions."""
     rows, columns = op.shape
     left = rows > columns
     s = Directions(KEY, 5, 0).matrix(0, (draws * k, max(rows, columns)), torch.empty(0, dtype=op.dtype))
@@ -176,11 +176,11 @@ def test_sketches_are_unbiased_and_below_the_chi_square_envelope(k):
     law = np.random.default_rng(0).chisquare(k, (100_000, len(w))) @ w / k
     assert stats.ks_2samp(ratio, law).pvalue > 1e-3
     assert abs(ratio.mean() - 1) < 5 * math.sqrt(2 * (w**2).sum() / k / 100_000)
-    for t in (0.2, 0.5, 0.8, 0.95):  # what the accountant prices comes below t at least as often
+    for t in (0.2, 0.5, 0.8, 0.95):  # the priced distribution is below t at least as often
         assert (ratio <= t).mean() <= stats.chi2.cdf(k * t, k) + 5 * math.sqrt(0.25 / 100_000)
 
 
-def test_a_part_that_is_exact_keeps_the_law_below_the_envelope():
+def test_an_exact_part_keeps_the_distribution_below_the_envelope():
     k, share = 4, 0.3
     ratio = share + (1 - share) * draws_of(Linear(torch.randn(1, 5, 4), torch.randn(1, 5, 3)), k, 100_000)
     for t in (0.35, 0.5, 0.8, 0.95):
@@ -212,7 +212,7 @@ def train(training, steps=None):
 
 
 def estimated_by(setting, model, x, directions):
-    """Squared norms by their definition, from rows."""
+    """Returns rows and squared norms by their definition."""
     rows = rows_of_one_graph(losses_of(model, x), model)
     if setting.kind == "factored":
         k, total = setting.num_projections, rows.square().sum(1)
@@ -229,7 +229,7 @@ def estimated_by(setting, model, x, directions):
 
 
 def losses_of_positions(model, x):
-    """Gradient of the losses in the output of the linear map, (n, t, e)."""
+    """Returns the gradient of the losses in the output of the linear map, (n, t, e)."""
     y = model.mix(model.norm(model.tokens(x))).detach().requires_grad_()
     z = y.mean(1)
     (z.sin() * torch.linspace(0.5, 1.5, 60)).sum().backward()
@@ -254,8 +254,8 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise(setting):
 
 
 @pytest.mark.parametrize("setting", [FACTORED, FLOORED])
-def test_estimates_have_no_part_of_the_rest_of_the_batch(setting):
-    """Nor of the budget of memory: the factor of one example is a function of its row and of the directions."""
+def test_estimates_do_not_depend_on_the_rest_of_the_batch(setting):
+    """They do not depend on the memory budget either, only on the example's row and the directions."""
     model, x = language_model(), data()[:9][0]
     whole = on_the_tape(model, x, setting)[0]
     for some in (slice(0, 1), slice(3, 5), slice(2, 9)):
@@ -264,7 +264,7 @@ def test_estimates_have_no_part_of_the_rest_of_the_batch(setting):
 
 
 @pytest.mark.parametrize("setting", [FACTORED, FLOORED])
-def test_a_second_backward_gives_the_same_where_memory_is_short(setting, monkeypatch):
+def test_a_second_backward_gives_the_same_estimates(setting, monkeypatch):
     model, x = language_model(), data()[:9][0]
     squares, total, _ = on_the_tape(model, x, setting)
     monkeypatch.setattr(Budget, "wants_second_backward", True)
@@ -290,7 +290,7 @@ def test_a_resumed_run_repeats_bit_for_bit(setting, microbatch_size):
 
 
 def test_directions_are_fresh_in_every_step_and_microbatch(monkeypatch):
-    drawn = {}  # a rehearsal has the directions of its batch
+    drawn = {}  # without rehearsals, which reuse the directions of their batch
 
     def matrix(self, *args, right=Directions.matrix, **kwargs):
         found = right(self, *args, **kwargs)
@@ -361,7 +361,7 @@ def test_settings_out_of_range_are_refused(settings):
 
 @pytest.mark.parametrize("setting", [FACTORED, FLOORED])
 def test_a_form_that_depends_on_the_batch_is_refused(setting):
-    """One example, by its presence, would change how the norms of all others are estimated."""
+    """Otherwise one example could change how the norms of all others are estimated."""
 
     def forward(m, x):
         h = F.linear(x, m.w) if x[:, 0].max() > 2 else (x[:, None] * m.w).sum(2)
@@ -399,7 +399,7 @@ def test_a_run_whose_estimates_changed_is_refused(setting):
     """Nothing is released that the ledger would call something else."""
     training = training_of(language_model(), setting)
     train(training, steps=2)
-    training._mechanism._sketching.setting = tp.Sketched(3, kind=setting.kind, floor=setting.floor)
+    training._mechanism._estimator.setting = tp.Sketched(3, kind=setting.kind, floor=setting.floor)
     with pytest.raises(tp.Refused, match="changed since the start"):
         train(training)
     assert training.step_count == 2
@@ -425,7 +425,7 @@ def test_an_infinite_gradient_leaves_the_example_out(setting):
     assert model.f.weight.isfinite().all()
 
 
-def test_what_the_tape_refuses_is_refused_with_its_words():
+def test_refusals_by_the_tape_keep_their_message():
     with pytest.raises(tp.Refused, match="cannot be told apart"):
         train(training_of(Calls(lambda m, x: m.e(x).sum(1) - m.e(x).mean((0, 1)), e=nn.Embedding(60, 50)), FACTORED))
 
@@ -447,7 +447,7 @@ def test_look_ups_sum_equal_tokens_before_the_norm():
 
 @pytest.mark.parametrize("setting", [FACTORED, FLOORED])
 def test_half_precision_is_summed_in_float32(setting):
-    """The rows that are summed are those whose norms are estimated: with directions in float32."""
+    """Norms are estimated from the same rows that are summed, with directions in float32."""
     torch.set_default_dtype(torch.float32)
     model, x = language_model().bfloat16(), data()[:9][0]
     squares = on_the_tape(model, x, setting)[0]

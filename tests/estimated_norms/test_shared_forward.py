@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward mode whose values are computed once for all directions: the same tangents, or a refusal to share."""
+"""Tests that forward mode with shared values gives the same tangents, or refuses to share."""
 
 from contextlib import nullcontext
 
@@ -13,27 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_privacy as tp
 from torch_privacy._replay import RandomState
-from torch_privacy.estimated_norms import jvp as _pushforward
+from torch_privacy.estimated_norms import jvp
 from torch_privacy.estimated_norms.directions import Directions
-from torch_privacy.estimated_norms.jvp import Manner, Run
-from torch_privacy.estimated_norms.projected import Sketching
-from torch_privacy.estimated_norms.shared_forward import Unshared
+from torch_privacy.estimated_norms.jvp import BatchingMode, ForwardCall
+from torch_privacy.estimated_norms.projected import Projector
+from torch_privacy.estimated_norms.shared_forward import CannotShare
 
 R = 3
 
 
-def pushed(model, x, manner):
-    """Tangents of the outputs along three directions, and the run that made them."""
+def tangents(model, x, batching):
+    """Returns the outputs' tangents along three directions, and the recorded forward call."""
     torch.manual_seed(3)
-    run = Run(model, (x,), {}, RandomState())
-    run.ended(model(x))
+    call = ForwardCall(model, (x,), {}, RandomState())
+    call.record_output(model(x))
     v = Directions(bytes(32), 0, 0).draw(range(R), trained(model))
-    return run.push(v, trained(model), manner), run
+    return call.tangents(v, trained(model), batching), call
 
 
 def filled(model, x):
     out = torch.zeros(len(x), 4)
-    out[:, :2] = x[:, :2]  # a value, in zeros that are made in every pass
+    out[:, :2] = x[:, :2]  # a value, in zeros that are created in every pass
     out[:, 2:] = (x @ model.w)[:, 2:]
     return out
 
@@ -53,7 +53,7 @@ def copy_filled(model, x):
 
 
 class OwnBuffer(torch.autograd.Function):
-    """Twice its argument; the tangent is written into what the forward made."""
+    """Doubles its argument; the tangent is written into a buffer of the forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -66,7 +66,7 @@ class OwnBuffer(torch.autograd.Function):
 
 
 class OwnZeros(torch.autograd.Function):
-    """Twice its argument; the tangent is added to zeros."""
+    """Doubles its argument; the tangent is added to zeros."""
 
     @staticmethod
     def forward(ctx, x):
@@ -139,18 +139,18 @@ def calls(function):
 
 
 @pytest.mark.parametrize("function", [*SHARED.values(), *UNSHARED.values()], ids=[*SHARED, *UNSHARED])
-def test_tangents_are_those_of_separate_forwards_or_nothing_is_shared(function):
-    expected, _ = pushed(*calls(function), Manner.EACH)
+def test_tangents_equal_those_of_separate_forwards_or_sharing_is_refused(function):
+    expected, _ = tangents(*calls(function), BatchingMode.EACH)
     if function in UNSHARED.values():
-        with pytest.raises(Unshared):
-            pushed(*calls(function), Manner.SHARED)
+        with pytest.raises(CannotShare):
+            tangents(*calls(function), BatchingMode.SHARED)
     else:
-        found, _ = pushed(*calls(function), Manner.SHARED)
+        found, _ = tangents(*calls(function), BatchingMode.SHARED)
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts matrix products."""
 
     count = 0
 
@@ -162,45 +162,45 @@ class Products(TorchDispatchMode):
 def test_values_are_computed_once():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(5, 4)
     found = {}
-    for manner in (Manner.EACH, Manner.SHARED):
+    for batching in (BatchingMode.EACH, BatchingMode.SHARED):
         with Products() as products:
-            pushed(model, x, manner)
-        found[manner] = products.count
-    assert found[Manner.EACH] - found[Manner.SHARED] >= (R - 1) * 2  # of two layers
+            tangents(model, x, batching)
+        found[batching] = products.count
+    assert found[BatchingMode.EACH] - found[BatchingMode.SHARED] >= (R - 1) * 2  # two layers
 
 
 def test_values_that_no_tangent_needs_are_not_kept():
     model, x = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 1)), torch.randn(50, 4)
-    _, run = pushed(model, x, Manner.SHARED)
-    kept = sum(storage.nbytes() for storage in run.shared._needed.values())
-    assert 50 * 1000 < kept / x.itemsize < 2 * 50 * 1000  # what tanh gave, not what it was given
-    run.forget()
-    assert run.shared is None
+    _, call = tangents(model, x, BatchingMode.SHARED)
+    assert 50 * 1000 < call.shared.kept_bytes / x.itemsize < 2 * 50 * 1000  # the output of tanh, but not its input
+    call.free_shared()
+    assert call.shared is None
 
 
-def test_a_pass_that_takes_another_course_is_noticed():
-    courses = iter([torch.sin] * (1 + R) + [torch.tanh])
-    model, x = calls(lambda m, x: next(courses)(x @ m.w))
-    _, run = pushed(model, x, Manner.SHARED)
-    with pytest.raises(Unshared, match="tanh"):
-        run.push(Directions(bytes(32), 0, 0).draw(range(1), trained(model)), trained(model), Manner.SHARED)
+def test_a_pass_with_other_ops_is_detected():
+    functions = iter([torch.sin] * (1 + R) + [torch.tanh])
+    model, x = calls(lambda m, x: next(functions)(x @ m.w))
+    _, call = tangents(model, x, BatchingMode.SHARED)
+    v = Directions(bytes(32), 0, 0).draw(range(1), trained(model))
+    with pytest.raises(CannotShare, match="tanh"):
+        call.tangents(v, trained(model), BatchingMode.SHARED)
 
 
-@pytest.mark.parametrize(("width", "group_size", "said"), [
+@pytest.mark.parametrize(("width", "group_size", "expected"), [
     (900, None, "sharing the forward"), (4, None, "together"), (4, 1, "sharing the forward"), (900, 2, "together"),
 ])  # fmt: skip
-def test_forwards_of_large_tensors_are_shared(width, group_size, said):
+def test_forwards_of_large_tensors_are_shared(width, group_size, expected):
     model, x = nn.Linear(4, width), torch.randn(60, 4)
-    run = Run(model, (x,), {}, RandomState())
+    call = ForwardCall(model, (x,), {}, RandomState())
     out = model(x)
-    run.ended(out)
-    sketching = Sketching(tp.Sketched(R, group_size))
-    sketching.jacobian(out.square().sum(1), trained(model), [run], Directions(bytes(32), 0, 0))
-    assert said in sketching.explain().partition(";")[0]
+    call.record_output(out)
+    projector = Projector(tp.Sketched(R, group_size))
+    projector.jacobian(out.square().sum(1), trained(model), [call], Directions(bytes(32), 0, 0))
+    assert expected in projector.explain().partition(";")[0]
 
 
 class Recurrent(nn.Module):
-    """An LSTM whose arguments and results all matter."""
+    """An LSTM with the losses depending on all its arguments and results."""
 
     def __init__(self, *, packed=False, first=False, **options):
         super().__init__()
@@ -235,9 +235,9 @@ LSTMS = {
 
 
 @pytest.mark.parametrize("frozen", ["", "lstm.weight_ih_l0", "lstm.weight_hh_l0"])
-@pytest.mark.parametrize("manner", [Manner.EACH, Manner.SHARED])
+@pytest.mark.parametrize("batching", [BatchingMode.EACH, BatchingMode.SHARED])
 @pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS)
-def test_tangents_of_an_lstm_are_those_of_torch_itself(options, manner, frozen, monkeypatch):
+def test_tangents_of_an_lstm_equal_those_of_torch(options, batching, frozen, monkeypatch):
     torch.manual_seed(2)
     model, x = Recurrent(**options).double(), torch.randn(5, 7, 3).double()
     if frozen:
@@ -245,13 +245,13 @@ def test_tangents_of_an_lstm_are_those_of_torch_itself(options, manner, frozen, 
     if not model.lstm.batch_first:
         x = x.transpose(0, 1)
     with monkeypatch.context() as without:
-        without.setattr(_pushforward, "FastTangents", nullcontext)
-        expected, _ = pushed(model, x, Manner.EACH)
-    if "proj_size" in options and manner is Manner.SHARED:
-        with pytest.raises(Unshared, match="changes a value"):
-            pushed(model, x, manner)
+        without.setattr(jvp, "FastTangents", nullcontext)
+        expected, _ = tangents(model, x, BatchingMode.EACH)
+    if "proj_size" in options and batching is BatchingMode.SHARED:
+        with pytest.raises(CannotShare, match="changes a value"):
+            tangents(model, x, batching)
         return
-    found, _ = pushed(model, x, manner)
+    found, _ = tangents(model, x, batching)
     assert len(found) == 3
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random projections: their law, that all ways to them agree, what black boxes they train, and what is refused."""
+"""Tests random projections: their distribution, agreement of all strategies, black boxes, and refusals."""
 
 import copy
 
@@ -15,9 +15,8 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy._replay import RandomState
 from torch_privacy.estimated_norms.directions import Directions
-from torch_privacy.estimated_norms.jvp import WAYS, Run, differentiable_twice
-from torch_privacy.estimated_norms.projected import Sketch, Sketching
-from torch_privacy.jacobian.graph import Graph
+from torch_privacy.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
+from torch_privacy.estimated_norms.projected import ProjectedRecording, Projector
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 KEY = bytes(range(32))
@@ -27,15 +26,15 @@ def small():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def run_of(model, x):
-    """The losses of a forward, and the run that can be made again."""
-    run = Run(model, (x,), {}, RandomState())
+def recorded_call(model, x):
+    """Returns the losses of a forward, and the recorded call, which can be repeated."""
+    call = ForwardCall(model, (x,), {}, RandomState())
     kept = []
     handle = model.register_forward_hook(lambda module, args, output: kept.append(output))
     losses = losses_of(model, x)
     handle.remove()
-    run.ended(kept[0])
-    return losses, run
+    call.record_output(kept[0])
+    return losses, call
 
 
 class Scripted(nn.Module):
@@ -48,7 +47,7 @@ class Scripted(nn.Module):
         return self.function(x, self.w)
 
 
-def scripted_step(x, w):  # no annotations: they are strings to torch.jit
+def scripted_step(x, w):  # no annotations: torch.jit would see them as strings
     h = x
     for _ in range(2):
         h = torch.tanh(h @ w @ w.t())
@@ -56,7 +55,7 @@ def scripted_step(x, w):  # no annotations: they are strings to torch.jit
 
 
 class CubeWithJvp(torch.autograd.Function):
-    """``x w³``, whose backward cannot be differentiated: only its forward mode can be projected."""
+    """Computes ``x w³`` with a backward that cannot be differentiated: only its forward mode can be projected."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -79,7 +78,7 @@ class CubeWithJvp(torch.autograd.Function):
 
 
 class TwiceDifferentiable(torch.autograd.Function):
-    """The same without a forward mode."""
+    """Computes the same without a forward mode."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -93,7 +92,7 @@ class TwiceDifferentiable(torch.autograd.Function):
 
 
 def neural_ode(module, x):
-    """Five steps of Runge-Kutta through the field ``tanh(W x)``."""
+    """Runs five Runge-Kutta steps through the field ``tanh(W x)``."""
 
     def field(h):
         return torch.tanh(F.linear(h, module.w))
@@ -107,13 +106,13 @@ def neural_ode(module, x):
 
 
 def hypernetwork(module, x):
-    """The weights of the layer come from another network: no gradient of a leaf is an outer product."""
+    """Computes the layer's weights by another network, so that no gradient of a leaf is an outer product."""
     w = module.hyper(module.code).view(3, 3)
     return torch.tanh(x @ torch.linalg.matrix_exp(w))
 
 
 def mixed_layouts(module, x):
-    """Examples first, then last, then side by side in one dimension."""
+    """Places examples first, then last, then side by side in one dimension."""
     h = (x @ module.w).T.contiguous()  # (e, n)
     h = torch.fft.irfft(torch.fft.rfft(h, dim=0) * module.v[:, None], n=4, dim=0)
     return h.T
@@ -139,49 +138,49 @@ BLACK_BOXES = {
 
 
 @pytest.mark.parametrize("box", [*BLACK_BOXES])
-@pytest.mark.parametrize("way", [*WAYS])
-def test_every_way_that_works_gives_the_products_of_rows_and_directions(box, way):
+@pytest.mark.parametrize("strategy", [*STRATEGIES])
+def test_every_strategy_that_works_gives_the_products_of_rows_and_directions(box, strategy):
     torch.manual_seed(1)
     model, x = BLACK_BOXES[box](), torch.randn(5, 3)
     with differentiable_twice(model):
-        losses, run = run_of(model, x)
+        losses, call = recorded_call(model, x)
         rows = rows_of_one_graph(losses, model)
         v = Directions(KEY, 0, 0).draw(range(3), trained(model))
         try:
-            projections = WAYS[way](losses, trained(model), [run])(v)
+            projections = STRATEGIES[strategy](losses, trained(model), [call])(v)
         except RuntimeError as error:
             if "custom function" in box or "scripted" in box:
                 pytest.skip(str(error).partition("\n")[0])
             raise
     expected = rows @ torch.cat([d.flatten(1) for d in v.values()], 1).double().T
-    if "with jvp" in box and "double" in way:
-        pytest.fail("a backward that cannot be differentiated was")
+    if "with jvp" in box and "double" in strategy:
+        pytest.fail("a backward that cannot be differentiated was differentiated")
     torch.testing.assert_close(projections, expected)
 
 
 def test_the_taped_jacobian_projects_alike():
     model, x = small(), torch.randn(6, 3)
     v = Directions(KEY, 3, 0).draw(range(4), trained(model))
-    losses, run = run_of(model, x)
+    losses, call = recorded_call(model, x)
     taped = recorded_jacobian(model, x, losses_of).project(v)
-    for way in WAYS.values():
-        torch.testing.assert_close(way(losses, trained(model), [run])(v), taped)
+    for strategy in STRATEGIES.values():
+        torch.testing.assert_close(strategy(losses, trained(model), [call])(v), taped)
 
 
 DRAWS = 100_000
 
 
 @pytest.mark.parametrize("r", [1, 5])
-def test_estimates_follow_the_law_that_is_priced_by_whichever_way(r):
-    """Rows that share no parameter have estimates that are independent of each other: many draws at once."""
+def test_estimates_follow_the_priced_distribution_with_every_strategy(r):
+    """Rows that share no parameter have independent estimates, so that one batch gives many draws."""
     torch.set_default_dtype(torch.float32)
     model, x = nn.Embedding(DRAWS, 2), torch.arange(DRAWS)
     with tp.record(model) as tape:
         taped = tape.jacobian(losses_of(model, x))
-    losses, run = run_of(model, x)
+    losses, call = recorded_call(model, x)
     v = Directions(KEY, 7, 1).draw(range(r), trained(model))
-    ways = [way(losses, trained(model), [run]) for name, way in WAYS.items() if "together" in name]
-    projections = [project(v).detach() for project in (taped.project, *ways)]
+    batched = [strategy(losses, trained(model), [call]) for name, strategy in STRATEGIES.items() if "together" in name]
+    projections = [project(v).detach() for project in (taped.project, *batched)]
     for found in projections:
         torch.testing.assert_close(found, projections[0], rtol=1e-4, atol=1e-5)
         ratio = found.square().sum(1) / taped.squared_norms()
@@ -229,7 +228,7 @@ def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
 
 
 @pytest.mark.parametrize("box", [*BLACK_BOXES])
-def test_black_boxes_train_privately_and_say_at_which_price(box):
+def test_black_boxes_train_privately_and_state_their_price(box):
     torch.manual_seed(1)
     training = training_of(BLACK_BOXES[box](), optimizer=torch.optim.Adam, delta=1e-3)
     before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
@@ -244,13 +243,13 @@ def test_black_boxes_train_privately_and_say_at_which_price(box):
     assert training.spent().epsilon.low >= exact.high
 
 
-def test_forward_mode_where_backward_ends_else_double_vjp():
-    ways = {box: training_of(BLACK_BOXES[box]()) for box in ("custom function with jvp", "custom function without")}
-    for training in ways.values():
+def test_a_custom_function_is_projected_by_the_mode_that_it_supports():
+    boxes = {box: training_of(BLACK_BOXES[box]()) for box in ("custom function with jvp", "custom function without")}
+    for training in boxes.values():
         train(training)
-    assert "forward mode" in ways["custom function with jvp"].explain().partition(";")[0]
-    assert "double vjp" in ways["custom function without"].explain().partition(";")[0]
-    assert "not by forward mode" in ways["custom function without"].explain()
+    assert "forward mode" in boxes["custom function with jvp"].explain().partition(";")[0]
+    assert "double vjp" in boxes["custom function without"].explain().partition(";")[0]
+    assert "not by forward mode" in boxes["custom function without"].explain()
 
 
 def test_losses_may_have_more_digits_than_the_model():
@@ -260,7 +259,7 @@ def test_losses_may_have_more_digits_than_the_model():
 
 
 class Counts(nn.Module):
-    """No two of its forwards are the same."""
+    """A model that gives another output on every forward."""
 
     def __init__(self):
         super().__init__()
@@ -323,18 +322,18 @@ def test_group_size_changes_nothing_but_rounding():
     torch.testing.assert_close(ends[0], ends[2])
 
 
-def test_groups_are_even_and_one_direction_is_pushed_by_itself():
+def test_groups_are_even_and_a_single_direction_is_not_batched():
     groups = Directions(KEY, 0, 0).in_groups(10, 8, {"w": torch.zeros(3)})
     assert [len(group["w"]) for group in groups] == [5, 5]
-    said = []
+    explanations = []
     for r in (1, 2):
         model = small()
-        losses, run = run_of(model, torch.randn(4, 3))
-        sketching = Sketching(tp.Sketched(r))
-        sketching.jacobian(losses, trained(model), [run], Directions(KEY, 0, 0))
-        said.append(sketching.explain())
-    assert "one direction after the other" in said[0]
-    assert "directions together" in said[1]
+        losses, call = recorded_call(model, torch.randn(4, 3))
+        projector = Projector(tp.Sketched(r))
+        projector.jacobian(losses, trained(model), [call], Directions(KEY, 0, 0))
+        explanations.append(projector.explain())
+    assert "one direction after the other" in explanations[0]
+    assert "directions together" in explanations[1]
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
@@ -419,7 +418,7 @@ class WritesBuffer(Standardized):
 
 
 class WrongBackward(torch.autograd.Function):
-    """Clamps the gradient: no derivative of anything, and not linear."""
+    """Clamps the gradient, which is neither linear nor a derivative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -435,7 +434,7 @@ class WrongBackward(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """Can be differentiated once, in reverse."""
+    """The identity, which can be differentiated only once, in reverse mode."""
 
     @staticmethod
     def forward(ctx, x):
@@ -448,7 +447,7 @@ class Once(torch.autograd.Function):
 
 
 class Doubled(Once):
-    """Its jvp says otherwise than its backward."""
+    """The identity with a jvp that disagrees with its backward."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -496,14 +495,14 @@ def test_what_cannot_be_guaranteed_is_refused_and_nothing_is_released(wrong):
     assert not training.ledger.events
 
 
-def test_a_model_that_is_given_nothing_of_the_batch_trains():
+def test_a_model_without_batch_inputs_trains():
     training = training_of(Calls(lambda m, x: m.w, w=torch.rand(3)))
     train(training, lambda m, x, y: (x * m(None)).sum(1).sin())
     assert training.step_count == 4
 
 
 class Positions(nn.Module):
-    """Words and their positions, of which there are as many as examples in the batch and entries in an embedding."""
+    """Adds embeddings of words and positions; positions, examples and embedding entries are equal in number."""
 
     def __init__(self, number=lambda m, x: torch.arange(6)):
         super().__init__()
@@ -523,7 +522,7 @@ def training_on_words(model):
     lambda m, x: torch.arange(6), lambda m, x: m.order[:6] + 1, lambda m, x: torch.arange(x.shape[1])[None],
     lambda m, x: torch.ones(6, dtype=torch.long).cumsum(0),
 ], ids=["range", "buffer", "of the input's size", "summed"])  # fmt: skip
-def test_positions_are_told_from_examples_where_there_are_as_many(number):
+def test_positions_are_not_confused_with_as_many_examples(number):
     train(training_on_words(Positions(number)))
 
 
@@ -531,7 +530,7 @@ def test_positions_are_told_from_examples_where_there_are_as_many(number):
     lambda m, x: x.sum(0) % 9, lambda m, x: torch.arange(6).copy_(x[0]), lambda m, x: torch.tensor(x[0].tolist()),
     lambda m, x: torch.where(x[0] > 4, m.order[:6], 0),
 ], ids=["over the batch", "written over", "past torch", "chosen by data"])  # fmt: skip
-def test_numbers_made_of_data_are_no_positions(number):
+def test_positions_computed_from_data_are_refused(number):
     with pytest.raises(tp.Refused, match=r"examples of a batch depend on each other: .* the model's own forward"):
         train(training_on_words(Positions(number)))
 
@@ -569,40 +568,39 @@ def test_evaluation_and_copies_run_untouched():
 
 def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     model = nn.Sequential(small(), nn.Dropout(0.5))
-    sketch = Sketch(Sketching(tp.Sketched(16)), trained(model), Directions(KEY, 0, 0))
+    recording = ProjectedRecording(Projector(tp.Sketched(16)), trained(model), Directions(KEY, 0, 0))
     torch.manual_seed(3)
     x = torch.randn(4, 3)
-    sketch.begin(model, (x,), {})
-    y = model(x)
-    sketch.end(y)
+    plain = model(x)
     expected = torch.rand(3)
     torch.manual_seed(3)
     torch.randn(4, 3)
-    sketch.begin(model, (x,), {})
+    recording.begin(model, (x,), {})
     y = model(x)
-    sketch.end(y)
-    losses = y.square().sum(1)
-    sketch._sketching.is_new(Graph(losses), 4)
-    sketch._sketching.jacobian(losses, trained(model), sketch._runs[-1:], Directions(KEY, 0, 0))
+    recording.end(y)
+    norms = []
+    recording.clipped_sum(y.square().sum(1), {"all": ()}, None, observe=lambda j, _: norms.append(j.squared_norms()))
+    assert torch.equal(y, plain)
+    assert norms[0].isfinite().all()
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_prefetched_tangents_change_nothing(monkeypatch):
-    """By then no graph stands beside them; the estimates are those of tangents pushed afterwards."""
-    initial, ahead = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []
-    push_ahead = Run.push_ahead
-    monkeypatch.setattr(Run, "push_ahead", lambda run, *args, **kwargs: ahead.append(push_ahead(run, *args, **kwargs)))
+    """Estimates are the same whether tangents are computed before the forward or after it."""
+    initial, prefetched = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []
+    prefetch = ForwardCall.prefetch_tangents
+    monkeypatch.setattr(ForwardCall, "prefetch_tangents", lambda *args: prefetched.append(prefetch(*args)))
     torch.manual_seed(4)
     reference = train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5, assume_independent="test"))
-    assert len(ahead) == 9  # three groups in all steps but the first
-    monkeypatch.setattr(Sketching, "pushes_ahead", False)
+    assert len(prefetched) == 9  # three groups in all steps except the first
+    monkeypatch.setattr(Projector, "prefetches", False)
     torch.manual_seed(4)
     assert torch.equal(train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5)), reference)
-    assert len(ahead) == 9
+    assert len(prefetched) == 9
 
 
 class InPlaceLater(nn.Module):
-    """Changes its input once it is told to."""
+    """Changes its input in place when ``is_late``."""
 
     def __init__(self):
         super().__init__()
@@ -612,23 +610,23 @@ class InPlaceLater(nn.Module):
         return self.body(x.mul_(2) if self.is_late else x)
 
 
-def test_a_forward_that_comes_to_change_its_input_is_refused():
+def test_a_forward_that_starts_to_change_its_input_is_refused():
     model = InPlaceLater()
     training = training_of(model)
     train(training, steps=2)
     model.is_late = True
-    with pytest.raises(tp.Refused, match=r"cannot be projected as those before it: .*in-place operation"):
+    with pytest.raises(tp.Refused, match=r"cannot be projected like the earlier ones: .*in-place operation"):
         train(training)
 
 
-@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.needs_runs])
-def test_a_forward_that_changed_its_input_is_not_made_again(way):
+@pytest.mark.parametrize("strategy", [name for name, strategy in STRATEGIES.items() if strategy.repeats_forward])
+def test_a_forward_that_changed_its_input_is_not_repeated(strategy):
     model = InPlaceLater()
     model.is_late = True
-    losses, run = run_of(model, torch.randn(5, 3))
+    losses, call = recorded_call(model, torch.randn(5, 3))
     v = Directions(KEY, 0, 0).draw(range(2), trained(model))
     with pytest.raises(RuntimeError, match="changed its input in place"):
-        WAYS[way](losses, trained(model), [run])(v)
+        STRATEGIES[strategy](losses, trained(model), [call])(v)
 
 
 def test_a_forward_that_changes_its_input_is_projected_by_a_double_vjp():
@@ -640,13 +638,13 @@ def test_a_forward_that_changes_its_input_is_projected_by_a_double_vjp():
 
 
 @pytest.mark.parametrize("functions", [(CubeWithJvp, TwiceDifferentiable), (TwiceDifferentiable, CubeWithJvp)])
-def test_a_batch_that_takes_other_ops_is_refused_and_nothing_is_released(functions):
+def test_a_batch_with_other_ops_is_refused_and_nothing_is_released(functions):
     model = Calls(lambda m, x: m.function(x, m.w), w=torch.rand(3))
     training = training_of(model)
     model.function = functions[0].apply
     train(training, steps=2)
     before, model.function = model.w.detach().clone(), functions[1].apply
-    with pytest.raises(tp.Refused, match="cannot be projected as those before it"):
+    with pytest.raises(tp.Refused, match="cannot be projected like the earlier ones"):
         train(training)
     assert training.step_count == 2
     assert torch.equal(model.w, before)

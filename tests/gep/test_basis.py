@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The anchor subspace: orthonormal, of the anchors' span, group by group, and made without a trace."""
+"""Tests the anchor subspace: orthonormal, spanned by the anchors, group by group, computed without side effects."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_privacy as tp
 from torch_privacy.gep import anchors as _anchors
 from torch_privacy.gep.basis import Columns, balanced_groups, groups_by_prefix, quotas
-from torch_privacy.gep.orthonormal import Fold, Start, orthonormalize
+from torch_privacy.gep.orthonormal import CountSketch, RandomStart, orthonormalize
 from torch_privacy.ops.dense import Rows
 
 
@@ -25,7 +25,7 @@ def generator():
 
 
 def cnn(dtype=torch.float32):
-    """Groups of 160, 1160 and 330 parameters."""
+    """Returns a CNN with layers of 160, 32, 1160 and 330 parameters."""
     layers = [nn.Conv2d(1, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10)).to(dtype)
 
@@ -35,7 +35,7 @@ def images(m=60, dtype=torch.float32):
 
 
 def explicit(basis):
-    """All directions as rows over all parameters, in the model's order."""
+    """Returns all directions as rows over all parameters, in the model's order."""
     rows = []
     shapes = {name: shape for columns in basis.columns.values() for name, shape in columns.shapes.items()}
     for group, zeros in basis.zeros().items():
@@ -46,7 +46,7 @@ def explicit(basis):
 
 
 def anchors(subspace, model, basis_seed=0):
-    """The anchor gradients G of `AnchorSubspace.basis`, in float64, found by a label function that writes down."""
+    """Returns the basis and its anchor gradients G in float64, by a label function that records the batches."""
     seen = []
 
     def noted(batch, outputs, generator):
@@ -75,8 +75,8 @@ def test_directions_are_orthonormal_and_zero_outside_of_their_group(dtype, itera
         assert set(part) == set(names)
 
 
-def test_one_iteration_spans_what_the_formula_says():
-    """Directions for as many anchors as there are span all of these, whatever the start."""
+def test_one_iteration_spans_the_anchors():
+    """If there are as many directions as anchors, they span all of them, for every random start."""
     model = cnn(torch.float64)
     basis, g = anchors(tp.AnchorSubspace(images(12, torch.float64), 36, ["0", "1", "3", "7"]), model)
     sizes = [sum(shape.numel() for shape in columns.shapes.values()) for columns in basis.columns.values()]
@@ -87,13 +87,13 @@ def test_one_iteration_spans_what_the_formula_says():
         assert len(v) <= span
         if len(v) == span:
             torch.testing.assert_close(part @ v.T @ v, part, rtol=1e-6, atol=1e-8)
-        else:  # the best of so many directions leaves as much out as the smaller singular values; ours a little more
+        else:  # the best subspace leaves out the smaller singular values; power iteration leaves out a little more
             best = torch.linalg.svdvals(part)[len(v) :].square().sum()
             assert best <= (part - part @ v.T @ v).square().sum() < 3 * best + 1e-9, group
 
 
 def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
-    """Whether the gradients are kept or made again makes no difference."""
+    """The result is the same whether gradients are kept or recomputed."""
     model, x = cnn(torch.float64), images(60, torch.float64)
     labels = lambda batch, outputs, generator: torch.zeros(len(outputs), dtype=torch.int64)  # noqa: E731
     rows = rows_of_one_graph(F.cross_entropy(model(x), labels(x, x, None), reduction="none"), model)
@@ -111,7 +111,7 @@ def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
 
 @pytest.mark.parametrize(("rows_kept", "forwards"), [(1682, 1), (1681, 3), (522, 3), (0, 3)])
 def test_gradients_of_small_groups_are_kept_as_far_as_they_fit(monkeypatch, rows_kept, forwards):
-    """Groups of 160, 32, 1160 and 330 numbers a row: the model runs again only where some group was not kept."""
+    """The model runs again only if the gradients of some group, of 160, 32, 1160 or 330 entries, were not kept."""
     x, made, counted = images(20, torch.float64), [], []
     labels = lambda batch, outputs, generator: torch.zeros(len(outputs), dtype=torch.int64)  # noqa: E731
     subspace = tp.AnchorSubspace(x, 12, ["0", "1", "3", "7"], power_iterations=3, labels=labels)
@@ -123,11 +123,11 @@ def test_gradients_of_small_groups_are_kept_as_far_as_they_fit(monkeypatch, rows
     monkeypatch.setattr(tp.Jacobian, "restricted", lambda self, names: made.append(names) or restricted(self, names))
     torch.testing.assert_close(explicit(subspace.basis(model)), expected, rtol=1e-9, atol=1e-10)
     assert len(counted) == forwards
-    again = {1682: 0, 1681: 1, 522: 1, 0: 4}[rows_kept]  # groups made in every further iteration
+    again = {1682: 0, 1681: 1, 522: 1, 0: 4}[rows_kept]  # groups recomputed in every further iteration
     assert len(made) == 4 + 2 * again
 
 
-def test_augmentation_is_the_basis_s_own_and_new_in_every_step():
+def test_augmentation_depends_only_on_the_key_of_the_basis():
     drawn = []
 
     class Augmented(torch.utils.data.Dataset):
@@ -160,8 +160,8 @@ def test_autocast_around_it_does_not_make_the_basis_coarse():
         torch.testing.assert_close(v @ v.T, torch.eye(len(v)).double(), rtol=0, atol=1e-5)
 
 
-def test_without_iterations_directions_are_random_whatever_the_anchors():
-    """So many of p random directions hold that share of a vector's squared length."""
+def test_without_iterations_directions_are_random_and_independent_of_the_anchors():
+    """k of p random directions contain the share k/p of a vector's squared norm on average."""
     model = cnn(torch.float64)
     first, second = (
         explicit(
@@ -176,14 +176,14 @@ def test_without_iterations_directions_are_random_whatever_the_anchors():
     assert (vectors @ other.T).square().sum(1).mean() == pytest.approx(100 / other.shape[1], rel=0.1)
 
 
-def test_the_fold_of_large_groups_begins_as_well_as_normal_numbers():
-    """What a basis leaves out of a Jacobian with a known spectrum, against the singular values."""
+def test_a_sketched_start_is_as_good_as_a_dense_normal_one():
+    """Compares the part of a Jacobian with known spectrum outside of the basis with its singular values."""
     u, v = (torch.linalg.qr(torch.randn(size, 60))[0] for size in (200, 4000))
     spectrum = torch.logspace(0, -2, 60)
     g = u * spectrum @ v.T
-    b = Start(4000, 20, generator(), g).coordinates((g[:, :1500], g[:, 1500:])).T @ g
-    basis = orthonormalize(b, generator()).formed()
-    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator()).formed()
+    b = RandomStart(4000, 20, generator(), g).coordinates((g[:, :1500], g[:, 1500:])).T @ g
+    basis = orthonormalize(b, generator()).matrix()
+    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator()).matrix()
     left, by_normal, best = (
         (g - g @ basis.T @ basis).norm(),
         (g - g @ normal.T @ normal).norm(),
@@ -198,29 +198,29 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     torch.set_default_dtype(torch.float32)
     u = torch.linalg.qr(torch.randn(9000, 30).double())[0]
     mixed = torch.linalg.qr(torch.randn(30, 30).double())[0] * torch.logspace(0, -decades, 30).double() @ u.T
-    v = orthonormalize(1e-12 * mixed.float(), generator()).formed()
+    v = orthonormalize(1e-12 * mixed.float(), generator()).matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
 
 
-def test_directions_that_their_fold_misjudges_become_orthonormal_as_well():
-    """Of the first vector nearly nothing is left when it is folded: so it comes out far too long."""
+def test_directions_that_their_sketch_misjudges_become_orthonormal_as_well():
+    """The sketch of the first vector is nearly zero, so the first pass scales it far too long."""
     torch.set_default_dtype(torch.float32)
     vectors = torch.randn(5, 400)
-    fold = Fold(400, 5, generator(), vectors)
-    signs = fold(torch.eye(400)).sum(1)
+    sketch = CountSketch(400, 5, generator(), vectors)
+    signs = sketch(torch.eye(400)).sum(1)
     missed = torch.randn(400)
-    missed[320:] -= signs[320:] * fold(missed[None])[0]  # what comes last in each sum takes the rest off
+    missed[320:] -= signs[320:] * sketch(missed[None])[0]  # the last term of each sum cancels the others
     vectors[0] = missed + 0.03 * torch.randn(400)
-    assert fold(vectors[:1]).norm() < 0.1 * vectors[0].norm()
+    assert sketch(vectors[:1]).norm() < 0.1 * vectors[0].norm()
     span = torch.linalg.qr(vectors.double().T)[0].T
-    v = orthonormalize(vectors, generator()).formed()
+    v = orthonormalize(vectors, generator()).matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(5), rtol=0, atol=2e-6)
     torch.testing.assert_close((v.double() @ span.T).norm() ** 2, torch.tensor(5.0).double(), rtol=0, atol=1e-5)
 
 
-def test_columns_lie_as_rows_do_in_memory_and_come_back_in_shape():
-    """Rows of convolutions lie with the channels last: neither they nor the directions are copied for a product."""
+def test_columns_keep_the_memory_order_of_rows():
+    """Rows of convolutions have channels last in memory; a product copies neither them nor the directions."""
     rows = {"a": torch.randn(5, 4, 2, 3, 6).permute(0, 1, 4, 2, 3), "b": torch.randn(5, 7), "c": torch.randn(5)}
     columns = Columns.of(rows)
     flat = columns.flat(rows)
@@ -250,20 +250,20 @@ def test_deficient_anchors_give_fewer_directions_and_never_nan():
     assert len(explicit(left_out)) == 20
 
 
-def test_groups_do_not_look_at_each_other():
-    """A layer that is never reached has no directions, and the others have the same as ever."""
+def test_groups_are_independent_of_each_other():
+    """An unreached layer has no directions, and the others have the same as without it."""
     torch.manual_seed(1)
     alone = Calls(lambda m, x: m.a(x), a=nn.Linear(4, 3))
     both = Calls(lambda m, x: m.a(x), a=copy.deepcopy(alone.a), b=nn.Linear(5, 2))
     x = torch.randn(30, 4)
     basis = tp.AnchorSubspace(x, 12, ["a", "b"]).basis(both)
     assert basis.num_directions == {"a": 6, "b": 0}
-    v = basis.frames["a"].formed()
-    other = tp.AnchorSubspace(x, 6, ["a"]).basis(alone).frames["a"].formed()
+    v = basis.directions["a"].matrix()
+    other = tp.AnchorSubspace(x, 6, ["a"]).basis(alone).directions["a"].matrix()
     torch.testing.assert_close(v.T @ v, other.T @ other, rtol=1e-6, atol=1e-8)
 
 
-def test_chunks_make_no_difference_but_to_random_labels():
+def test_chunks_make_no_difference_with_given_labels():
     labels = torch.randint(10, (50,))
     data, model = TensorDataset(images(50, torch.float64), labels), cnn(torch.float64)
     true = lambda batch, outputs, generator: batch[1]  # noqa: E731
@@ -305,7 +305,7 @@ def test_some_anchors_are_drawn_anew_with_new_labels():
     assert not torch.equal(labels, new)
 
 
-def test_making_a_basis_leaves_no_trace():
+def test_computing_a_basis_has_no_side_effects():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 3))
     model[0].weight.grad = torch.ones(8, 4)
     subspace = tp.AnchorSubspace(torch.randn(20, 4), 6, 2, power_iterations=2)
@@ -316,7 +316,7 @@ def test_making_a_basis_leaves_no_trace():
     assert torch.equal(model[0].weight.grad, torch.ones(8, 4))
     assert model[3].weight.grad is None
     torch.rand(7)
-    assert torch.equal(explicit(subspace.basis(model)), explicit(first))  # its dropout is its own
+    assert torch.equal(explicit(subspace.basis(model)), explicit(first))  # dropout depends only on the key
 
 
 def test_quotas_follow_the_roots_of_the_sizes():
@@ -365,7 +365,7 @@ def test_settings_out_of_range_are_refused():
 @pytest.mark.parametrize(
     "new", [lambda: nn.Linear(4, 1), lambda: nn.Sequential(nn.Linear(4, 2), nn.Flatten(0)), lambda: nn.RNN(4, 3)]
 )
-def test_random_labels_for_what_has_no_classes_are_refused(new):
+def test_random_labels_for_outputs_without_classes_are_refused(new):
     with pytest.raises(tp.Refused, match=r"at least 2 classes; the model's have .* Pass labels= and loss="):
         tp.AnchorSubspace(torch.randn(5, 4), 1, 1).basis(new())
 
@@ -373,7 +373,7 @@ def test_random_labels_for_what_has_no_classes_are_refused(new):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda y, _: y.mean()[None], r"on the auxiliary data: loss gave 1 losses for 5 examples"),
+        (lambda y, _: y.mean()[None], r"on the auxiliary data: loss returned 1 losses for 5 examples"),
         (lambda y, _: y.mean(), r"on the auxiliary data: losses of shape \(\)"),
     ],
     ids=["one", "scalar"],
@@ -391,7 +391,7 @@ class Counts(nn.Linear):
         return super().forward(input)
 
 
-def test_what_the_forward_keeps_of_the_auxiliary_data_is_put_back():
+def test_buffers_changed_by_the_auxiliary_data_are_restored():
     model = Counts(4, 3)
     model.register_buffer("seen", torch.zeros(()))
     tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
@@ -399,7 +399,7 @@ def test_what_the_forward_keeps_of_the_auxiliary_data_is_put_back():
 
 
 class Learns(nn.Linear):
-    """Moves a frozen parameter towards its inputs."""
+    """Moves a frozen parameter toward its inputs."""
 
     def forward(self, input):
         with torch.no_grad():

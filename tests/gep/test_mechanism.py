@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient embedding perturbation: what a step releases, its sensitivity, its price, and that a run can go on."""
+"""Tests gradient embedding perturbation: the release of a step, its sensitivity and price, resumed runs, refusals."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from trainings import N, cross_entropy, data, network, parameters_of, rows_of, t
 import torch_privacy as tp
 from torch_privacy.gep.basis import Basis, Columns
 from torch_privacy.gep.mechanism import EmbeddedSum
-from torch_privacy.gep.orthonormal import Frame
+from torch_privacy.gep.orthonormal import OrthonormalBasis
 from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
 
 FLAT = tp.Flat(0.3), tp.Flat(0.2)
@@ -36,18 +36,18 @@ def gep(embedding=FLAT[0], residual=FLAT[1], share=0.5, **settings):
 
 
 def gep_training(perturbation=None, **settings):
-    """The parameters of ``network()`` in the group "0" are columns 0-15, those of "2" are columns 16-25."""
+    """Returns a training of ``network()``: group "0" has columns 0-15 of its parameters, group "2" 16-25."""
     return training_of(clipping=None, perturbation=perturbation or gep(), **settings)
 
 
 def directions(training):
-    """The basis of the step under way as a matrix (k, 26)."""
-    return torch.block_diag(*(frame.formed() for frame in training._mechanism._basis.frames.values()))
+    """Returns the basis of the current step as a matrix (k, 26)."""
+    return torch.block_diag(*(group.matrix() for group in training._mechanism.basis.directions.values()))
 
 
 def noise_of(training, step):
-    """The standard normal numbers of a step: for the embedding, and for the residual if there is one."""
-    zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism._anchors.quotas.items()}
+    """Returns the standard normal numbers of a step: for the embedding, and for the residual if there is one."""
+    zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism.anchors.quotas.items()}
     count = sum(map(len, zeros.values()))
     if isinstance(training.settings.perturbation, tp.GEP):
         zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
@@ -66,11 +66,11 @@ def clipped(rows, bound):
 
 
 def released(training, rows, v, step):
-    """The gradient times the batch size as the formulas say it, from explicit residuals, for `FLAT` or `GROUPS`."""
+    """Returns the gradient times the batch size by its formula, with explicit residuals, for `FLAT` or `GROUPS`."""
     w, r = rows @ v.T, rows - rows @ v.T @ v
     setting, (z, y) = training.settings.perturbation, noise_of(training, step)
     if isinstance(setting.embedding_clipping, tp.Groups):
-        k = sum(count for group, count in training._mechanism._anchors.quotas.items() if group.startswith("0"))
+        k = sum(count for group, count in training._mechanism.anchors.quotas.items() if group.startswith("0"))
         w, r = (
             torch.cat([clipped(part, bound) for part, bound in zip(parts.split(sizes, 1), bounds, strict=True)], 1)
             for parts, sizes, bounds in ((w, [k, len(v) - k], [0.3, 0.1]), (r, [16, 10], [0.2, 0.15]))
@@ -84,7 +84,7 @@ def released(training, rows, v, step):
     return w @ v + r - r @ v.T @ v
 
 
-FINER = ("0.weight", "0.bias", "2")  # than the groups of the rules
+FINER = ("0.weight", "0.bias", "2")  # finer groups than those of the rules
 
 
 @pytest.mark.parametrize("rules", [FLAT, GROUPS], ids=["flat", "groups"])
@@ -130,7 +130,7 @@ def test_gradient_without_clipping_and_noise_is_the_native_one(kind):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_whatever_the_tape_takes_is_embedded_and_recombined(case):
+def test_every_model_that_the_tape_accepts_is_embedded_and_recombined(case):
     model, x = CASES[case]()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     jacobian = recorded_jacobian(model, x, losses_of)
@@ -138,7 +138,7 @@ def test_whatever_the_tape_takes_is_embedded_and_recombined(case):
     mechanism = EmbeddedSum(gep(tp.Flat(1e6), tp.Flat(1e6), num_basis=4, groups=[""]), trained, 1.0)
     shapes = {name: p.shape for name, p in trained.items()}
     v = torch.linalg.qr(torch.randn(rows.shape[1], min(3, rows.shape[1])))[0].T.contiguous()
-    mechanism._basis = Basis({"": Columns(shapes)}, {"": Frame(v, torch.eye(len(v)))})
+    mechanism.basis = Basis({"": Columns(shapes)}, {"": OrthonormalBasis(v, torch.eye(len(v)))})
     summing = mechanism.summing(None, 0, len(x))
     sums = mechanism.complete(summing(jacobian, "all"), trained)
     scale = rows.abs().sum() + 1
@@ -148,7 +148,7 @@ def test_whatever_the_tape_takes_is_embedded_and_recombined(case):
 
 
 def adversarial(v):
-    """Gradients in float32: in the subspace, beside it, huge, both to all degrees, and those that rounding favors."""
+    """Returns gradients in float32: inside the subspace, outside, mixtures, huge ones, and zero."""
     span = torch.nn.functional.normalize(torch.randn(40, len(v)) @ v)
     off = torch.randn(40, v.shape[1])
     off = torch.nn.functional.normalize(off - off @ v.T @ v)
@@ -158,15 +158,15 @@ def adversarial(v):
 
 
 def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
-    """The gradient of ``w·x`` is x: any gradient can be had. Lengths are taken in float64 with the very basis."""
+    """The gradient of ``w·x`` is x, so any gradient is possible. Norms are computed in float64 with the same basis."""
     torch.set_default_dtype(torch.float32)
     model = Calls(lambda m, x: x @ m.w, w=torch.zeros(20_000))
     auxiliary = torch.randn(60, 30) @ torch.randn(30, 20_000)
     setting = tp.GEP(tp.AnchorSubspace(auxiliary, 40, loss=lambda y, _: y, labels=lambda *_: None), *FLAT)
     mechanism = EmbeddedSum(setting, {"w": model.w}, 1.0)
-    mechanism._basis = basis = setting.subspace.basis(model)
+    mechanism.basis = basis = setting.subspace.basis(model)
     (group,) = basis.groups
-    v = basis.frames[group].formed()
+    v = basis.directions[group].matrix()
     assert len(v) == 30
     worst = 0.0
     for x in adversarial(v).split(1):
@@ -180,7 +180,7 @@ def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
 
 @pytest.mark.parametrize("left_out", [0, 7])
 def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
-    """Everyone joins, and the noise, which is the same in both, is left out."""
+    """All examples join, and there is no noise."""
     sums = []
     for dataset in (data(), Subset(data(), [i for i in range(N) if i != left_out])):
         training = without_noise(
@@ -196,7 +196,7 @@ def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
 
 
 def test_empty_batches_release_noise_alone_with_its_two_deviations():
-    """Which has no part of the residual's noise in the subspace."""
+    """The residual's noise inside the subspace is removed."""
     training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
     training._releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
     released, begin = [], training._mechanism.gradient
@@ -217,7 +217,7 @@ def test_empty_batches_release_noise_alone_with_its_two_deviations():
     assert r.square().sum(1).mean().sqrt() == pytest.approx(2.0 * 0.2 * math.sqrt(26 - 6), rel=0.04)
 
 
-def test_price_is_one_gaussian_of_the_root_of_two_whatever_the_split():
+def test_price_is_that_of_one_gaussian_for_every_share():
     q, steps = 8 / N, 6
     one = compose([(SubsampledGaussian(1 / math.sqrt(2), q), steps)]).epsilon(1e-3)
     two = compose([(SubsampledGaussian(1.0, q), 2 * steps)]).epsilon(1e-3)
@@ -235,7 +235,7 @@ def test_price_is_one_gaussian_of_the_root_of_two_whatever_the_split():
     assert 1.98 < target.spent().epsilon.high <= 2.0
 
 
-def test_share_of_least_noise_is_the_best_of_all():
+def test_default_share_has_the_least_noise():
     k, p, s1, s2 = 6, 26, 0.3, 0.2
 
     def energy(share):
@@ -256,7 +256,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind):
     stopped = gep_training(STOPS[kind]())
     train(stopped, steps=3)
     state = copy.deepcopy((stopped.state_dict(), stopped.model.state_dict()))
-    train(stopped, steps=5)  # the run goes on after its last checkpoint, and is killed
+    train(stopped, steps=5)  # the run continues after its last checkpoint, and is killed
     torch.rand(5)
     again = gep_training(STOPS[kind]())
     again.load_state_dict(state[0])
@@ -296,7 +296,7 @@ def test_labels_are_drawn_afresh_in_every_step():
     assert len({tuple(labels.tolist()) for labels in seen}) == 6
 
 
-def test_a_step_begun_anew_has_the_same_basis_and_schedulers_go_on():
+def test_a_restarted_step_has_the_same_basis_and_schedulers_continue():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -328,13 +328,13 @@ def test_basis_leaves_random_state_buffers_and_recording_alone():
 
 @pytest.mark.parametrize("kind", [tp.GEP, tp.BGEP])
 def test_gradients_that_are_not_finite_are_left_out_and_counted(kind):
-    everyone = data()
-    everyone.tensors[0][5] = torch.inf
+    all_examples = data()
+    all_examples.tensors[0][5] = torch.inf
     others = Subset(data(), [i for i in range(N) if i != 5])
     rules = FLAT if kind is tp.GEP else FLAT[:1]
     trainings = [
         without_noise(gep_training(kind(subspace(), *rules), dataset=dataset, expected_batch_size=39, num_steps=1))
-        for dataset in (everyone, others)
+        for dataset in (all_examples, others)
     ]
     for training in trainings:
         training._releases.indices = lambda step, n=training.settings.num_examples: torch.arange(n).numpy()
@@ -356,17 +356,19 @@ def test_half_precision_and_autocast_train():
 
 
 def test_rows_in_half_precision_are_projected_as_rounded():
-    """Else the residual's length, a difference of squares, would be off by the rounding of half precision."""
+    """Otherwise the residual's norm, a difference of squares, would have the rounding error of half precision."""
     torch.set_default_dtype(torch.float32)
     model = Calls(lambda m, x: F.linear(x, m.w.sin() * m.w), w=torch.randn(4, 30).bfloat16())
     jacobian = recorded_jacobian(model, torch.randn(9, 30).bfloat16(), losses_of)
     rows, v = flat(jacobian.rows(), 1).float(), torch.randn(5, 120)
     torch.testing.assert_close(jacobian.project({"w": v.view(5, 4, 30)}).float(), rows @ v.T, rtol=1e-2, atol=1e-2)
-    inside = Basis({"": Columns({"w": torch.Size((4, 30))})}, {"": Frame(v, torch.eye(5))}).embed(jacobian, "")
+    inside = Basis({"": Columns({"w": torch.Size((4, 30))})}, {"": OrthonormalBasis(v, torch.eye(5))}).embed(
+        jacobian, ""
+    )
     torch.testing.assert_close(inside.double(), rows.double() @ v.double().T, rtol=1e-5, atol=1e-5)
 
 
-def test_statement_says_what_is_released_and_what_is_taken_for_public():
+def test_statement_lists_what_is_released_and_what_is_treated_as_public():
     training = gep_training()
     statement = training.statement()
     assert statement["clipping"]["rule"] == "GEP"
@@ -396,8 +398,14 @@ def private_as_auxiliary(part, dataset=None):
 
 
 REFUSED = {
-    "clipping beside it": (lambda: training_of(perturbation=gep()), r"clipping=Flat\(clip_norm=0.5\) with perturb"),
-    "adaptive beside it": (lambda: training_of(perturbation=gep(), clipping=tp.Adaptive(1.0)), "clipping=Adaptive"),
+    "clipping and perturbation": (
+        lambda: training_of(perturbation=gep()),
+        r"clipping=Flat\(clip_norm=0.5\) with perturb",
+    ),
+    "adaptive clipping and perturbation": (
+        lambda: training_of(perturbation=gep(), clipping=tp.Adaptive(1.0)),
+        "clipping=Adaptive",
+    ),
     "sketched": (lambda: gep_training(jacobian=tp.Sketched(32)), r"jacobian=Sketched\(.*GEP\(...\) has no price"),
     "adaptive": (lambda: gep(tp.Adaptive(1.0)), "embedding_clipping=Adaptive.*releases or groups more"),
     "micro-batches": (lambda: gep(residual=tp.MicroBatches(1.0, 4)), "residual_clipping=MicroBatches"),
@@ -413,14 +421,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_price_or_no_sense_is_refused_by_name(what):
-    make, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_without_a_price_are_refused_by_name(case):
+    make, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_public_and_private_parts_of_one_data_set_are_told_apart():
+def test_public_and_private_parts_of_one_dataset_are_distinguished():
     whole = data()
     public, private = Subset(whole, range(7)), Subset(whole, range(7, N))
     for part in (public, whole.tensors[0][:7], Subset(TensorDataset(*whole.tensors), range(7))):
@@ -438,7 +446,7 @@ def test_anchors_without_any_gradient_are_refused_and_nothing_is_spent(kind):
     assert training.ledger.events == []
 
 
-def test_perturbation_changed_on_the_way_is_refused():
+def test_perturbation_cannot_be_changed_during_training():
     training = gep_training()
     train(training, steps=1)
     with pytest.raises(AttributeError, match=r"PrivateTraining.perturbation cannot be set"):
@@ -447,7 +455,7 @@ def test_perturbation_changed_on_the_way_is_refused():
         training.settings.perturbation = gep(share=0.3)
 
 
-def test_basis_may_be_asked_for_between_a_batch_and_its_step():
+def test_basis_may_be_computed_between_a_batch_and_its_step():
     expected, training = gep_training(), gep_training()
     train(expected)
     for x, y in training:
@@ -482,7 +490,7 @@ def test_in_a_loop_under_autocast_only_the_forward_is_rounded(iterations):
 
 
 class Mixed(nn.Module):
-    """``w·x`` in one type of the parameter, with a scalar of another behind it."""
+    """Computes ``w·x`` in one dtype, times a scalar parameter of another dtype."""
 
     def __init__(self, weight, scale):
         super().__init__()
@@ -498,8 +506,8 @@ TYPES = torch.float32, torch.float64
 @pytest.mark.parametrize("losses", TYPES)
 @pytest.mark.parametrize("scale", TYPES)
 @pytest.mark.parametrize("weight", TYPES)
-def test_short_residuals_stay_within_their_bound_whatever_the_types(weight, scale, losses):
-    """What rounding hides of a residual is that of the coarsest type on the way, and the types train."""
+def test_short_residuals_stay_within_their_bound_for_all_dtypes(weight, scale, losses):
+    """The coarsest dtype on the way determines the rounding error of a residual; every combination trains."""
     v = torch.linalg.qr(torch.randn(400, 20, dtype=torch.float64))[0].T
     off = torch.randn(400, dtype=torch.float64)
     off -= off @ v.T @ v
@@ -519,15 +527,15 @@ def test_short_residuals_stay_within_their_bound_whatever_the_types(weight, scal
             )
         )
         for (x,) in training:
-            frame = training._mechanism._basis.frames["w"].formed().double()
+            basis = training._mechanism.basis.directions["w"].matrix().double()
             before = model.w.detach().clone()
             training.step(model(x).to(losses))
         g = (before - model.w.detach()).double() / training.optimizer.param_groups[0]["lr"]
-        worst = max(worst, float((g - g @ frame.T @ frame).norm() / 0.1))
+        worst = max(worst, float((g - g @ basis.T @ basis).norm() / 0.1))
     assert worst <= 1 + 1e-4
 
 
-def test_parameters_frozen_on_the_way_are_refused():
+def test_parameters_frozen_during_training_are_refused():
     training = gep_training()
     train(training, steps=1)
     training.model[2].bias.requires_grad_(False)

@@ -208,9 +208,9 @@ def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx
 
 
 def test_weight_with_entries_per_example_is_refused_when_too_large(monkeypatch):
-    monkeypatch.setattr("torch_privacy.ops.einsum.MOST_ENTRIES", 100)
+    monkeypatch.setattr("torch_privacy.ops.elementwise.MAX_ENTRIES", 100)
     model, x = CASES["bmm, parameter repeated"]()
-    with pytest.raises(tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has entries of its own .*Met by parameter 'w'"):
+    with pytest.raises(tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has separate entries .*Met by parameter 'w'"):
         recorded_jacobian(model, x, losses_of)
 
 
@@ -219,7 +219,7 @@ def test_weight_with_entries_per_example_is_refused_when_too_large(monkeypatch):
     [
         ({"max_norm": 1.0}, r"ops\.embedding_bag: max_norm=1\.0 rewrites the table"),
         ({"scale_grad_by_freq": True}, r"ops\.embedding_bag: scale_grad_by_freq=True divides by counts"),
-        ({"sparse": True}, r"ops\.embedding_bag: sparse=True makes a gradient that tells"),
+        ({"sparse": True}, r"ops\.embedding_bag: sparse=True makes a gradient that shows"),
     ],
 )
 def test_embedding_bag_refuses_options_that_leak(options, message):

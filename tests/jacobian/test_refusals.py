@@ -142,7 +142,7 @@ REFUSED = {  # name -> (model, input, what the message must name)
     "entries for every example, too many": lambda: (
         Calls(lambda m, x: x + m.w.repeat(len(x), 1), w=torch.randn(1, 2**14)),
         torch.randn(80, 2**14),
-        r"entries of its own for each of the 80 examples, too many .* 'w'",
+        r"separate entries for each of the 80 examples, and their rows are too large\. .*'w'",
     ),
     "complex numbers": lambda: (
         Calls(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of Jacobian block keeps the contract."""
+"""Tests that every kind of Jacobian block fulfills the contract."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from contract import OpContract
 from torch import Tensor
 
-import torch_privacy  # noqa: F401  (its ops must be known)
+import torch_privacy  # noqa: F401  (registers the ops)
 from torch_privacy.estimated_norms.factored import Factored, matrix
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
@@ -40,7 +40,7 @@ class TestLinear(OpContract):
 
 
 class TestGroupedLinear(OpContract):
-    """Two matrices (e, d) = (3, 4), of which d is made up of two dimensions of the weight, in any order."""
+    """Returns two matrices (e, d) = (3, 4), where d consists of two dimensions of the weight, in any order."""
 
     kind = GroupedLinear
     forms: ClassVar = ["one position", "several positions", "more positions than entries"]
@@ -72,7 +72,7 @@ class TestBilinear(OpContract):
 
 
 class TestConv(OpContract):
-    """Rows by autograd, one example at a time."""
+    """Returns rows by autograd, one example at a time."""
 
     kind = Conv
     geometries: ClassVar = {  # name -> (images, channels in, channels out, size, geometry)
@@ -184,7 +184,7 @@ class TestRows(OpContract):
 
 
 class TestFactored(OpContract):
-    """With directions at right angles that span the space, a sketch has the norm of the row."""
+    """With orthogonal directions that span the space, a sketch has the norm of the row."""
 
     kind = Factored
     uses: ClassVar = {
@@ -221,13 +221,13 @@ class TestFactored(OpContract):
         return torch.stack([use.rows() for use in op.uses]).sum(0)
 
     def partners(self, n: int, form: str) -> list[Op]:
-        return []  # uses were brought together before
+        return []  # uses are merged before
 
     def test_a_wrong_sketch_is_not_true(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         op = self.make(3, form)
         t = torch.randn(len(op.directions), min(op.matrix[:2]))
         assert op.is_true(t)
-        monkeypatch.setattr(Factored, "_sketch", lambda op, right=Factored._sketch: 1.001 * right(op))
+        monkeypatch.setattr(Factored, "summed_sketch", lambda op, right=Factored.summed_sketch: 1.001 * right(op))
         assert not op.is_true(t)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers and cells: our compositions against torch's own, and their Jacobians against one backward each."""
+"""Tests recurrent layers and cells: compositions against torch's own, and Jacobians against one backward each."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -22,7 +22,7 @@ LENGTHS = torch.tensor([6, 4, 4, 2, 1])
 
 
 def layer(kind: str, **options) -> nn.RNNBase:
-    """One of the four kinds, with ``nn.LSTM``'s options."""
+    """Returns one of the four kinds, with ``nn.LSTM``'s options."""
     if kind in ("LSTM", "GRU"):
         return getattr(nn, kind)(d, e, **options)
     return nn.RNN(d, e, nonlinearity=kind, **options)
@@ -47,7 +47,7 @@ LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
 }
 
 
-# What the compositions compute
+# Outputs of the compositions
 
 
 def states_of(rnn: nn.RNNBase) -> list[Tensor]:
@@ -57,7 +57,7 @@ def states_of(rnn: nn.RNNBase) -> list[Tensor]:
 
 
 def arguments(rnn: nn.RNNBase, packed: bool, dropout: float = 0.0) -> tuple[Tensor, list[Tensor], tuple]:
-    """The sequence, the first states, and all that the module would pass to torch's function."""
+    """Returns the sequence, the first states, and the module's other arguments for torch's function."""
     states = states_of(rnn)
     hx = tuple(states) if isinstance(rnn, nn.LSTM) else states[0]
     options = (rnn._flat_weights, rnn.bias, rnn.num_layers, dropout, True, rnn.bidirectional)
@@ -77,7 +77,7 @@ def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: l
 
 
 def assert_composition_equals_torch(rnn: nn.RNNBase, packed: bool, dropout: float = 0.0) -> None:
-    """Outputs and gradients, also of a part of the outputs and a second time; and those that the notes give."""
+    """Returns outputs and gradients, also of some outputs and a second time, and those of the recorded uses."""
     x, states, args = arguments(rnn, packed, dropout)
     function, weights, notes = function_of(rnn), dict(rnn.named_parameters()), []
     torch.manual_seed(1)
@@ -148,7 +148,7 @@ def test_composition_frees_its_memory_after_the_backward(kind):
 
 
 def through(rnn: nn.Module) -> nn.Module:
-    """Batch first on both sides, whatever the layer wants."""
+    """Makes input and output batch-first for every layer."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         return m.rnn(x)[0] if m.rnn.batch_first else m.rnn(x.transpose(0, 1))[0].transpose(0, 1)
@@ -157,7 +157,7 @@ def through(rnn: nn.Module) -> nn.Module:
 
 
 def through_last(rnn: nn.Module) -> nn.Module:
-    """The last states alone, as for a classifier."""
+    """Returns only the last states, as for a classifier."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         last = m.rnn(x if m.rnn.batch_first else x.transpose(0, 1))[1]
@@ -169,7 +169,7 @@ def through_last(rnn: nn.Module) -> nn.Module:
 
 
 def through_packed(rnn: nn.Module, enforce_sorted: bool) -> nn.Module:
-    """Sequences as long as they have entries other than zero."""
+    """Packs sequences; the length is the number of nonzero entries."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         lengths = x.ne(0).any(2).sum(1)
@@ -183,7 +183,7 @@ def through_packed(rnn: nn.Module, enforce_sorted: bool) -> nn.Module:
 
 
 def sequences(lengths: Tensor) -> Tensor:
-    """(n, t, d), with zeros after every sequence's end."""
+    """Returns sequences (n, t, d), with zeros after every sequence's end."""
     x = torch.randn(len(lengths), t, d)
     return x * (torch.arange(t) < lengths[:, None]).unsqueeze(2)
 
@@ -194,7 +194,7 @@ def learned_state(m: Calls, x: Tensor) -> Tensor:
 
 
 def by_keyword(m: Calls, x: Tensor) -> Tensor:
-    """The module, and then torch's function itself."""
+    """Calls the module, and then torch's function itself."""
     state = torch.ones(1, len(x), e)
     hx = (state, state) if m.rnn.mode == "LSTM" else state
     y = m.rnn(input=x, hx=hx)[0] + m.rnn(x, hx=hx)[0].tanh()
@@ -214,7 +214,7 @@ def translator(m: Calls, x: Tensor) -> Tensor:
 
 
 def unrolled(m: Calls, x: Tensor) -> Tensor:
-    """A cell from zeros, every step's h."""
+    """Runs a cell from zero states and returns h of every step."""
     state, outputs = None, []
     for x_t in x.unbind(1):
         state = m.cell(x_t, state)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms estimated by random projections, for models that the tape refuses: cheap, and priced."""
+"""Clipping by randomly estimated norms, for models that the tape refuses; the accountant prices the estimates."""
 
-from .choose import Sketched as Sketched
+from .settings import Sketched as Sketched

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random directions by which norms are estimated: fresh for every step and microbatch."""
+"""Provides the random directions for estimated norms, fresh for every step and microbatch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from .._validate import whole
 from ..noise import KEY_BYTES, Noise
 
-GROUP_SIZE = 8  # directions that are taken together, unless the user says otherwise
-GROUP_ENTRIES = 2**26  # of directions that are held at once, at most
+GROUP_SIZE = 8  # default number of directions that are projected at once
+GROUP_ENTRIES = 2**26  # largest number of direction entries held at once
 
 
 class Directions:
-    """Standard normal directions of the parameters, a function of a secret key, the step and the microbatch.
+    """Standard normal directions in the space of the parameters: a function of a secret key, step and microbatch.
 
     Args:
-        noise_key: key of the noise; the directions' own is derived from it, so that they share no random bits.
-        step: number of the step.
-        part: number of the microbatch in the step.
+        noise_key: key of the noise; the key of the directions is derived from it, so that they share no random bits.
+        step: index of the step.
+        part: index of the microbatch in the step.
     """
 
     def __init__(self, noise_key: bytes, step: int, part: int):
@@ -32,7 +32,7 @@ class Directions:
         self._noise = Noise(hashlib.blake2b(label, key=noise_key, digest_size=KEY_BYTES).digest())
 
     def draw(self, numbers: Iterable[int], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Directions with these numbers, by name (g, *shape), drawn in float32; never in half precision."""
+        """Returns the directions with these indices, name -> (g, *shape): drawn in float32, never in half precision."""
         numbers = list(numbers)
         drawn = {name: p.new_empty(len(numbers), *p.shape, dtype=torch.float32) for name, p in parameters.items()}
         for k, number in enumerate(numbers):
@@ -42,7 +42,7 @@ class Directions:
     def in_groups(
         self, count: int, group_size: int | None, parameters: Mapping[str, Tensor]
     ) -> Iterator[dict[str, Tensor]]:
-        """The first ``count`` directions in even groups, as large as was asked for and memory allows at most."""
+        """Yields the first ``count`` directions in even groups, no larger than ``group_size`` and memory allow."""
         entries = sum(p.numel() for p in parameters.values())
         size = max(1, min(group_size or GROUP_SIZE, GROUP_ENTRIES // max(entries, 1)))
         size = math.ceil(count / math.ceil(count / size))
@@ -50,7 +50,7 @@ class Directions:
             yield self.draw(range(start, min(start + size, count)), parameters)
 
     def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """The block of directions with this number, of a shape, in the type and on the device of a tensor."""
+        """Returns the block of directions with this index, with the type and device of ``like``."""
         drawn = like.new_empty(shape, dtype=torch.float32)
         self._noise.fill(number, {"": drawn})
         return drawn.to(like.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that are estimated from what the tape noted, and what must hold of any such estimate to be priced.
+"""Provides the base class of norm estimates from the tape, and enforces the condition under which they are priced.
 
-The accountant's laws take that the factor of one example is a function of its own row and of public randomness. So the
-form in which an estimate is made may depend on the model alone: see ``Forms``.
+The accountant assumes that the clipping factor of one example is a function of its own row and of public randomness. So
+the form of an estimate may depend only on the model: see ``Forms``.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from torch import Tensor
 from .._validate import Refused
 from ..jacobian.layout import PROOFS, Layouts
 from ..jacobian.tape import Tape
+from .directions import Directions
+from .settings import Sketched
 
 if TYPE_CHECKING:
     from .._model import Census
     from ..jacobian.blocks import Block
     from ..jacobian.operator import Jacobian
-    from .choose import Sketched
-    from .directions import Directions
 
 
 class Forms:
-    """In which form the norms of each part of the row were taken so far; another form is refused.
+    """Remembers in which form the norms of each part of the row were computed, and refuses any other form.
 
-    ``known``: parameters -> form. Plain data, so that a run goes on with the forms it began with.
+    ``known`` maps parameter names to the form. It is plain data, so that a resumed run keeps its forms.
     """
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
-        self._looks: Counter[str] = Counter()
+        self._checks: Counter[str] = Counter()
 
-    def take(self, names: Sequence[str], form: str) -> None:
-        """Note the form of the part of these parameters."""
+    def require(self, names: Sequence[str], form: str) -> None:
+        """Records the form for these parameters; raises if it was another one before."""
         key = ", ".join(names)
         known = self.known.setdefault(key, form)
         if known != form:
             raise Refused(
-                f"Sketched: parameter {key!r} was {known} in earlier batches, and now is {form}. What else is in the "
-                "batch would decide how its part of a norm is estimated, which has no price. Let the forward take the "
-                "same ops on every batch; or use exact norms, without jacobian=."
+                f"Sketched: parameter {key!r} was {known} in earlier batches, and now is {form}. Other examples of the "
+                "batch would then affect how its part of a norm is estimated, which has no price. Let the forward run "
+                "the same ops on every batch; or use exact norms, without jacobian=."
             )
 
-    def doubted(self, names: Sequence[str]) -> bool:
-        """Whether the form of this part is new enough to be proved; counts the looks."""
+    def needs_check(self, names: Sequence[str]) -> bool:
+        """Returns True if the sketch of this part must still be checked; counts the calls."""
         key = ", ".join(names)
-        self._looks[key] += 1
-        return self._looks[key] <= PROOFS
+        self._checks[key] += 1
+        return self._checks[key] <= PROOFS
 
     def lines(self) -> list[str]:
-        """What is known, one line for each form."""
+        """Returns one line for each form, with its parameters."""
         forms: dict[str, list[str]] = {}
         for key, form in self.known.items():
             forms.setdefault(form, []).append(key)
@@ -66,33 +66,33 @@ class Estimates(ABC):
 
     Args:
         setting: the user's choice.
-        directions: of this (micro)batch alone.
-        parameters: all trained ones, by name.
-        forms: what earlier batches taught.
+        directions: those of this (micro)batch only.
+        parameters: all trained parameters, by name.
+        forms: the forms used on earlier batches.
     """
 
-    block_by_block = True  # whether norms add up over the blocks, so that what they are made of may be let go
+    block_by_block = True  # whether norms add up over the blocks, so that each block's factors may be freed
 
     def __init__(self, setting: Sketched, directions: Directions, parameters: Mapping[str, Tensor], forms: Forms):
         self.setting, self.directions, self.parameters, self.forms = setting, directions, parameters, forms
 
     @abstractmethod
     def prepare(self, block: Block, *, alone: bool) -> None:
-        """All uses of a weight are in; ``alone`` says that no other block has to do with its parameter."""
+        """Prepares a block once all uses of its weight are in; ``alone`` if no other block shares its parameter."""
 
     def squared_norms(self, jacobian: Jacobian) -> Tensor | None:
-        """Estimates (n,) for whole rows; None where those of the blocks are added."""
+        """Returns estimates (n,) for whole rows; None if the estimates of the blocks are to be added."""
         return None
 
 
-class Estimating:
-    """What batches have taught about a model whose norms are estimated on the tape.
+class TapeEstimator:
+    """Estimates norms on the tape, and remembers the forms from batch to batch.
 
     Args:
         setting: the user's choice.
-        make: what estimates the norms of a batch.
-        layouts: of the tapes.
-        summary: how, in a few words.
+        make: returns the estimates of one batch.
+        layouts: those of the tapes.
+        summary: a short description, for ``explain``.
     """
 
     def __init__(self, setting: Sketched, make: Callable[..., Estimates], layouts: Layouts, summary: str):
@@ -100,23 +100,19 @@ class Estimating:
         self._forms = Forms()
 
     @property
-    def way(self) -> dict[str, str] | None:
-        """What a run that goes on must know: the forms; None before the first batch."""
+    def learned(self) -> dict[str, str] | None:
+        """State for a resumed run: the forms; None before the first batch."""
         return self._forms.known or None
 
-    @way.setter
-    def way(self, known: dict[str, str] | None) -> None:
+    @learned.setter
+    def learned(self, known: dict[str, str] | None) -> None:
         self._forms.known = dict(known or {})
 
-    def settled(self, size: int) -> bool:
-        """Whether enough batches were looked at to trust one of this size."""
-        return self._layouts.settled(size)
-
-    def watch(self, census: Census, size: int, directions: Directions) -> Tape:
-        """The tape of a (micro)batch of so many examples."""
+    def recording(self, census: Census, size: int, directions: Directions) -> Tape:
+        """Returns the tape for one (micro)batch of ``size`` examples."""
         estimates = self._make(self.setting, directions, census.trained, self._forms)
         return Tape(census.trained, census.constants, self._layouts, size, estimates)
 
     def explain(self) -> str:
-        """How the norms are estimated, and which parameters' parts are exact."""
-        return "\n  ".join([self._summary, *(self._forms.lines() or ["to be seen on the first batch"])])
+        """Describes how the norms are estimated, and which parameters' parts are exact."""
+        return "\n  ".join([self._summary, *(self._forms.lines() or ["determined on the first batch"])])

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms by sketches of the factors: rows are matrices, multiplied from one side by k directions and never formed.
+"""Estimates norms by sketches of the factors: rows are matrices, multiplied by k directions and never formed.
 
 For a linear map row i is ``Gᵢ = bᵢᵀ xᵢ`` (e, d), and its squared norm is estimated by ``‖Gᵢ Sᵀ‖² / k``, which is
 ``Σⱼ ‖bᵢᵀ (xᵢ sⱼ)‖² / k`` for k directions S (k, d) of standard normal entries: 2 n t k (d + e) operations and
-n k (t + e) numbers, no t² and no d·e. Directions multiply the longer side.
+n k (t + e) numbers, without terms in t² or d·e. Directions multiply the longer side.
 
-**Law.** With the singular values of the matrices of all parameters, squared and divided by ‖gᵢ‖², as weights w (their
-sum is 1), the estimate is ‖gᵢ‖² times ``s = Σⱼ wⱼ χ²_k / k``, independent for each j: the directions of different
-parameters are drawn apart, and the uses of one parameter are added before the norm is taken. Where norms of some
-parameters are exact, s has a constant part w₀ as well. It is the limit in law of M equal weights w₀ / M as M grows,
-and ``P(s <= t) <= P(χ²_k <= k t)`` for t < 1, which accounting.md 7 proves for finitely many weights, passes to the
-limit: P(s <= t) <= P(s < t') <= liminf P(s_M < t') <= P(χ²_k <= k t') for every t' in (t, 1), and the right side is
-continuous. For t >= 1 the envelope that ``SubsampledSketch`` prices is 1. So it covers any mixture of the two.
+**Distribution.** With the squared singular values of the matrices of all parameters, divided by ‖gᵢ‖², as weights w
+(their sum is 1), the estimate is ‖gᵢ‖² times ``s = Σⱼ wⱼ χ²_k / k``, independent for each j: the directions of
+different parameters are drawn separately, and the uses of one parameter are added before the norm is taken. If the
+norms of some parameters are exact, s also has a constant part w₀. This is the limit in distribution of M equal weights
+w₀ / M as M grows, and ``P(s <= t) <= P(χ²_k <= k t)`` for t < 1, which accounting.md 7 proves for finitely many
+weights, passes to the limit: P(s <= t) <= P(s < t') <= liminf P(s_M < t') <= P(χ²_k <= k t') for every t' in (t, 1),
+and the right side is continuous. For t >= 1 the envelope that ``SubsampledSketch`` prices is 1. So the envelope covers
+any mixture of sketched and exact parameters.
 
-**Whose randomness.** All this takes that an example's estimate is a function of its row and of the directions. Were a
-parameter sketched in one batch and exact in another, depending on what else is in the batch, then one example would
-change the factors of all others. So what is sketched, and from which side, follows from the parameter alone, the size
-of the batch and the budget of memory have no part in it, and a parameter that is met in another form is refused.
+**Dependence.** All this assumes that an example's estimate is a function of its row and of the directions. If a
+parameter were sketched in one batch and exact in another, depending on the other examples, then one example would
+change the factors of all others. So the parameter alone determines whether it is sketched and from which side; the
+batch size and the memory budget do not matter; and a parameter that appears in another form is refused.
 
-Source: factored trace estimates in the place of norms, as of Ullah et al. (2026, DP-SGD-RC); no code was published.
+Source: factored trace estimates in place of norms, following Ullah et al. (2026, DP-SGD-RC); no code was published.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ from .estimates import Estimates
 
 
 class Matrix(NamedTuple):
-    """As which matrix the rows of a block are seen."""
+    """The form of the matrix that represents each row of a block."""
 
     rows: int
     columns: int
-    arrangement: Arrangement | None = None  # where the matrix does not hold the weight's entries in their order
+    arrangement: Arrangement | None = None  # if the matrix holds the weight's entries in another order
 
     @property
     def left(self) -> bool:
-        """Whether directions multiply from the left: S G (k, columns); else S Gᵀ (k, rows)."""
+        """True if directions multiply from the left: S G (k, columns); else S Gᵀ (k, rows)."""
         return self.rows > self.columns
 
     def pays(self, k: int) -> bool:
-        """Whether a sketch by k directions has fewer operations than the rows themselves."""
+        """Returns True if a sketch by k directions takes fewer operations than the rows themselves."""
         return self.rows * self.columns > k * (self.rows + self.columns)
 
 
 @singledispatch
 def matrix(op: Op) -> Matrix | None:
-    """The matrix that ``sketch`` takes each row for; None where there is no rule, and norms are exact."""
+    """Returns the form of the matrix that ``sketch`` multiplies; None if there is no rule, and norms are exact."""
     return None
 
 
@@ -88,7 +89,7 @@ def _(op: GroupedLinear) -> Matrix:
 
 @singledispatch
 def sketch(op: Op, s: Tensor, left: bool) -> Tensor:
-    """``S Gᵢ`` if left, else ``S Gᵢᵀ``: (n, k, the other side), for directions s (k, one side)."""
+    """Returns ``S Gᵢ`` if left, else ``S Gᵢᵀ``: (n, k, the other side), for directions s (k, one side)."""
     raise NotImplementedError(f"no sketch of {type(op).__name__}")
 
 
@@ -126,20 +127,20 @@ def _(op: TiedEmbedding, s: Tensor, left: bool) -> Tensor:
 
 @sketch.register
 def _(op: Conv, s: Tensor, left: bool) -> Tensor:
-    """From the left, k channels stand for those of b; from the right, a convolution of x has k channels per group."""
+    """Sketches a kernel: from the left, b gets k channels; from the right, x is convolved to k channels per group."""
     k, groups = len(s), op.geometry.groups
     if left:
         b, x = (t.unflatten(2, (groups, -1)) for t in (op.b, op.x))
-        b = torch.einsum("kge,nmge...->nmgk...", s.view(k, groups, -1), b).flatten(1, 2)  # groups are images
+        b = torch.einsum("kge,nmge...->nmgk...", s.view(k, groups, -1), b).flatten(1, 2)  # each group becomes an image
         return Conv(x.flatten(1, 2), b, replace(op.geometry, groups=1)).rows().flatten(2)
-    y = op._forward(s.view(k, *op.shape[1:]).repeat(groups, *(1,) * (len(op.shape) - 1)))
+    y = op.forward(s.view(k, *op.shape[1:]).repeat(groups, *(1,) * (len(op.shape) - 1)))
     y, b = (t.transpose(1, 2).unflatten(1, (groups, -1)).flatten(3) for t in (y, op.b))  # (n, groups, channels, t)
     return (y @ b.mT).transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True)
 class Factored(Op):
-    """All uses of one weight, whose rows' squared norms are estimated by a sketch of their sum; all else is exact.
+    """All uses of one weight: squared norms are estimated by a sketch of the summed rows, everything else is exact.
 
     Shapes: ``directions`` (k, longer side of the matrix).
     """
@@ -161,7 +162,7 @@ class Factored(Op):
         return self.directions.dtype
 
     def methods(self) -> list[Method]:
-        """The sketch of the factors; or that of the rows, where these are made anyway for the clipped sum."""
+        """Returns the sketch of the factors, and that of the rows for the case that the clipped sum needs rows."""
         (k, longer), entries = self.directions.shape, self.num_examples * self.shape.numel()
         numbers = sum(held_bytes(use) / use.dtype.itemsize + _unfolded(use) for use in self.uses)
         floats = k * (numbers / sum(self.matrix[:2]) + entries / longer)
@@ -172,11 +173,11 @@ class Factored(Op):
         return found
 
     def estimates(self) -> Tensor:
-        """Squared norms (n,), estimated."""
-        return squared_lengths(self._sketch().flatten(1)) / len(self.directions)
+        """Returns estimated squared norms (n,)."""
+        return squared_lengths(self.summed_sketch().flatten(1)) / len(self.directions)
 
     def norms_from(self, rows: Tensor) -> Tensor:
-        """The same, of its own rows that were made already."""
+        """Returns the same estimates from rows that were computed already."""
         if self.matrix.arrangement is not None:
             g, d = self.matrix.rows, self.matrix.columns
             rows = self.matrix.arrangement.matrices(rows, 1, g, d).squeeze(1)
@@ -205,18 +206,18 @@ class Factored(Op):
     def select(self, index: Tensor | slice) -> Factored:
         return replace(self, uses=tuple(use.select(index) for use in self.uses))
 
-    def _sketch(self) -> Tensor:
-        """(n, k, shorter side): of the sum of the uses' rows, which is the sum of their sketches."""
+    def summed_sketch(self) -> Tensor:
+        """Returns the sketch of the summed rows, (n, k, shorter side): the sum of the uses' sketches."""
         first, *others = (sketch(use, self.directions.to(use.dtype), self.matrix.left) for use in self.uses)
         return sum(others, first)
 
     def is_true(self, t: Tensor) -> bool:
-        """Whether the sketch has the inner products with t (k, the shorter side) that ``project`` says."""
+        """Returns True if the inner product of the sketch with t (k, shorter side) agrees with ``project``."""
         direction = self.directions.mT @ t if self.matrix.left else t.mT @ self.directions
         if self.matrix.arrangement is not None:
             direction = self.matrix.arrangement.weights(direction[None, None])
         expected = self.project(direction.reshape(1, *self.shape)).squeeze(1)
-        found = self._sketch()
+        found = self.summed_sketch()
         scale = squared_lengths(found.flatten(1)).sqrt() * t.norm()
         off = ((found * t).sum((1, 2)) - expected).abs()
         return bool((~(off > torch.finfo(self.dtype).eps ** 0.5 * scale)).all())
@@ -228,32 +229,32 @@ def _of_the_use(method: Method, more: float) -> Method:
 
 
 def _unfolded(op: Op) -> int:
-    """Numbers that a convolution meets beyond those it is given."""
-    return op._unfolded - op.x.numel() if isinstance(op, Conv) else 0
+    """Returns the numbers that a convolution reads in addition to the entries of its input."""
+    return op.num_unfolded - op.x.numel() if isinstance(op, Conv) else 0
 
 
 class FactoredNorms(Estimates):
-    """Norms by sketches of every weight met alone by linear maps, convolutions or tied look-ups; the others exactly.
+    """Sketches every weight used only by linear maps, convolutions or tied look-ups; other norms are exact.
 
-    Of look-ups alone, and of parameters that are small or vectors, exact norms are as cheap; weights behind a chain of
-    ops, and parameters that several blocks share, have their rows made.
+    Exact norms are as cheap for pure look-ups, small parameters and vectors; weights behind a chain of ops, and
+    parameters that several blocks share, get explicit rows.
     """
 
     def prepare(self, block: Block, *, alone: bool) -> None:
         seen = _as_matrix(block.ops) if alone and block.rearranged and not block.rounds else None
         if seen is None or not seen.pays(self.setting.num_projections):
-            self.forms.take(block.names, "exact")
+            self.forms.require(block.names, "exact")
             return
-        self.forms.take(block.names, f"sketched as a matrix {seen.rows} x {seen.columns}{_text(seen.arrangement)}")
+        self.forms.require(block.names, f"sketched as a matrix {seen.rows} x {seen.columns}{_text(seen.arrangement)}")
         size, number = max(seen.rows, seen.columns), list(self.parameters).index(block.names[0])
         shape = self.setting.num_projections, size
         factored = Factored(tuple(block.ops), self.directions.matrix(number, shape, like=_like(block.ops)), seen)
-        self._prove(factored, block.names)
+        self._check(factored, block.names)
         block.ops, block.estimated = [factored], True
 
-    def _prove(self, factored: Factored, names: Sequence[str]) -> None:
-        """The engine's proof of itself, on two examples of the first batches."""
-        if not self.forms.doubted(names):
+    def _check(self, factored: Factored, names: Sequence[str]) -> None:
+        """Raises unless the sketch agrees with projections, on two examples of each of the first batches."""
+        if not self.forms.needs_check(names):
             return
         some = torch.randperm(factored.num_examples, generator=fresh_generator())[:2]
         shorter = min(factored.matrix[:2])
@@ -266,7 +267,7 @@ class FactoredNorms(Estimates):
 
 
 def _as_matrix(ops: Sequence[Op]) -> Matrix | None:
-    """The matrix that all uses of one weight agree on; None where one has none, or exact norms are as cheap for all."""
+    """Returns the matrix that all uses of a weight agree on; None if one has none, or exact norms are as cheap."""
     seen = {matrix(op) for op in ops}
     if len(seen) > 1 or all(isinstance(op, Rows | Embedding) for op in ops):
         return None
@@ -278,6 +279,6 @@ def _text(arrangement: Arrangement | None) -> str:
 
 
 def _like(ops: Sequence[Op]) -> Tensor:
-    """An empty tensor in the type that sketches of all of them have."""
+    """Returns an empty tensor in the dtype of the ops' sketches."""
     dtype = functools.reduce(torch.promote_types, [op.dtype for op in ops])
     return torch.empty(0, dtype=dtype, device=ops[0].device)

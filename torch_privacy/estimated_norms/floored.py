@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few projections with a floor under the estimate: a cheap sure bound on each row's norm takes away the heavy tail.
+"""Estimates norms by few projections with a floor: a cheap guaranteed bound on each row's norm removes the heavy tail.
 
-The estimate Mᵢ from r projections can fall far below ‖gᵢ‖, and with few projections it often does. With a sure bound
-``Uᵢ >= ‖gᵢ‖`` the division is by ``max(Mᵢ, floor·Uᵢ)``, so that an example enters with at most ``1 / floor`` times the
-clip norm. Where Uᵢ is far above ‖gᵢ‖ the example is clipped more than it need be: that costs accuracy, not privacy.
+The estimate Mᵢ from r projections can fall far below ‖gᵢ‖, and with few projections it often does. With a guaranteed
+bound ``Uᵢ >= ‖gᵢ‖`` the divisor is ``max(Mᵢ, floor·Uᵢ)``, so that an example contributes at most ``1 / floor`` times
+the clip norm. If Uᵢ is far above ‖gᵢ‖, the example is clipped more than necessary: that costs accuracy, not privacy.
 
 A row of one parameter is a sum over the positions at which it is used, in one use or several; so the bound is the sum
 of the norms of its terms, ``Uᵢ = Σₜ ‖bᵢₜ‖ ‖xᵢₜ‖ >= ‖Σₜ bᵢₜ xᵢₜᵀ‖``. It is at most ``‖bᵢ‖_F ‖xᵢ‖_F`` for one use, and
-for several at most the sum of these, by Cauchy and Schwarz; and exact at one position. The root of the sum of squares
-over the uses would be no bound: two uses may add up to twice the norm of each. Over parameters squares are added.
+at most the sum of these for several, by Cauchy-Schwarz; at one position it is exact. The root of the sum of squares
+over the uses would not be a bound: two uses may add up to twice the norm of each. Over parameters, squares are added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..jacobian.blocks import Block
 from ..jacobian.operator import Jacobian
 from ..jacobian.plan import squared_norms
 from ..ops import Op
-from ..ops.conv import Conv, _by_group
+from ..ops.conv import Conv, by_group
 from ..ops.embedding import TiedEmbedding
 from ..ops.gram import lengths
 from ..ops.linear import Bilinear, GroupedLinear, Linear
@@ -33,10 +33,9 @@ from .estimates import Estimates
 
 @singledispatch
 def norm_bounds(op: Op) -> Tensor:
-    """Sure bounds (n,) on the norms of an op's rows: the norms themselves, where these are cheap or there is no rule.
+    """Returns guaranteed bounds (n,) on the norms of an op's rows: the norms themselves if cheap or without a rule.
 
-    A bound is a function of the row's own factors. How many examples there are and what fills up shorter ones with
-    zeros has no part in it.
+    A bound is a function of the row's own factors. It depends neither on the number of examples nor on zero padding.
     """
     return squared_norms(op).sqrt()
 
@@ -69,23 +68,25 @@ def _(op: TiedEmbedding) -> Tensor:
 
 @norm_bounds.register
 def _(op: Conv) -> Tensor:
-    """The squared length of a patch is the sum of x² over it: channels are added first, so that little is unfolded."""
+    """The squared norm of a patch is the sum of x² over it; summing channels first keeps the unfolded tensor small."""
     n, groups = op.num_examples, op.geometry.groups
     squares = replace(op, x=op.x.square().unflatten(2, (groups, -1)).sum(3))  # one channel in each group
     vanished = op.shape[1:].numel() * torch.finfo(op.dtype).tiny
-    patches = (squares._patches().sum(1) + vanished).sqrt()  # (n·groups, places of all images)
-    b = lengths(_by_group(op.b, groups).flatten(2).mT)
+    patches = (squares.patches().sum(1) + vanished).sqrt()  # (n·groups, places of all images)
+    b = lengths(by_group(op.b, groups).flatten(2).mT)
     return (patches * b).sum(1).view(n, groups).norm(dim=1)
 
 
 class FlooredNorms(Estimates):
-    """``max(mean over j of (gᵢ·vⱼ)², floor² Uᵢ²)``, both from what the tape noted of x and b."""
+    """Estimates ``max(mean over j of (gᵢ·vⱼ)², floor² Uᵢ²)`` from the x and b that the tape recorded."""
 
     block_by_block = False
 
     def prepare(self, block: Block, *, alone: bool) -> None:
         kinds = " and ".join(sorted({type(op).__name__.lower() for op in block.ops}))
-        self.forms.take(block.names, f"bounded as {kinds}" if alone and block.stands_alone else "bounded by its norm")
+        self.forms.require(
+            block.names, f"bounded as {kinds}" if alone and block.stands_alone else "bounded by its norm"
+        )
 
     def squared_norms(self, jacobian: Jacobian) -> Tensor:
         setting, parameters = self.setting, self.parameters

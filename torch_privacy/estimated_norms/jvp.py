@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""J v for directions v of the parameters, where all there is is a vector of losses and the model's own forward.
+"""Computes J v for directions v of the parameters from a vector of losses and the model's own forward.
 
-Two ways, either for several directions together (vmap) or for one after the other:
+There are two methods, each for a batch of directions (vmap) or for one direction after the other:
 
-* forward mode: the model's forward runs again with the directions as tangents of its parameters, which gives those of
-  its outputs; ``losses`` as a function of the outputs alone then takes the second way. One after the other, directions
-  can share what none of them enters;
+* forward mode: the model's forward is repeated with the directions as tangents of its parameters, which gives the
+  tangents of its outputs; the losses, as a function of the outputs alone, are then differentiated by the second method.
+  One after the other, directions can share the values of the forward;
 * double vjp: the gradient of ``u · losses`` is linear in u, and the derivative in u of its product with v is J v.
 """
 
@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from .._replay import RandomState
+from .._torch_modes import tensors_in
 from ..ops.recurrent_tangents import FastTangents
 from .shared_forward import SharedForward
 
@@ -34,8 +35,8 @@ from .shared_forward import SharedForward
 Project = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-class Manner(Enum):
-    """How several directions are taken."""
+class BatchingMode(Enum):
+    """Modes of processing several directions."""
 
     SHARED = "one direction after the other, sharing the forward"
     TOGETHER = "directions together"
@@ -43,96 +44,99 @@ class Manner(Enum):
 
 
 @dataclass
-class Run:
-    """One forward of the model in the user's loop, which can be made again."""
+class ForwardCall:
+    """One forward call of the model in the user's loop, which can be repeated."""
 
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    random_state: RandomState | None  # as it was before the forward; None where it need not be made again
+    random_state: RandomState | None  # before the forward; None if the forward need not be repeated
     edges: list[GradientEdge] = field(default_factory=list)  # of the outputs that losses can depend on
-    sizes: list[int] = field(default_factory=list)  # their numbers of entries
-    places: list[int] = field(default_factory=list)  # and their numbers among the leaves of the output
-    ahead: list[dict[int, Tensor]] = field(default_factory=list)  # for groups of directions: place -> tangents
+    sizes: list[int] = field(default_factory=list)  # numbers of entries of these outputs
+    positions: list[int] = field(default_factory=list)  # of these outputs among the leaves of the whole output
+    prefetched: list[dict[int, Tensor]] = field(default_factory=list)  # by group of directions: position -> tangents
     shared: SharedForward | None = None  # while directions share it
-    mean_entries: float = 0.0  # of its values
+    mean_entries: float = 0.0  # of the shared forward's values
 
     def __post_init__(self) -> None:
-        tensors = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
-        self._versions = [(t, t._version) for t in tensors]
+        self._versions = [(t, t._version) for t in tensors_in((self.args, self.kwargs))]
 
-    def ended(self, output: Any) -> list[tuple[GradientEdge, torch.Size]]:
-        """Note where the output's tensors hang in the graph; gives that and their shapes."""
+    def record_output(self, output: Any) -> list[tuple[GradientEdge, torch.Size]]:
+        """Records the graph edges of the output's tensors; returns edges and shapes."""
         leaves = tree_leaves(output)
-        self.places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.grad_fn is not None]
-        outputs = [leaves[k] for k in self.places]
+        self.positions = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.grad_fn is not None]
+        outputs = [leaves[k] for k in self.positions]
         self.edges, self.sizes = [edge_of(t) for t in outputs], [t.numel() for t in outputs]
         return [(edge, t.shape) for edge, t in zip(self.edges, outputs, strict=True)]
 
-    def push_ahead(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], manner: Manner) -> None:
-        """Keep the tangents of all outputs along g directions, before the forward: no graph stands beside their making.
+    def prefetch_tangents(
+        self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], batching: BatchingMode
+    ) -> None:
+        """Computes and keeps the outputs' tangents along g directions before the forward, while no graph takes memory.
 
         Raises:
-            RuntimeError: the forward changes its input in place, and cannot be made twice.
+            RuntimeError: the forward changes its input in place, and cannot be repeated.
         """
-        tangents = self.push(v, parameters, manner)
-        self.ahead.append(dict(zip(self.places, tangents, strict=True)))
+        tangents = self.tangents(v, parameters, batching)
+        self.prefetched.append(dict(zip(self.positions, tangents, strict=True)))
         self._check_versions()
 
-    def push(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], manner: Manner) -> list[Tensor]:
-        """Tangents (g, *shape) of the outputs along g directions of the parameters."""
+    def tangents(
+        self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], batching: BatchingMode
+    ) -> list[Tensor]:
+        """Returns the outputs' tangents, (g, *shape) each, along g directions of the parameters."""
         self._check_versions()
         assert self.random_state is not None
-        own = {name: p.detach() for name, p in parameters.items()}
+        detached = {name: p.detach() for name, p in parameters.items()}
         after = RandomState()
         try:
             with torch.no_grad(), differentiable_twice(self.model), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it loads its forward mode
-                if manner is Manner.TOGETHER:
+                warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch when it loads its forward mode
+                if batching is BatchingMode.TOGETHER:
                     self.random_state.restore()
-                    return list(vmap(lambda one: jvp(self._outputs, (own,), (one,))[1], randomness="same")(v))
-                if manner is Manner.SHARED:
+                    return list(vmap(lambda one: jvp(self._outputs, (detached,), (one,))[1], randomness="same")(v))
+                if batching is BatchingMode.SHARED:
                     self.shared = self.shared or SharedForward()
                 count = len(next(iter(v.values())))
-                each = [self._push_one({name: d[j] for name, d in v.items()}, own) for j in range(count)]
+                each = [self._tangents_along({name: d[j] for name, d in v.items()}, detached) for j in range(count)]
                 return [torch.stack(tangents) for tangents in zip(*each, strict=True)]
         finally:
             after.restore()
 
-    def forget(self) -> None:
-        """No more directions are coming: give back the memory that they shared."""
+    def free_shared(self) -> None:
+        """Frees the values that directions shared, after the last direction."""
         if self.shared is not None:
             self.mean_entries, self.shared = self.shared.entries_per_op, None
 
     def _check_versions(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
-            raise RuntimeError("the forward changed its input in place, and cannot be made again")
+            raise RuntimeError("the forward changed its input in place, and cannot be repeated")
 
-    def _push_one(self, v: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
+    def _tangents_along(self, v: Mapping[str, Tensor], detached: Mapping[str, Tensor]) -> list[Tensor]:
         assert self.random_state is not None
         self.random_state.restore()
         sharing = nullcontext() if self.shared is None else self.shared.along(v.values())
         with forward_ad.dual_level(), sharing, FastTangents():
-            outputs = self._outputs({name: forward_ad.make_dual(p, v[name]) for name, p in own.items()})
+            outputs = self._outputs({name: forward_ad.make_dual(p, v[name]) for name, p in detached.items()})
             pairs = [forward_ad.unpack_dual(y) for y in outputs]
             return [torch.zeros_like(y) if tangent is None else tangent for y, tangent in pairs]
 
     def _outputs(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         leaves = tree_leaves(functional_call(self.model, dict(parameters), self.args, self.kwargs))
-        if not self.edges:  # the forward is still to come: which outputs the losses can depend on is not known
-            self.places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        return tuple(leaves[k] for k in self.places)
+        if not self.edges:  # before the forward it is unknown which outputs the losses can depend on
+            self.positions = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+        return tuple(leaves[k] for k in self.positions)
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Where a tensor that requires a gradient hangs in the graph."""
+    """Returns the graph edge of a tensor that is not a leaf."""
     assert tensor.grad_fn is not None
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 @contextmanager
 def differentiable_twice(model: nn.Module) -> Iterator[None]:
-    """Attention and recurrent layers by backends that have a forward mode and a backward of their backward."""
+    """Runs attention and recurrent layers by backends that have a forward mode and a double backward."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
     before = [backend.enabled for backend in backends]
@@ -146,47 +150,54 @@ def differentiable_twice(model: nn.Module) -> Iterator[None]:
             backend.enabled = enabled
 
 
-def forward_mode(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], manner: Manner) -> Project:
-    """J v through the model's own forward, made again once for every call."""
-    edges = [edge for run in runs for edge in run.edges]
+def forward_mode(
+    losses: Tensor, parameters: Mapping[str, Tensor], calls: Sequence[ForwardCall], batching: BatchingMode
+) -> Project:
+    """Returns J v through the model's own forward, which is repeated for every call of the result."""
+    edges = [edge for call in calls for edge in call.edges]
     if not edges:
-        raise RuntimeError("the losses were not computed from a tensor that model(...) gave")
+        raise RuntimeError("the losses were not computed from a tensor that model(...) returned")
     gradients, u = _linear_in_u(losses, edges)
 
     def project(v: Mapping[str, Tensor]) -> Tensor:
-        pushed = [t for run in runs if run.edges for t in run.push(v, parameters, manner)]
-        return _against(gradients, u, pushed, manner)
+        tangents = [t for call in calls if call.edges for t in call.tangents(v, parameters, batching)]
+        return _derivative_in_u(gradients, u, tangents, batching)
 
     return project
 
 
-def against_ahead(losses: Tensor, runs: Sequence[Run], manner: Manner) -> Iterator[Tensor]:
-    """J v (n, g) for every group of directions along which tangents were pushed ahead."""
-    gradients, u = _linear_in_u(losses, [edge for run in runs for edge in run.edges])
-    for number in range(len(runs[0].ahead)):
-        yield _against(gradients, u, [run.ahead[number][k] for run in runs for k in run.places], manner)
+def project_prefetched(losses: Tensor, calls: Sequence[ForwardCall], batching: BatchingMode) -> Iterator[Tensor]:
+    """Yields J v, (n, g), for every group of directions with prefetched tangents."""
+    gradients, u = _linear_in_u(losses, [edge for call in calls for edge in call.edges])
+    for group in range(len(calls[0].prefetched)):
+        tangents = [call.prefetched[group][k] for call in calls for k in call.positions]
+        yield _derivative_in_u(gradients, u, tangents, batching)
 
 
-def double_vjp(losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run], manner: Manner) -> Project:
-    """J v from the graph of the losses alone, whatever it was made by."""
+def double_vjp(
+    losses: Tensor, parameters: Mapping[str, Tensor], calls: Sequence[ForwardCall], batching: BatchingMode
+) -> Project:
+    """Returns J v from the graph of the losses alone, for any computation of the losses."""
     gradients, u = _linear_in_u(losses, list(parameters.values()))
-    return lambda v: _against(gradients, u, [v[name] for name in parameters], manner)
+    return lambda v: _derivative_in_u(gradients, u, [v[name] for name in parameters], batching)
 
 
 def _linear_in_u(losses: Tensor, inputs: Sequence[Any]) -> tuple[list[Tensor | None], Tensor]:
-    """Gradients of ``u · losses``, with a graph of their own."""
+    """Returns the gradients of ``u · losses``, with a graph, and u."""
     u = torch.ones_like(losses, requires_grad=True)
     return list(torch.autograd.grad(losses, inputs, u, create_graph=True, allow_unused=True)), u
 
 
-def _against(gradients: Sequence[Tensor | None], u: Tensor, v: Sequence[Tensor], manner: Manner) -> Tensor:
-    """(n, g): derivative in u of the product of gradients and each direction."""
+def _derivative_in_u(
+    gradients: Sequence[Tensor | None], u: Tensor, v: Sequence[Tensor], batching: BatchingMode
+) -> Tensor:
+    """Returns (n, g): the derivative in u of the product of the gradients with each direction."""
     count = len(v[0])
     pairs = [(g, d.to(g.dtype)) for g, d in zip(gradients, v, strict=True) if g is not None and g.requires_grad]
     if not pairs:
         return u.new_zeros(len(u), count)
     heads, directions = [g for g, _ in pairs], [d for _, d in pairs]
-    if manner is Manner.TOGETHER:
+    if batching is BatchingMode.TOGETHER:
         (columns,) = torch.autograd.grad(heads, u, directions, retain_graph=True, is_grads_batched=True)
     else:
         each = zip(*directions, strict=True)
@@ -195,26 +206,26 @@ def _against(gradients: Sequence[Tensor | None], u: Tensor, v: Sequence[Tensor],
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to J v: (losses, parameters, runs of the model) -> a function of the directions."""
+class Strategy:
+    """One method for J v: (losses, parameters, forward calls) -> a function of the directions."""
 
     prepare: Callable[..., Project]
-    manner: Manner
+    batching: BatchingMode
 
     @property
-    def needs_runs(self) -> bool:
-        """Whether the model's forward is made again."""
+    def repeats_forward(self) -> bool:
+        """Whether the model's forward is repeated."""
         return self.prepare is forward_mode
 
-    def __call__(self, losses: Tensor, parameters: Mapping[str, Tensor], runs: Sequence[Run]) -> Project:
-        return self.prepare(losses, parameters, runs, self.manner)
+    def __call__(self, losses: Tensor, parameters: Mapping[str, Tensor], calls: Sequence[ForwardCall]) -> Project:
+        return self.prepare(losses, parameters, calls, self.batching)
 
 
-WAYS = {
-    f"{name}, {manner.value}": Way(prepare, manner)
-    for name, prepare, manners in (
-        ("forward mode", forward_mode, Manner),
-        ("double vjp", double_vjp, (Manner.TOGETHER, Manner.EACH)),
+STRATEGIES = {
+    f"{name}, {batching.value}": Strategy(prepare, batching)
+    for name, prepare, modes in (
+        ("forward mode", forward_mode, BatchingMode),
+        ("double vjp", double_vjp, (BatchingMode.TOGETHER, BatchingMode.EACH)),
     )
-    for manner in manners
+    for batching in modes
 }

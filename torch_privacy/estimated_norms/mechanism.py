@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step releases where norms are estimated."""
+"""Provides ``SketchedSum``, the mechanism that clips by estimated norms and checks their price."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .. import privacy
 from .._model import Census
-from ..clipping import ClippingRule
+from .._validate import Refused
+from ..clipping import ClippingRule, Flat
+from ..jacobian.layout import Layouts
 from ..mechanism import ClippedSum, Recording
-from .choose import Sketched, check_price, check_rule, sketching
 from .directions import Directions
+from .estimates import TapeEstimator
+from .factored import FactoredNorms
+from .floored import FlooredNorms
+from .projected import Projector
+from .settings import Sketched
+
+MIN_PROJECTIONS = 16  # with fewer, examples with large gradients escape clipping so often that epsilon explodes
+QUICKLY_PRICED = 10  # projections; the accountant needs seconds for fewer
 
 
 class SketchedSum(ClippedSum):
-    """The sum of the clipped rows, their norms estimated at random.
+    """The sum of the clipped rows, clipped by randomly estimated norms.
 
     Args:
-        setting: how they are estimated.
-        not_for_release: whether few of them will do.
-        rule, names, expected_batch_size: as of `ClippedSum`.
+        setting: the user's choice of the estimate.
+        not_for_release: whether fewer than 16 projections are allowed.
+        rule, names, expected_batch_size: see `ClippedSum`.
     """
 
     def __init__(
@@ -32,32 +42,68 @@ class SketchedSum(ClippedSum):
         *,
         not_for_release: bool,
     ):
-        check_rule(rule)
+        if not isinstance(rule, Flat):
+            raise Refused(
+                f"PrivateTraining: {type(rule).__name__} has no price with norms estimated by "
+                "jacobian=Sketched(...). Take Flat(clip_norm), or exact norms, without jacobian=."
+            )
         super().__init__(rule, names, expected_batch_size)
         self._not_for_release = not_for_release
-        self._sketching = sketching(setting, self._layouts)
+        self._estimator = norm_estimator(setting, self._layouts)
 
     def event(
         self, noise_multiplier: float, sampling_probability: float
     ) -> privacy.SubsampledJL | privacy.SubsampledSketch:
-        return self._sketching.setting.event(noise_multiplier, sampling_probability)
+        return self._estimator.setting.event(noise_multiplier, sampling_probability)
 
     def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
         if not self._not_for_release:
-            check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
+            _check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "jacobian": repr(self._sketching.setting)}
+        return {**super().settings(), "jacobian": repr(self._estimator.setting)}
 
     def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Recording:
-        return self._sketching.watch(census, size, Directions(key, step, part))
+        return self._estimator.recording(census, size, Directions(key, step, part))
 
     def explain(self) -> str:
-        return self._sketching.explain()
+        return self._estimator.explain()
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "projections": self._sketching.way}
+        return {**super().state(), "projections": self._estimator.learned}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._sketching.way = state["projections"]
+        self._estimator.learned = state["projections"]
+
+
+def norm_estimator(setting: Sketched, layouts: Layouts) -> Projector | TapeEstimator:
+    """Returns the estimator for a setting, which learns from batch to batch; ``layouts`` are shared by its tapes."""
+    k = setting.num_projections
+    if setting.kind == "factored":
+        return TapeEstimator(setting, FactoredNorms, layouts, f"norms by sketches of the factors with {k} directions")
+    if setting.floor is not None:
+        text = f"norms by {k} projections on the tape, at least {setting.floor:g} times a bound"
+        return TapeEstimator(setting, FlooredNorms, layouts, text)
+    return Projector(setting)
+
+
+def _check_price(event: privacy.SubsampledJL | privacy.SubsampledSketch, num_steps: int, delta: float) -> None:
+    """Raises if there are too few projections for a useful epsilon; the message states the epsilon."""
+    if isinstance(event, privacy.SubsampledSketch):
+        count, quick = event.num_directions, replace(event, num_directions=max(event.num_directions, QUICKLY_PRICED))
+        setting, alternative = f"Sketched({count}, kind='factored')", ""
+    elif event.floor is None:
+        count = event.num_projections
+        quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
+        setting, alternative = f"Sketched({count})", f" give Sketched({count}, floor=0.8);"
+    else:
+        return
+    if count < MIN_PROJECTIONS:
+        low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
+        raise Refused(
+            f"PrivateTraining: jacobian={setting} would cost an epsilon of {low:.4g} or more "
+            f"at delta = {delta:g}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
+            f"often. Take at least {MIN_PROJECTIONS}, better 32;{alternative} or, on data that need no protection, "
+            "pass not_for_release=True."
+        )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of the rows by random projections of the gradients, of anything that differentiates: what watches each batch.
+"""Estimates the norms of rows by random projections of the gradients, for any differentiable model.
 
-It needs a vector of per-example losses and no more: no table of ops, no layout.
+It needs only a vector of per-example losses: neither a table of ops nor a layout.
 """
 
 from __future__ import annotations
@@ -18,28 +18,104 @@ from torch.overrides import TorchFunctionMode
 
 from .._replay import RandomState
 from .._validate import Refused
-from ..jacobian.agreement import Check
+from ..jacobian.agreement import Check, vjp
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
 from ..jacobian.graph import Graph
 from ..jacobian.layout import PROOFS, Merging, told_by
+from ..jacobian.measure import fresh_generator
 from ..jacobian.tape import check_losses
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from .directions import Directions
-from .jvp import WAYS, Manner, Run, against_ahead, differentiable_twice
-from .projections import SketchedJacobian
+from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
+from .settings import Sketched
 
 if TYPE_CHECKING:
     from .._model import Census
-    from .choose import Sketched
 
-SMALL = 2**14  # entries of the forward's values in the mean; with fewer a call of torch costs more than its work
-AHEAD_ENTRIES = 2**22  # of tangents of the model's outputs that are kept through its forward, at most
+SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
+PREFETCHED_ENTRIES = 2**22  # largest number of entries of output tangents that are kept through the forward
 
 
-class Sketching:
-    """What batches have taught about one model: which way projections are made, and which graphs were looked at.
+class SketchedJacobian:
+    """The Jacobian of per-example losses, known only by its projections: norms are estimates, sums are exact.
+
+    Guarantees:
+        - ``squared_norms()[i]`` is ‖row i‖² times a χ²_r / r variable that is independent of everything else.
+        - ``weighted_sum(c)`` is Σᵢ cᵢ row_i, by one backward.
+        - ``project(v)[i, j]`` is the inner product of row i with direction j.
+    """
+
+    def __init__(
+        self,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        estimates: Tensor,
+        project: Project,
+        check: Check,
+        explanation: str,
+        *,
+        kept: Tensor | None = None,
+    ):
+        self._losses, self._parameters, self._estimates = losses, parameters, estimates
+        self._project, self._check, self._explanation = project, check, explanation
+        self._kept = torch.arange(len(losses), device=losses.device) if kept is None else kept
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows."""
+        return len(self._kept)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name and shape of every parameter."""
+        return {name: p.shape for name, p in self._parameters.items()}
+
+    def squared_norms(self) -> Tensor:
+        """Returns estimates of the rows' squared norms, (n,)."""
+        return self._estimates[self._kept]
+
+    def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
+        """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. Frees the graph."""
+        c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))
+        total = vjp(self._losses, self._parameters, c, retain_graph=False)
+        self._check.look(total, c)
+        return total
+
+    def check_single_rows(self) -> None:
+        """Raises unless the sum of all rows, and two rows drawn at random, agree with the projections."""
+        n, finite = len(self._losses), bool(self._estimates.isfinite().all())
+        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        single = [
+            torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
+        ]
+        for c in [torch.ones_like(self._losses), *single] if finite else []:
+            self._check.look(vjp(self._losses, self._parameters, c, retain_graph=True), c)
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """Returns J v, (n, k), for k directions given as name -> (k, *shape)."""
+        return self._project(v)[self._kept]
+
+    def select(self, index: Tensor | slice) -> SketchedJacobian:
+        """Returns the rows of some of the examples."""
+        return SketchedJacobian(
+            self._losses,
+            self._parameters,
+            self._estimates,
+            self._project,
+            self._check,
+            self._explanation,
+            kept=self._kept[index],
+        )
+
+    def explain(self) -> str:
+        """Describes how the projections are computed."""
+        return self._explanation
+
+
+class Projector:
+    """Projects the gradients of one model's batches, by the strategy that worked on its first batch.
 
     Args:
         setting: the user's choice.
@@ -47,170 +123,178 @@ class Sketching:
 
     def __init__(self, setting: Sketched):
         self.setting = setting
-        self.way: str | None = None  # chosen on the first batch that has examples
-        self._reasons: dict[str, str] = {}  # why faster ways were not taken
-        self._looked_at: Counter[tuple[int, bool]] = Counter()  # batches of a graph, and whether of one example
-        self._output_entries: int | None = None  # of a forward, where the way is known
+        self.strategy: str | None = None  # chosen on the first batch that has examples
+        self._reasons: dict[str, str] = {}  # strategy -> why a faster one was rejected
+        self._checked: Counter[tuple[int, bool]] = Counter()  # (graph, only one example) -> batches
+        self._output_entries: int | None = None  # of one forward, once the strategy is known
 
     @property
-    def needs_runs(self) -> bool:
-        """Whether the model's forwards have to be remembered."""
-        return self.way is None or WAYS[self.way].needs_runs
+    def learned(self) -> str | None:
+        """State for a resumed run: the strategy; None before the first batch."""
+        return self.strategy
+
+    @learned.setter
+    def learned(self, strategy: str | None) -> None:
+        self.strategy = strategy
+
+    @property
+    def repeats_forward(self) -> bool:
+        """Whether the model's forward calls must be kept, to be repeated."""
+        return self.strategy is None or STRATEGIES[self.strategy].repeats_forward
 
     @property
     def needs_backends(self) -> bool:
-        """Whether the model's forward has to run with backends that can be differentiated twice."""
-        return self.way is None or not WAYS[self.way].needs_runs
+        """Whether the model's forward must run with backends that can be differentiated twice."""
+        return self.strategy is None or not STRATEGIES[self.strategy].repeats_forward
 
-    def settled(self, size: int) -> bool:
-        """Whether some graph was looked at often enough to trust the model with so many examples."""
-        return any(count >= PROOFS for (_, one), count in self._looked_at.items() if one in told_by(size))
-
-    def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
-        """What looks on at the forward on a (micro)batch of so many examples."""
-        return Sketch(self, census.trained, directions)
+    def recording(self, census: Census, size: int, directions: Directions) -> ProjectedRecording:
+        """Returns the recorder for one (micro)batch of ``size`` examples."""
+        return ProjectedRecording(self, census.trained, directions)
 
     @property
-    def pushes_ahead(self) -> bool:
-        """Whether tangents are pushed before the forward, beside no graph, and kept: outputs have to be small."""
-        if self.way is None or self._output_entries is None or not WAYS[self.way].needs_runs:
+    def prefetches(self) -> bool:
+        """True if tangents are computed before the forward, without a graph in memory; needs small model outputs."""
+        if self.strategy is None or self._output_entries is None or not STRATEGIES[self.strategy].repeats_forward:
             return False
-        return self.setting.num_projections * self._output_entries <= AHEAD_ENTRIES
+        return self.setting.num_projections * self._output_entries <= PREFETCHED_ENTRIES
 
     def is_new(self, graph: Graph, num_examples: int) -> bool:
-        """Whether a batch has to show that its examples do not depend on each other; counts it."""
+        """Returns True if a batch with this graph must still be checked; counts the batch."""
         path = hash(tuple(node.name() for node in graph.nodes()))
-        known = any(self._looked_at[path, one] >= PROOFS for one in told_by(num_examples))
-        self._looked_at[path, num_examples == 1] += 1
+        known = any(self._checked[path, one] >= PROOFS for one in told_by(num_examples))
+        self._checked[path, num_examples == 1] += 1
         return not known
 
     def explain(self) -> str:
-        """How the projections are made, and why not faster."""
-        if self.way is None:
-            return "to be chosen on the first batch"
-        text = f"{self.setting.num_projections} projections by {self.way}"
-        return "; ".join([text, *(f"not by {way}: {reason}" for way, reason in self._reasons.items())])
+        """Describes how the projections are computed, and why not by a faster strategy."""
+        if self.strategy is None:
+            return "chosen on the first batch"
+        text = f"{self.setting.num_projections} projections by {self.strategy}"
+        return "; ".join([text, *(f"not by {strategy}: {reason}" for strategy, reason in self._reasons.items())])
 
     def jacobian(
         self,
         losses: Tensor,
         parameters: Mapping[str, Tensor],
-        runs: Sequence[Run],
+        calls: Sequence[ForwardCall],
         directions: Directions,
-        ahead: Mapping[str, Tensor] | None = None,
+        prefetched: Mapping[str, Tensor] | None = None,
     ) -> SketchedJacobian:
-        """The sketch of one batch, and what its sums must agree with.
+        """Returns the projected Jacobian of one batch.
 
-        ``ahead``: the last of the directions along which the runs were pushed ahead, if they were.
+        ``prefetched``: the last group of the directions along which tangents were prefetched, if they were.
         """
-        self._output_entries = sum(size for run in runs for size in run.sizes)
-        if self.way is not None and ahead is not None:
-            projections = against_ahead(losses, runs, WAYS[self.way].manner)
-            return self._of(self.way, losses, parameters, runs, ((ahead, found) for found in projections))
-        if self.way is not None:
+        self._output_entries = sum(size for call in calls for size in call.sizes)
+        if self.strategy is not None and prefetched is not None:
+            projections = project_prefetched(losses, calls, STRATEGIES[self.strategy].batching)
+            groups = ((prefetched, projection) for projection in projections)
+            return self._estimated(self.strategy, losses, parameters, calls, groups)
+        if self.strategy is not None:
             try:
-                return self._by(self.way, losses, parameters, runs, directions)
+                return self._projected(self.strategy, losses, parameters, calls, directions)
             except RuntimeError as error:
-                raise _changed(error) from error
+                raise _strategy_failed(error) from error
         reasons: dict[str, str] = {}
-        for way in self._ways():
+        for strategy in self._candidates():
             try:
                 self._reasons = reasons
-                jacobian = self._by(way, losses, parameters, runs, directions)
-                jacobian.look_at_single_rows()
-                self._check_worth(way, runs)
+                jacobian = self._projected(strategy, losses, parameters, calls, directions)
+                jacobian.check_single_rows()
+                self._check_worth(strategy, calls)
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
-                reasons[way] = str(error).strip().partition("\n")[0][:200]
+                reasons[strategy] = str(error).strip().partition("\n")[0][:200]
                 continue
-            self.way = way
+            self.strategy = strategy
             return jacobian
-        listed = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
+        listed = "; ".join(f"{strategy}: {reason}" for strategy, reason in reasons.items())
         raise Refused(
             f"Sketched: no way to project the gradients of these losses. {listed}. Give custom functions a jvp or a "
             "backward that can be differentiated; or use exact norms, without jacobian=."
         )
 
-    def _ways(self) -> list[str]:
-        """What is tried: forward mode first."""
-        shared, together, each = Manner
+    def _candidates(self) -> list[str]:
+        """Returns the strategies in the order in which they are tried, forward mode first."""
+        shared, together, each = BatchingMode
         if self.setting.num_projections == 1:
             order = [each, together]
         elif self.setting.group_size is None:
             order = [shared, together, each]
         else:
             order = [shared, each] if self.setting.group_size == 1 else [together, shared, each]
-        ways = [(order.index(way.manner), name) for name, way in WAYS.items() if way.manner in order]
-        return [name for _, name in sorted(ways, key=lambda pair: (not WAYS[pair[1]].needs_runs, pair[0]))]
+        found = [(order.index(s.batching), name) for name, s in STRATEGIES.items() if s.batching in order]
+        return [name for _, name in sorted(found, key=lambda pair: (not STRATEGIES[pair[1]].repeats_forward, pair[0]))]
 
-    def _check_worth(self, way: str, runs: Sequence[Run]) -> None:
-        """Refuse to share forwards of small tensors unless memory counts: directions together take less time there."""
-        if WAYS[way].manner is Manner.SHARED and self.setting.group_size is None:
-            if max(run.mean_entries for run in runs) < SMALL:
+    def _check_worth(self, strategy: str, calls: Sequence[ForwardCall]) -> None:
+        """Raises for shared forwards of small tensors, unless memory counts: batched directions are faster there."""
+        if STRATEGIES[strategy].batching is BatchingMode.SHARED and self.setting.group_size is None:
+            if max(call.mean_entries for call in calls) < SMALL:
                 raise RuntimeError("its tensors are so small that directions together take less time")
 
-    def groups(self, way: str, directions: Directions, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The directions of a batch, as many at a time as the way takes together."""
-        size = self.setting.group_size if WAYS[way].manner is Manner.TOGETHER else 1
+    def groups(
+        self, strategy: str, directions: Directions, parameters: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yields the directions of a batch in the groups that the strategy batches."""
+        size = self.setting.group_size if STRATEGIES[strategy].batching is BatchingMode.TOGETHER else 1
         return directions.in_groups(self.setting.num_projections, size, parameters)
 
-    def _by(
+    def _projected(
         self,
-        way: str,
+        strategy: str,
         losses: Tensor,
         parameters: Mapping[str, Tensor],
-        runs: Sequence[Run],
+        calls: Sequence[ForwardCall],
         directions: Directions,
     ) -> SketchedJacobian:
-        project = WAYS[way](losses, parameters, runs)
-        groups = self.groups(way, directions, parameters)
-        return self._of(way, losses, parameters, runs, ((v, project(v)) for v in groups))
+        project = STRATEGIES[strategy](losses, parameters, calls)
+        groups = self.groups(strategy, directions, parameters)
+        return self._estimated(strategy, losses, parameters, calls, ((v, project(v)) for v in groups))
 
-    def _of(
+    def _estimated(
         self,
-        way: str,
+        strategy: str,
         losses: Tensor,
         parameters: Mapping[str, Tensor],
-        runs: Sequence[Run],
+        calls: Sequence[ForwardCall],
         groups: Iterable[tuple[Mapping[str, Tensor], Tensor]],
     ) -> SketchedJacobian:
-        """From groups of directions (of which the last is there) and the projections on them."""
+        """Returns the Jacobian from pairs of a group of directions and the projections on these."""
         v, projections, total = {}, losses.detach()[:, None], torch.zeros_like(losses)
-        for v, found in groups:  # noqa: B007  (the last one is looked at below)
+        for v, found in groups:  # noqa: B007  (the last group is used by the check below)
             projections = found.detach().to(losses)
             total += projections.square().sum(1)
-        for run in runs:
-            run.forget()
+        for call in calls:
+            call.free_shared()
         r = self.setting.num_projections
         check = Check(v, projections, (total / r).sqrt())
 
         def project(v: Mapping[str, Tensor]) -> Tensor:
-            return WAYS[way](losses, parameters, runs)(v)
+            return STRATEGIES[strategy](losses, parameters, calls)(v)
 
-        return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {way}")
+        return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {strategy}")
 
 
-class Sketch(TorchFunctionMode):
-    """Watches one batch: what the model is called with and gives; stands where a `Tape` does.
+class ProjectedRecording(TorchFunctionMode):
+    """Records the model's forward calls on one batch, in place of a `Tape`.
 
     Args:
-        sketching: what earlier batches taught.
-        parameters: the trained ones, by name.
-        directions: of this batch alone.
+        projector: chooses the strategy, and remembers it from batch to batch.
+        parameters: the trained parameters, by name.
+        directions: those of this batch only.
     """
 
     def __init__(
         self,
-        sketching: Sketching,
+        projector: Projector,
         parameters: Mapping[str, Tensor],
         directions: Directions,
     ):
         super().__init__()
         self.code, self.measured, self.reached = CodePath(), False, set[str]()
         self.parameters = dict(parameters)
-        self._sketching, self._directions = sketching, directions
-        self._runs: list[Run] = []
-        self._ahead: dict[str, Tensor] | None = None  # the last of the directions that runs were pushed ahead along
-        self._active: list[tuple[Run, ExitStack]] = []
+        self._projector, self._directions = projector, directions
+        self._calls: list[ForwardCall] = []
+        self._prefetched: dict[str, Tensor] | None = None  # the last group of directions with prefetched tangents
+        self._active: list[tuple[ForwardCall, ExitStack]] = []
         self._outputs: list[GradientEdge] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -221,36 +305,36 @@ class Sketch(TorchFunctionMode):
         return out
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """The model's forward begins."""
-        run = Run(model, args, kwargs, RandomState() if self._sketching.needs_runs else None)
+        """Starts to record one forward call of the model."""
+        call = ForwardCall(model, args, kwargs, RandomState() if self._projector.repeats_forward else None)
         context = ExitStack()
-        self._active.append((run, context))
-        if self._sketching.pushes_ahead:
-            self._push_ahead(run)
-        if self._sketching.needs_backends:
+        self._active.append((call, context))
+        if self._projector.prefetches:
+            self._prefetch_tangents(call)
+        if self._projector.needs_backends:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)
 
-    def _push_ahead(self, run: Run) -> None:
-        way = self._sketching.way
-        assert way is not None
-        for v in self._sketching.groups(way, self._directions, self.parameters):
+    def _prefetch_tangents(self, call: ForwardCall) -> None:
+        strategy = self._projector.strategy
+        assert strategy is not None
+        for v in self._projector.groups(strategy, self._directions, self.parameters):
             try:
-                run.push_ahead(v, self.parameters, WAYS[way].manner)
+                call.prefetch_tangents(v, self.parameters, STRATEGIES[strategy].batching)
             except RuntimeError as error:
-                raise _changed(error) from error
-            self._ahead = v
-        run.forget()
+                raise _strategy_failed(error) from error
+            self._prefetched = v
+        call.free_shared()
 
     def end(self, output: Any) -> None:
-        """The model's forward came to its end; ``output`` is None where it raised."""
-        run, context = self._active.pop()
+        """Ends the recording of one forward call; ``output`` is None if the forward raised."""
+        call, context = self._active.pop()
         context.close()
-        self._outputs += [edge for edge, _ in run.ended(output)]
-        self._runs.append(run)
+        self._outputs += [edge for edge, _ in call.record_output(output)]
+        self._calls.append(call)
 
     def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
-        """The nodes between the losses and the model's outputs."""
+        """Yields the nodes between the losses and the model's outputs."""
         return graph.before({edge.node for edge in self._outputs})
 
     def clipped_sum(
@@ -264,20 +348,20 @@ class Sketch(TorchFunctionMode):
         memory_budget: float = 0.0,
         observe: Callable[[SketchedJacobian, str], None] | None = None,
     ) -> dict[str, Tensor]:
-        """Σᵢ cᵢ row_i by name, with cᵢ from the estimated norms; arguments as of ``Tape.clipped_sum``.
+        """Returns Σᵢ cᵢ row_i by name, with cᵢ from the estimated norms; arguments as in ``Tape.clipped_sum``.
 
         Raises:
-            Refused: half precision, a parameter that is never reached, no way to project, sums that the projections
-                do not bear out.
+            Refused: half precision, a parameter that the losses do not reach, losses that no strategy can project, or
+                sums that disagree with the projections.
         """
         check_losses(losses)
         graph = Graph(losses)
         self.code.note(node.name() for node in self.nodes_before_calls(graph))
         self._check_reached(graph, set(may_miss))
-        if self._sketching.is_new(graph, len(losses)):
+        if self._projector.is_new(graph, len(losses)):
             self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
-        jacobian = self._sketching.jacobian(losses, self.parameters, self._runs, self._directions, self._ahead)
-        (label,) = groups  # `check_rule` lets no other rule through
+        jacobian = self._projector.jacobian(losses, self.parameters, self._calls, self._directions, self._prefetched)
+        (label,) = groups  # `SketchedSum` accepts no rule with several groups
         if observe is not None:
             observe(jacobian, label)
         return {} if clip is None else clip(jacobian, label)
@@ -297,14 +381,15 @@ class Sketch(TorchFunctionMode):
         if names or any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
             where = f"parameter {', '.join(map(repr, names))}" if names else "the forward"
             raise Refused(
-                f"Sketched: half precision in {where}: rounding changes the law of the estimated norms, which the "
-                "accountant prices. Compute in float32, or use exact norms, without jacobian=."
+                f"Sketched: half precision in {where}: rounding changes the distribution of the estimated norms, "
+                "which the accountant prices. Compute in float32, or use exact norms, without jacobian=."
             )
 
 
-def _changed(error: RuntimeError) -> Refused:
-    """Of a batch on which the way that earlier ones took fails."""
+def _strategy_failed(error: RuntimeError) -> Refused:
+    """Returns the error for a batch on which the chosen projection strategy fails."""
     reason = str(error).partition(". ")[0]
     return Refused(
-        f"Sketched: this batch cannot be projected as those before it: {reason}. Let it take the same ops as they did."
+        f"Sketched: this batch cannot be projected like the earlier ones: {reason}. Let it run the same ops as they "
+        "did."
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward in forward mode along one direction after the other: what no direction enters is computed once.
+"""Runs a forward in forward mode along one direction after the other, and computes shared values only once.
 
-Forward mode computes values and tangents side by side. The values are the same for all directions: the first pass notes
-them below autograd, op by op, and later passes are given them back, so that a further direction takes its tangents
-alone. Of the values those stay in memory that some tangent was computed from: about what a backward would keep.
+Forward mode computes values and tangents side by side. The values are the same for all directions: the first pass
+records them below autograd, op by op, and later passes reuse them and compute only their tangents. The values that stay
+in memory are those that some tangent was computed from: about as many as a backward would keep.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from .._torch_modes import tensors_in
 
 aten = torch.ops.aten
 
-# Made anew in every pass: tangents begin as zeros, and are added to.
+# Recomputed in every pass: tangents start as zeros, and are added to.
 _ZEROS = frozenset({aten.zeros, aten.zeros_like, aten.new_zeros, aten._efficientzerotensor})
-_SHAPES = frozenset({aten.is_same_size, aten._has_same_storage_numel})  # read no entries
+_METADATA = frozenset({aten.is_same_size, aten._has_same_storage_numel})  # read no entries
 _PRODUCTS = frozenset({aten.mm, aten.bmm, aten.convolution})
-_LIKE = aten._new_zeros_with_same_feature_meta  # neither does this; it begins a tangent
-_RAW = frozenset({Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__})
-# In the place of values that nobody needs: were one needed, the sums would not bear the projections out.
-_UNSEEN, _SOME = 1e3, 2**10
+_TANGENT_ZEROS = aten._new_zeros_with_same_feature_meta  # reads no entries either; it creates a tangent
+_RAW_READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__})
+# Fills values that were freed: if one were needed after all, the sums would disagree with the projections.
+_SENTINEL, _SENTINEL_ENTRIES = 1e3, 2**10
 
 
-class Unshared(RuntimeError):
-    """The forward does what later passes cannot be given back."""
+class CannotShare(RuntimeError):
+    """Raised when the forward does something that later passes cannot replay."""
 
 
-class _How(Enum):
-    """What later passes do with an op whose result they are not given back."""
+class _Replay(Enum):
+    """Replays of an op whose result was not recorded."""
 
-    AGAIN = "compute it"
-    CHANGED = "give back its arguments, which it changed in the first pass"
+    RECOMPUTE = "compute the result"
+    RETURN_ARGUMENTS = "return the arguments, which the op changed in the first pass"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a result lies in its storage."""
+    """Position of a result in its storage."""
 
     storage: int
     entries: int  # of the storage
@@ -58,187 +60,187 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """A result that is zero, which takes no memory."""
+    """A zero result, which takes no memory."""
 
     empty: Tensor
     size: tuple[int, ...]
 
 
 class _NoRawMemory(TorchFunctionMode):
-    """Refuses to read entries past torch's ops, where those of later passes may be others."""
+    """Refuses to read entries without a torch op, because later passes may hold other entries there."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func in _RAW and _may_be_missing(args[0]):
-            raise Unshared(f"the forward calls {func.__name__}, which reads memory past torch's ops")
+        if func in _RAW_READS and _may_be_freed(args[0]):
+            raise CannotShare(f"the forward calls {func.__name__}, which reads memory past torch's ops")
         return func(*args, **(kwargs or {}))
 
 
 class SharedForward(TorchDispatchMode):
-    """Stands around every pass, by ``along``.
+    """Records the values of the first pass and replays them in later ones; ``along`` wraps every pass.
 
     Raises:
-        Unshared: a value is changed in place after a tangent was computed from it, or a pass takes another course than
-            the first did.
+        CannotShare: a value is changed in place after a tangent was computed from it, or a later pass calls other ops
+            than the first one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[tuple[Any, Any]] = []  # every op on values, and its result or how it is had again
+        self._recorded: list[tuple[Any, Any]] = []  # every op on values, with its result or its replay
         self._next = 0
         self._first = True
         self._entries = 0  # of all values
-        self._needed: dict[int, torch.UntypedStorage] = {}  # what later passes are given back
-        # Storages by their numbers; a weak reference keeps a number from being given to another one.
+        self._kept: dict[int, torch.UntypedStorage] = {}  # values that later passes reuse
+        # Storages by their ids; a weak reference keeps an id from being used for another storage.
         self._values: dict[int, StorageWeakRef] = {}
         self._tangents: dict[int, StorageWeakRef] = {}
         self._zeros: dict[int, StorageWeakRef] = {}
-        self._met: dict[int, StorageWeakRef] = {}  # by tangents
-        self._filled: set[int] = set()  # of the zeros
+        self._used_by_tangents: dict[int, StorageWeakRef] = {}
+        self._written_zeros: set[int] = set()
 
     @contextmanager
     def along(self, direction: Iterable[Tensor]) -> Iterator[None]:
-        """A pass along the direction that these tensors are."""
+        """Wraps one pass along the direction given by these tensors."""
         self._next, self._tangents, self._zeros = 0, {}, {}
-        _note(self._tangents, direction)
+        _track(self._tangents, direction)
         with _NoRawMemory(), self:
             yield
         self._first = False
 
     @property
     def entries_per_op(self) -> float:
-        """How large values are in the mean."""
-        return self._entries / max(1, len(self._noted))
+        """Mean number of entries of a value."""
+        return self._entries / max(1, len(self._recorded))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the values that later passes reuse."""
+        return sum(storage.nbytes() for storage in self._kept.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in _SHAPES:
+        if func.overloadpacket in _METADATA:
             return func(*args, **kwargs)
-        met = _tensors((args, kwargs))
-        numbers = {_number(t) for t in met}
+        used = tensors_in((args, kwargs))
+        numbers = {_storage_id(t) for t in used}
         if func.overloadpacket in _ZEROS:
             out = func(*args, **kwargs)
-            _note(self._zeros, [out])
+            _track(self._zeros, [out])
             return out
         if not numbers.isdisjoint(self._tangents):
-            return self._of_tangents(func, met, args, kwargs)
+            return self._run_tangent_op(func, used, args, kwargs)
         if self._first:
-            return self._of_values(func, met, args, kwargs)
-        return self._again(func, args, kwargs)
+            return self._record_value_op(func, used, args, kwargs)
+        return self._replay_value_op(func, args, kwargs)
 
-    def _of_tangents(self, func: Any, met: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An op that a tangent enters."""
-        changed = _changed(func, args, kwargs)
-        if any(_number(t) not in self._tangents and _number(t) not in self._zeros for t in changed):
-            raise Unshared(f"{func} writes a tangent into a value")
-        _note(self._tangents, changed)
-        if self._first and func.overloadpacket is not _LIKE:
-            self._need(met)
+    def _run_tangent_op(self, func: Any, used: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an op that takes a tangent."""
+        changed = _written_by(func, args, kwargs)
+        if any(_storage_id(t) not in self._tangents and _storage_id(t) not in self._zeros for t in changed):
+            raise CannotShare(f"{func} writes a tangent into a value")
+        _track(self._tangents, changed)
+        if self._first and func.overloadpacket is not _TANGENT_ZEROS:
+            self._keep_for_tangents(used)
         out = func(*args, **kwargs)
-        _note(self._tangents, _tensors(out))
+        _track(self._tangents, tensors_in(out))
         return out
 
-    def _of_values(self, func: Any, met: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An op on values, in the first pass."""
-        changed = {_number(t) for t in _changed(func, args, kwargs)}
-        if not changed.isdisjoint(self._met):
-            raise Unshared(f"{func} changes a value that tangents were computed from")
+    def _record_value_op(self, func: Any, used: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs and records an op on values, in the first pass."""
+        changed = {_storage_id(t) for t in _written_by(func, args, kwargs)}
+        if not changed.isdisjoint(self._used_by_tangents):
+            raise CannotShare(f"{func} changes a value that tangents were computed from")
         out = func(*args, **kwargs)
-        results = _tensors(out)
+        results = tensors_in(out)
         self._entries += sum(t.numel() for t in results)
         if self._is_zero(func, args):
             zeros = _Zeros(out.new_empty(0), tuple(out.shape))
-            self._noted.append((func, zeros))
-            return self._found(zeros)
-        if any(_number(t) in self._zeros for t in results) or not changed.isdisjoint(self._zeros):
-            self._need(met)
-            self._filled |= changed
-            self._noted.append((func, _How.AGAIN))
+            self._recorded.append((func, zeros))
+            return self._restored(zeros)
+        if any(_storage_id(t) in self._zeros for t in results) or not changed.isdisjoint(self._zeros):
+            self._keep_for_tangents(used)
+            self._written_zeros |= changed
+            self._recorded.append((func, _Replay.RECOMPUTE))
         elif changed:
-            self._noted.append((func, _How.CHANGED))
+            self._recorded.append((func, _Replay.RETURN_ARGUMENTS))
         else:
-            _note(self._values, results)
-            self._keep(t for t in results if not _may_be_missing(t))
-            self._noted.append((func, tree_map(_placed, out)))
+            _track(self._values, results)
+            self._keep(t for t in results if not _may_be_freed(t))
+            self._recorded.append((func, tree_map(_place_of, out)))
         return out
 
-    def _again(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An op on values, in a later pass."""
-        if self._next == len(self._noted) or self._noted[self._next][0] is not func:
-            raise Unshared(f"{func} was not called when the forward was made first")
-        result = self._noted[self._next][1]
+    def _replay_value_op(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Replays an op on values, in a later pass."""
+        if self._next == len(self._recorded) or self._recorded[self._next][0] is not func:
+            raise CannotShare(f"{func} was not called in the first pass of the forward")
+        result = self._recorded[self._next][1]
         self._next += 1
-        if result is _How.AGAIN:
+        if result is _Replay.RECOMPUTE:
             return func(*args, **kwargs)
-        if result is _How.CHANGED:
-            changed, count = _changed(func, args, kwargs), len(func._schema.returns)
+        if result is _Replay.RETURN_ARGUMENTS:
+            changed, count = _written_by(func, args, kwargs), len(func._schema.returns)
             return changed[0] if count == 1 else tuple(changed) if count else None
-        return tree_map(self._found, result)
+        return tree_map(self._restored, result)
 
     def _is_zero(self, func: Any, args: tuple) -> bool:
-        """Whether an op multiplies by zeros, as forward mode does where a factor has no tangent."""
+        """Returns True if an op multiplies by zeros, as forward mode does for a factor without a tangent."""
         if func.overloadpacket not in _PRODUCTS or (func.overloadpacket is aten.convolution and args[2] is not None):
             return False
-        return any(_number(t) in self._zeros and _number(t) not in self._filled for t in args[:2])
+        return any(_storage_id(t) in self._zeros and _storage_id(t) not in self._written_zeros for t in args[:2])
 
-    def _need(self, tensors: Iterable[Tensor]) -> None:
-        """Tangents meet these; zeros are made anew for them."""
-        tensors = [t for t in tensors if _number(t) not in self._tangents and _number(t) not in self._zeros]
-        _note(self._met, tensors)
+    def _keep_for_tangents(self, tensors: Iterable[Tensor]) -> None:
+        """Keeps the values among these for later passes; zeros are created again there."""
+        tensors = [t for t in tensors if _storage_id(t) not in self._tangents and _storage_id(t) not in self._zeros]
+        _track(self._used_by_tangents, tensors)
         self._keep(tensors)
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
-        self._needed |= {_number(t): t.untyped_storage() for t in tensors}
+        self._kept |= {_storage_id(t): t.untyped_storage() for t in tensors}
 
-    def _found(self, place: Any) -> Any:
-        """A result of the first pass, or something like it where nobody needs it."""
+    def _restored(self, place: Any) -> Any:
+        """Returns a result of the first pass, or a placeholder if it was freed."""
         if isinstance(place, _Zeros):
             zeros = place.empty.new_zeros(()).expand(place.size)
-            _note(self._zeros, [zeros])
+            _track(self._zeros, [zeros])
             return zeros
         if not isinstance(place, _Place):
             return place
-        storage = self._needed.get(place.storage)
-        if storage is None:  # of the same size: forward mode compares those of a tensor and its tangent
+        storage = self._kept.get(place.storage)
+        if storage is None:  # forward mode compares the sizes of a tensor and its tangent
             other = place.empty.new_empty(place.entries)
-            other[:_SOME] = _UNSEEN
+            other[:_SENTINEL_ENTRIES] = _SENTINEL
             storage = other.untyped_storage()
         return place.empty.detach().set_(storage, place.offset, place.size, place.stride)
 
 
-def _may_be_missing(value: Tensor) -> bool:
-    """Whether it is given up where no tangent needs it; whole numbers and truth values are always kept."""
+def _may_be_freed(value: Tensor) -> bool:
+    """Returns True if a value is freed if no tangent needs it; integers and booleans are always kept."""
     return value.is_floating_point() or value.is_complex()
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _number(tensor: Tensor) -> int:
-    """Of the storage."""
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _note(into: dict[int, StorageWeakRef], tensors: Iterable[Tensor]) -> None:
+def _track(into: dict[int, StorageWeakRef], tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         reference = StorageWeakRef(tensor.untyped_storage())
         into.setdefault(reference.cdata, reference)
 
 
-def _placed(result: Any) -> Any:
+def _place_of(result: Any) -> Any:
     if not isinstance(result, Tensor):
         return result
     if result.is_conj() or result.is_neg():
-        raise Unshared("a complex value is conjugated")
+        raise CannotShare("a complex value is conjugated")
     storage, empty = result.untyped_storage(), result.new_empty(0).detach()
     entries = storage.nbytes() // result.itemsize
     return _Place(storage._cdata, entries, tuple(result.shape), result.stride(), int(result.storage_offset()), empty)
 
 
-def _changed(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an op writes to."""
+def _written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the arguments that an op writes to."""
     schema = func._schema
     if not schema.is_mutable:
         return []
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return _tensors([given.get(a.name) for a in schema.arguments if a.is_write])
+    return tensors_in([given.get(a.name) for a in schema.arguments if a.is_write])

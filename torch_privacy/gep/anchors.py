@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anchor gradients, those of auxiliary examples, and the subspace that they span."""
+"""Computes the anchor gradients, those of auxiliary examples, and the subspace that they span."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from ..jacobian.layout import Layouts
 from ..jacobian.operator import Jacobian
 from ..jacobian.tape import Tape, check_losses
 from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
-from .orthonormal import Frame, Start, orthonormalize
+from .orthonormal import OrthonormalBasis, RandomStart, orthonormalize
 
 if TYPE_CHECKING:
     from .settings import AnchorSubspace
 
-NUM_GROUPS = 5  # of parameters, where the user says nothing
-KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; more are made again
+NUM_GROUPS = 5  # default number of groups of parameters
+KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; others are recomputed
 
 Rows = list[Tensor]  # (c, size) for every parameter of a group
 
 
 class Anchors:
-    """Makes the basis of any step of one model: a function of its weights, the auxiliary data, a key and the step.
+    """Computes the basis of each step of one model: a function of its weights, the auxiliary data, a key and the step.
 
     Args:
         setting: the user's choice.
-        parameters: the trained ones, by name.
+        parameters: the trained parameters, by name.
     """
 
     def __init__(self, setting: AnchorSubspace, parameters: Mapping[str, Tensor]):
         self._setting, self._key = setting, b""
         self._shapes = {name: p.shape for name, p in parameters.items()}
-        self.groups = groups_of(setting, parameters)
+        self.groups = parameter_groups(setting, parameters)
         self._sizes = {group: sum(parameters[name].numel() for name in names) for group, names in self.groups.items()}
         self.quotas = quotas(setting.num_basis, self._sizes)
         dtype = reduce(torch.promote_types, (p.dtype for p in parameters.values()), torch.float32)
@@ -55,12 +55,12 @@ class Anchors:
         self._layouts = Layouts()
 
     def basis(self, model: nn.Module, census: Census, key: bytes, step: int) -> Basis:
-        """The basis for the model's weights as they are now; model and random state are left as they were.
+        """Returns the basis for the model's current weights; leaves the model and the random state unchanged.
 
-        From key and step come labels, the choice of examples, augmentation, dropout and the first directions.
+        Key and step determine labels, the choice of examples, augmentation, dropout and the first directions.
 
         Raises:
-            Refused: the forward writes into a parameter; what the tape refuses.
+            Refused: the forward writes into a parameter, or the tape refuses the model.
         """
         self._key = key
         seal, state, before = Seal(model), RandomState(), ModelState(model)
@@ -79,29 +79,29 @@ class Anchors:
 
     @torch.no_grad()
     def _basis(self, model: nn.Module, census: Census, step: int) -> Basis:
-        """Power iteration: the rows of (G Vᵀ)ᵀ G, orthonormalized, become the next V; G are the anchor gradients."""
+        """Runs power iterations: V becomes the orthonormalized rows of (G Vᵀ)ᵀ G, with the anchor gradients G."""
         draw, iterations = self._generator("directions", step), self._setting.power_iterations
         if not iterations:
-            return self._random(draw)
-        directions: Mapping[str, Start | Frame] = {
-            group: Start(size, self.quotas[group], draw, self._like) for group, size in self._sizes.items()
+            return self._random_basis(draw)
+        directions: Mapping[str, RandomStart | OrthonormalBasis] = {
+            group: RandomStart(size, self.quotas[group], draw, self._like) for group, size in self._sizes.items()
         }
         columns: dict[str, Columns] = {}
-        frames: dict[str, Frame] = {}
+        orthonormal: dict[str, OrthonormalBasis] = {}
         to_keep, kept = self._groups_to_keep() if iterations > 1 else set(), []
         for _ in range(iterations):
-            made = self._gradients(model, census, step, columns, but={group for group, _ in kept})
-            products = self._product(chain(list(kept), _keeping(made, to_keep, kept)), directions)
-            directions = frames = {group: orthonormalize(products.pop(group), draw) for group in self.groups}
-        return Basis(columns, frames)
+            made = self._gradients(model, census, step, columns, excluded={group for group, _ in kept})
+            products = self._product(chain(list(kept), _keep_some(made, to_keep, kept)), directions)
+            directions = orthonormal = {group: orthonormalize(products.pop(group), draw) for group in self.groups}
+        return Basis(columns, orthonormal)
 
-    def _random(self, draw: torch.Generator) -> Basis:
+    def _random_basis(self, draw: torch.Generator) -> Basis:
         drawn = {g: torch.randn(self.quotas[g], size, generator=draw) for g, size in self._sizes.items()}
         columns = {g: Columns({name: self._shapes[name] for name in names}) for g, names in self.groups.items()}
         return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
 
     def _groups_to_keep(self) -> set[str]:
-        """The groups, smallest first, whose anchor gradients may be held for further iterations."""
+        """Returns the groups, smallest first, with anchor gradients that fit in memory for further iterations."""
         left, groups = KEPT_BYTES, set()
         for group in sorted(self._sizes, key=self._sizes.__getitem__):
             left -= self._setting.count * self._sizes[group] * self._like.itemsize
@@ -110,12 +110,12 @@ class Anchors:
         return groups
 
     def _product(
-        self, gradients: Iterable[tuple[str, Rows]], directions: Mapping[str, Start | Frame]
+        self, gradients: Iterable[tuple[str, Rows]], directions: Mapping[str, RandomStart | OrthonormalBasis]
     ) -> dict[str, Tensor]:
-        """(G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
+        """Returns (G Vᵀ)ᵀ G, (k, p) for every group, from the gradients chunk by chunk."""
         total: dict[str, Tensor] = {}
         for group, rows in gradients:
-            with without_autocast(self._like.device.type):  # not around the loop, in which the model runs
+            with without_autocast(self._like.device.type):  # only here, because the model runs in the loop
                 embedding, first = directions[group].coordinates(rows), group not in total
                 if first:
                     total[group] = self._like.new_empty(embedding.shape[1], self._sizes[group])
@@ -125,13 +125,13 @@ class Anchors:
         return total
 
     def _gradients(
-        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns], but: Collection[str]
+        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns], excluded: Collection[str]
     ) -> Iterator[tuple[str, Rows]]:
-        """The anchor gradients of some examples in one group, for every chunk of examples and every group but some.
+        """Yields the anchor gradients of each chunk of examples in each group that is not excluded.
 
-        The first decide where their entries lie in the ``columns``.
+        The first gradients of a group determine the order of its ``columns``.
         """
-        groups = {group: names for group, names in self.groups.items() if group not in but}
+        groups = {group: names for group, names in self.groups.items() if group not in excluded}
         if not groups:
             return
         order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
@@ -153,12 +153,12 @@ class Anchors:
         begin_random_numbers(seed)  # for dropout
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
         with Tape(census.trained, census.constants, self._layouts, len(examples)) as tape:
-            outputs = _call(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
+            outputs = _forward(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
         losses = self._setting.loss(outputs, labels)
         check_losses(losses)
         if len(losses) != len(examples):
-            raise Refused(f"loss gave {len(losses)} losses for {len(examples)} examples; give one for each.")
+            raise Refused(f"loss returned {len(losses)} losses for {len(examples)} examples; return one for each.")
         return tape.jacobian(losses, may_miss=census.trained, verify=True)
 
     def _generator(self, purpose: str, *numbers: int) -> torch.Generator:
@@ -168,18 +168,18 @@ class Anchors:
         return hashlib.blake2b(f"anchor {purpose} {numbers}".encode(), key=self._key, digest_size=32).digest()
 
 
-def _keeping(
+def _keep_some(
     gradients: Iterable[tuple[str, Rows]], groups: Collection[str], kept: list[tuple[str, Rows]]
 ) -> Iterator[tuple[str, Rows]]:
-    """The gradients, those of some groups noted."""
+    """Yields the gradients, and appends those of some groups to ``kept``."""
     for group, rows in gradients:
         if group in groups:
             kept.append((group, rows))
         yield group, rows
 
 
-def groups_of(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """The groups of parameters as the user wants them, label -> names."""
+def parameter_groups(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Returns the groups of parameters that the user wants, label -> names."""
     sizes = {name: p.numel() for name, p in parameters.items()}
     wanted = setting.groups
     if not sizes:
@@ -190,19 +190,19 @@ def groups_of(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict
     if len(groups) > setting.num_basis:
         raise ValueError(
             f"AnchorSubspace: num_basis={setting.num_basis!r} is less than the number of groups, {len(groups)}. "
-            "Each needs a direction."
+            "Each needs at least one direction."
         )
     return groups
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for inputs that are one tensor, several, or a mapping of arguments."""
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    """Returns the model's output for one tensor, several, or a mapping of arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(inputs) if isinstance(inputs, Tensor) else model(*inputs)
 
 
 def _finite(rows: Rows) -> Rows:
-    """The rows, with zeros for an example of which some entry is not finite."""
+    """Returns the rows, with zeros for every example that has an entry that is not finite."""
     finite = torch.stack([part.sum(1).isfinite() for part in rows]).all(0)
     return rows if finite.all() else [torch.where(finite[:, None], part, 0) for part in rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A subspace of the space of gradients: groups of parameters, how many directions each gets, their basis."""
+"""Represents a subspace of gradients: groups of parameters, the number of directions of each, and their basis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from .._torch_modes import exact
 from ..jacobian.operator import Jacobian
 from ..ops.dense import flat_in_order, memory_order
-from .orthonormal import Frame
+from .orthonormal import OrthonormalBasis
 
 
 def balanced_groups(sizes: Mapping[str, int], count: int) -> dict[str, tuple[str, ...]]:
-    """At most ``count`` runs of consecutive parameters whose largest has as few numbers as can be.
+    """Divides the parameters into at most ``count`` consecutive runs with the smallest possible largest run.
 
     >>> balanced_groups({"a": 3, "b": 1, "c": 2, "d": 2}, 2)
     {'a ... b': ('a', 'b'), 'c ... d': ('c', 'd')}
@@ -46,10 +46,10 @@ def _runs(sizes: list[int], bound: int) -> list[tuple[int, int]]:
 
 
 def groups_by_prefix(sizes: Mapping[str, int], prefixes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Every parameter in the group of the longest prefix of its name, as `Groups` has it.
+    """Puts every parameter in the group of the longest matching prefix of its name, like `Groups`.
 
     Raises:
-        ValueError: a parameter that no prefix matches, or a prefix that matches none.
+        ValueError: a parameter without a matching prefix, or a prefix that matches no parameter.
     """
 
     def group_of(name: str) -> str | None:
@@ -63,13 +63,13 @@ def groups_by_prefix(sizes: Mapping[str, int], prefixes: Sequence[str]) -> dict[
         raise ValueError(
             f"AnchorSubspace: groups={list(prefixes)!r} must sort the trained parameters by prefix. "
             f"Matched by none: {without or 'no parameter'}; matching none: {unused or 'no prefix'}. "
-            "Take names of modules, '' for all that is left, or a number of groups."
+            "Pass names of modules, '' for all remaining parameters, or a number of groups."
         )
     return {str(prefix): tuple(inside) for prefix, inside in members.items()}
 
 
 def quotas(num_basis: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Directions for each group, in proportion to the root of its size; at least one, at most its size.
+    """Returns the number of directions of each group, in proportion to the root of its size: from one to its size.
 
     >>> quotas(12, {"small": 4, "large": 100, "tiny": 1})
     {'small': 2, 'large': 9, 'tiny': 1}
@@ -77,7 +77,7 @@ def quotas(num_basis: int, sizes: Mapping[str, int]) -> dict[str, int]:
     roots = {group: math.sqrt(size) for group, size in sizes.items()}
     found = {group: 1 for group in sizes}
     for _ in range(min(num_basis, sum(sizes.values())) - len(sizes)):
-        # Of the groups with room, to the one that is farthest behind its share.
+        # The next direction goes to the group with room that is farthest below its share.
         neediest = max((g for g in sizes if found[g] < sizes[g]), key=lambda g: roots[g] / (found[g] + 0.5))
         found[neediest] += 1
     return found
@@ -85,11 +85,11 @@ def quotas(num_basis: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the entries of some parameters lie in a long row: one after the other, each in an order that costs no copy.
+    """The order of some parameters' entries in one long row: parameter by parameter, each without a copy.
 
     Args:
         shapes: name -> shape.
-        orders: name -> dimensions, that which changes slowest first; as they are numbered where none is given.
+        orders: name -> dimensions, slowest first; by default in their own order.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -97,16 +97,16 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor]) -> Columns:
-        """As rows (n, *shape) lie in memory."""
+        """Returns the columns in the memory order of rows (n, *shape)."""
         orders = {name: memory_order(of_name) for name, of_name in rows.items()}
         return cls({name: of_name.shape[1:] for name, of_name in rows.items()}, orders)
 
     def flat(self, rows: Mapping[str, Tensor]) -> list[Tensor]:
-        """Rows by name (n, *shape) -> (n, size) each."""
+        """Flattens rows by name, (n, *shape), to (n, size) each."""
         return [flat_in_order(rows[name], self._order(name)) for name in self.shapes]
 
     def split(self, vectors: Tensor) -> dict[str, Tensor]:
-        """(n, p) -> views (n, *shape) by name."""
+        """Splits (n, p) into views (n, *shape) by name."""
         parts = vectors.split([shape.numel() for shape in self.shapes.values()], 1)
         return {name: self._shaped(name, part) for name, part in zip(self.shapes, parts, strict=True)}
 
@@ -121,59 +121,59 @@ class Columns:
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal directions of gradients, those of each group in that group's parameters alone.
+    """Orthonormal directions of gradients; each direction lies in the parameters of one group.
 
     Args:
         columns: label -> the parameters of the group.
-        frames: label -> directions.
+        directions: label -> the directions of the group.
     """
 
     columns: Mapping[str, Columns]
-    frames: Mapping[str, Frame]
+    directions: Mapping[str, OrthonormalBasis]
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """Label -> names of parameters."""
+        """Names of the parameters of each group."""
         return {group: tuple(columns.shapes) for group, columns in self.columns.items()}
 
     @property
     def num_directions(self) -> dict[str, int]:
-        """Directions of each group."""
-        return {group: len(frame) for group, frame in self.frames.items()}
+        """Number of directions of each group."""
+        return {group: len(directions) for group, directions in self.directions.items()}
 
     def zeros(self) -> dict[str, Tensor]:
-        """Label -> coordinates (k,) that are zero."""
-        return {group: frame.mixing.new_zeros(len(frame)) for group, frame in self.frames.items()}
+        """Returns zero coordinates, label -> (k,)."""
+        return {group: directions.mixing.new_zeros(len(directions)) for group, directions in self.directions.items()}
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.frames.values())).mixing.device
+        return next(iter(self.directions.values())).mixing.device
 
     @exact
     def embed(self, jacobian: Jacobian, group: str) -> Tensor:
-        """J Vᵀ (n, k) in one group."""
-        frame = self.frames[group]
-        if not len(frame):
-            return frame.mixing.new_zeros(jacobian.num_examples, 0)
-        directions = self.columns[group].split(frame.vectors)
-        return jacobian.restricted(directions).project(directions).to(frame.mixing) @ frame.mixing.mT
+        """Returns J Vᵀ, (n, k), in one group."""
+        basis = self.directions[group]
+        if not len(basis):
+            return basis.mixing.new_zeros(jacobian.num_examples, 0)
+        vectors = self.columns[group].split(basis.vectors)
+        return jacobian.restricted(vectors).project(vectors).to(basis.mixing) @ basis.mixing.mT
 
     @exact
     def coordinates(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Label -> V g, for a gradient by name."""
+        """Returns V g by label, for a gradient by name."""
         rows = {name: g.unsqueeze(0) for name, g in gradient.items()}
         found = {}
-        for group, frame in self.frames.items():
+        for group, basis in self.directions.items():
             parts = self.columns[group].flat(rows)
-            found[group] = frame.coordinates([part.to(frame.mixing) for part in parts])[0]
+            found[group] = basis.coordinates([part.to(basis.mixing) for part in parts])[0]
         return found
 
     @exact
     def expand(self, coordinates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Vᵀ w by name."""
+        """Returns Vᵀ w by name."""
         expanded = {}
         for group, w in coordinates.items():
-            frame = self.frames[group]
-            parts = self.columns[group].split(frame.expand(w.to(frame.mixing)).unsqueeze(0))
+            basis = self.directions[group]
+            parts = self.columns[group].split(basis.expand(w.to(basis.mixing)).unsqueeze(0))
             expanded |= {name: part[0].contiguous() for name, part in parts.items()}
         return expanded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of gradient embedding perturbation releases: sums of embeddings, and of residuals."""
+"""Provides ``EmbeddedSum``, the mechanism of gradient embedding perturbation: sums of embeddings and of residuals."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .anchors import Anchors
 from .basis import Basis
 from .settings import BGEP, GEP
 
-ROUNDING = 64  # in units of the type's: what is added to squared lengths of residuals, relative to the gradient's
-COARSE = 2**-7  # the same where torch may multiply in less than float32
+ROUNDING = 64  # in units of the dtype's epsilon: added to squared residual norms, relative to the gradient's
+COARSE = 2**-7  # the same if torch may multiply with less than float32 precision
 
 
-class Part:
-    """One of the two sums: its rule, and which of the rule's groups each group of the subspace belongs to.
+class ReleasedSum:
+    """One of the two released sums: its clipping rule, and the rule's group for each group of the subspace.
 
     Args:
-        rule: clips.
-        groups: of the subspace, label -> names of parameters.
+        rule: the clipping rule of the sum.
+        groups: those of the subspace, label -> names of parameters.
     """
 
     def __init__(self, rule: ClippingRule, groups: Mapping[str, Sequence[str]]):
         names = [name for inside in groups.values() for name in inside]
         self.rule = rule.bind(names)
         self.labels = {name: label for label, inside in self.rule.groups(names).items() for name in inside}
-        torn = [group for group, inside in groups.items() if len({self.labels[name] for name in inside}) > 1]
-        if torn:
+        overlapping = [group for group, inside in groups.items() if len({self.labels[name] for name in inside}) > 1]
+        if overlapping:
             raise ValueError(
-                f"AnchorSubspace: group {', '.join(map(repr, torn))} has parameters of several groups of {rule!r}. "
-                "Give the subspace groups that lie inside of the rule's, e.g. the same prefixes."
+                f"AnchorSubspace: group {', '.join(map(repr, overlapping))} has parameters of several groups of "
+                f"{rule!r}. Give the subspace groups that lie inside of the rule's, e.g. the same prefixes."
             )
         self.members: dict[str, list[str]] = {}  # label -> groups of the subspace
         for group, inside in groups.items():
@@ -55,7 +55,7 @@ class Part:
         return self.rule.sensitivity(RELATION)
 
     def factors(self, squares: Mapping[str, Tensor], bound: Bound) -> dict[str, Tensor]:
-        """The factors (n,) in every group of the subspace, from squared lengths (n,) there; the bound notes them."""
+        """Returns the factors (n,) of every group of the subspace from its squared norms (n,); updates the bound."""
         factors = {}
         for label, groups in self.members.items():
             norms = torch.stack([squares[group] for group in groups]).sum(0).sqrt()
@@ -66,12 +66,12 @@ class Part:
 
 
 class EmbeddedSum(Mechanism):
-    """The sum of the clipped embeddings and, with `GEP`, that of the clipped residuals.
+    """The sum of the clipped embeddings and, with `GEP`, the sum of the clipped residuals.
 
     Args:
         setting: the user's choice.
-        parameters: the trained ones.
-        expected_batch_size, views: as of `Mechanism`.
+        parameters: the trained parameters, by name.
+        expected_batch_size, views: see `Mechanism`.
     """
 
     treated_as_public = ("the auxiliary data of the anchor subspace",)
@@ -81,42 +81,44 @@ class EmbeddedSum(Mechanism):
     ):
         super().__init__(expected_batch_size, views)
         self._setting, self._parameters = setting, dict(parameters)
-        self._anchors = Anchors(setting.subspace, parameters)
-        groups = self._anchors.groups
-        self._embedding = Part(setting.embedding_clipping, groups)
-        self._residual = Part(setting.residual_clipping, groups) if isinstance(setting, GEP) else None
-        self._keys = {group: f"embedding in {group}" for group in groups}  # beside parameters, which have no spaces
-        self._basis: Basis | None = None  # of the step under way
+        self.anchors = Anchors(setting.subspace, parameters)
+        groups = self.anchors.groups
+        self._embedding = ReleasedSum(setting.embedding_clipping, groups)
+        self._residual = ReleasedSum(setting.residual_clipping, groups) if isinstance(setting, GEP) else None
+        self._keys = {group: f"embedding in {group}" for group in groups}  # parameters' names have no spaces
+        self.basis: Basis | None = None  # of the current step
 
     @property
-    def _share(self) -> float:
-        """Of the budget, for the embedding; by default that of the least noise energy, √k S₁ to √(p - k) S₂."""
+    def _embedding_share(self) -> float:
+        """Share of the budget for the embedding; None chooses the least noise energy, √k S₁ : √(p - k) S₂."""
         if self._residual is None:
             return 1.0
         assert isinstance(self._setting, GEP)
         if self._setting.embedding_share is not None:
             return self._setting.embedding_share
-        k, p = sum(self._anchors.quotas.values()), sum(parameter.numel() for parameter in self._parameters.values())
+        k, p = sum(self.anchors.quotas.values()), sum(parameter.numel() for parameter in self._parameters.values())
         embedding = math.sqrt(k) * self._embedding.sensitivity
         residual = math.sqrt(max(p - k, 1)) * self._residual.sensitivity
         return embedding / (embedding + residual)
 
     def _multipliers(self, noise_multiplier: float) -> tuple[float, ...]:
-        """Noise of each sum over its sensitivity."""
+        """Returns the noise multiplier of each sum."""
         if self._residual is None:
             return (noise_multiplier,)
-        return noise_multiplier / math.sqrt(2 * self._share), noise_multiplier / math.sqrt(2 * (1 - self._share))
+        return noise_multiplier / math.sqrt(2 * self._embedding_share), noise_multiplier / math.sqrt(
+            2 * (1 - self._embedding_share)
+        )
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
         if self._residual is None:
             return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
-        if self._share == 0.5:
+        if self._embedding_share == 0.5:
             return privacy.SubsampledGEP(noise_multiplier, sampling_probability)
         return privacy.SubsampledBlocks(self._multipliers(noise_multiplier), sampling_probability)
 
     @property
     def sensitivity(self) -> float:
-        """That of the embedding; with residuals that of both, each in units in which it has the training's noise."""
+        """Sensitivity of the embedding; with residuals √2, that of both sums in units of the training's noise."""
         return self._embedding.sensitivity if self._residual is None else math.sqrt(2)
 
     def statement(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class EmbeddedSum(Mechanism):
                 for name, part in parts.items()
                 if part is not None
             },
-            "embedding_share": self._share,
+            "embedding_share": self._embedding_share,
             "subspace": self._setting.subspace.statement(),
         }
 
@@ -140,34 +142,35 @@ class EmbeddedSum(Mechanism):
         return {"all": tuple(names)}
 
     def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
-        self._basis = None  # makes room for the next
+        self.basis = None  # frees memory for the next one
         if list(census.trained) != list(self._parameters):
             changed = ", ".join(map(repr, sorted(set(census.trained) ^ set(self._parameters))))
             raise Refused(
-                f"PrivateTraining: parameter {changed} was frozen or unfrozen, and the groups of the anchor subspace "
-                "are made for the trained parameters. Begin another training for the rest."
+                f"PrivateTraining: parameter {changed} was frozen or unfrozen during training, but the groups of the "
+                "anchor subspace are fixed at its start. Start another PrivateTraining after changing requires_grad."
             )
         key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
-        basis = self._anchors.basis(model, census, key, step)
+        basis = self.anchors.basis(model, census, key, step)
         if not any(basis.num_directions.values()):
             raise Refused(
-                "AnchorSubspace: every anchor gradient is zero or not finite, so there is no direction. Look at the "
-                "auxiliary data, and at labels= and loss=: they must be such as the model is trained with."
+                "AnchorSubspace: every anchor gradient is zero or not finite, so there is no direction. Check the "
+                "auxiliary data, labels= and loss=: they must fit the model as in its training."
             )
-        self._basis = basis
+        self.basis = basis
 
     @property
-    def _of_step(self) -> Basis:
-        assert self._basis is not None, "a step has begun"
-        return self._basis
+    def _current_basis(self) -> Basis:
+        assert self.basis is not None, "no step has begun"
+        return self.basis
 
     def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
         merging = views_of(size, self.views)
-        return _Embedding(self._of_step, self._keys, self._embedding, self._residual, merging)
+        return _EmbeddingAndResidual(self._current_basis, self._keys, self._embedding, self._residual, merging)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         embedded = {
-            self._keys[group]: sums.get(self._keys[group], zeros) for group, zeros in self._of_step.zeros().items()
+            self._keys[group]: sums.get(self._keys[group], zeros)
+            for group, zeros in self._current_basis.zeros().items()
         }
         return embedded if self._residual is None else embedded | sums_or_zeros(sums, parameters)
 
@@ -180,9 +183,9 @@ class EmbeddedSum(Mechanism):
         return {name: stddev[name in embedded] for name in names}
 
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
-        basis, self._basis = self._of_step, None
+        basis, self.basis = self._current_basis, None
         coordinates = {group: release.pop(key) for group, key in self._keys.items()}
-        if self._residual is not None:  # what there is of it in the subspace is noise
+        if self._residual is not None:  # the residual's part in the subspace is only noise
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
         total = basis.expand(coordinates)
         for name, residual in release.items():
@@ -190,7 +193,7 @@ class EmbeddedSum(Mechanism):
         return {name: part.div_(self.expected_batch_size) for name, part in total.items()}
 
     def explain(self) -> str:
-        subspace, quotas = self._setting.subspace, self._anchors.quotas
+        subspace, quotas = self._setting.subspace, self.anchors.quotas
         listed = ", ".join(f"{count} in {group!r}" for group, count in quotas.items())
         released = "embedding alone" if self._residual is None else "embedding and residual, noise on each"
         return (
@@ -199,27 +202,27 @@ class EmbeddedSum(Mechanism):
         )
 
 
-class _Embedding(Summing):
-    """Embeds the rows of one (micro)batch, clips, and sums.
+class _EmbeddingAndResidual(Summing):
+    """Embeds the rows of one (micro)batch, clips embeddings and residuals, and sums them.
 
     Args:
-        basis: of the step.
+        basis: that of the step.
         keys: group of the subspace -> the name of its sum.
-        embedding: how embeddings are clipped.
-        residual: how residuals are; None if they are not summed.
-        merging: views whose mean is one row.
+        embedding: clips the embeddings.
+        residual: clips the residuals; None if they are not summed.
+        merging: groups the views that are averaged to one row.
     """
 
     def __init__(
         self,
         basis: Basis,
         keys: Mapping[str, str],
-        embedding: Part,
-        residual: Part | None,
+        embedding: ReleasedSum,
+        residual: ReleasedSum | None,
         merging: Merging | None = None,
     ):
         super().__init__()
-        self._basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
+        self.basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
         self._bounds: list[Bound] = []
         self._left_out = 0
@@ -230,11 +233,11 @@ class _Embedding(Summing):
 
     @torch.no_grad()
     def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
-        w = {group: self._basis.embed(jacobian, group) for group in self._basis.groups}
+        w = {group: self.basis.embed(jacobian, group) for group in self.basis.groups}
         inside = {group: part.double().square().sum(1) for group, part in w.items()}
         whole = {}
         if self._residual is not None:
-            whole = {group: jacobian.squared_norms(names).double() for group, names in self._basis.groups.items()}
+            whole = {group: jacobian.squared_norms(names).double() for group, names in self.basis.groups.items()}
         finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if not finite.all():
             kept = finite.nonzero().flatten()
@@ -246,7 +249,7 @@ class _Embedding(Summing):
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
             return sums
-        slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self._basis.groups.items()}
+        slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self.basis.groups.items()}
         outside = {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         c = self._factors(self._residual, outside)
         self._note("residual", c, finite)
@@ -256,7 +259,7 @@ class _Embedding(Summing):
         for bound in self._bounds:
             bound.check()
 
-    def _factors(self, part: Part, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _factors(self, part: ReleasedSum, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._bounds.append(Bound(part.rule))
         return part.factors(squares, self._bounds[-1])
 
@@ -266,25 +269,25 @@ class _Embedding(Summing):
             self.factors[f"{part} {group}"] = zeros.masked_scatter(finite, values)
 
     def _residual_sum(self, jacobian: Jacobian, w: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""
+        """Returns Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""
         assert self._residual is not None
-        inside = self._basis.expand({group: c[group].to(part.dtype) @ part for group, part in w.items()})
+        inside = self.basis.expand({group: c[group].to(part.dtype) @ part for group, part in w.items()})
         total: dict[str, Tensor] = {}
         for groups in self._residual.members.values():
-            names = [name for group in groups for name in self._basis.groups[group]]
+            names = [name for group in groups for name in self.basis.groups[group]]
             total |= jacobian.restricted(names).weighted_sum(c[groups[0]])
         return {name: part - inside[name] for name, part in total.items()}
 
 
 def _slack(rounding: float, embedding: Tensor) -> float:
-    """By how much rounding may hide a part of a residual's squared length, relative to the whole gradient's."""
+    """Returns a bound on the rounding error of a squared residual norm, relative to the gradient's squared norm."""
     eps = max(rounding, torch.finfo(embedding.dtype).eps)
     return COARSE if eps > 1e-8 and _multiplies_coarsely() else ROUNDING * eps
 
 
 def _multiplies_coarsely() -> bool:
-    """Whether torch may multiply float32 in less than float32, as far as it says."""
+    """Returns True if torch's settings allow it to multiply float32 matrices with less precision."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was set for one backend alone
+    except RuntimeError:  # it was set for only one backend
         return True

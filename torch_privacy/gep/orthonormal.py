@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orthonormal directions of a large space: drawn at random, made orthonormal by Gram matrices, held as two factors."""
+"""Provides orthonormal bases of subspaces of a large space: random start, orthonormalization, products."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from .._torch_modes import without_autocast
 from ..ops._base import CHUNK_FLOATS
 
-OVERSAMPLING = 16  # entries of a folded vector for each direction that is wanted
-MOST_PASSES = 5  # over directions until they are orthonormal; one or two do
-WELL_CONDITIONED = 10.0  # ratio of largest to smallest squared length up to which one pass leaves rounding only
-COLUMNS, PARTS = 16384, 3  # of a Gram matrix: summed in float32; parts of its rows, 3 for 2/3 of the work
-ROUNDING = 16  # in units of the type's: a length below that of the largest is not known
+OVERSAMPLING = 16  # entries of a count sketch per direction
+MAX_PASSES = 5  # over directions until they are orthonormal; one or two suffice
+WELL_CONDITIONED = 10.0  # ratio of largest to smallest squared length up to which one pass leaves only rounding
+COLUMNS, PARTS = 16384, 3  # of a Gram matrix: columns summed in float32; parts of its rows, 3 for 2/3 of the work
+ROUNDING = 16  # in units of the dtype's epsilon: shorter directions, relative to the longest, are only rounding
 
 
-class Fold:
-    """A random map of vectors of p numbers to ``width`` numbers: signs, then sums of the entries ``width`` apart.
+class CountSketch:
+    """A sparse random projection from p to ``width`` numbers: random signs, then sums of every ``width``-th entry.
 
-    Inner products are kept on average, and for a few directions nearly always: a sparse random projection, at the cost
-    of reading the vectors once. Where p is no larger than the width nothing is lost.
+    It preserves inner products in expectation, and for a few directions with high probability, at the cost of reading
+    the vectors once. If p is at most the width, it is exact.
 
-    Source: Clarkson & Woodruff (2013, arXiv:1207.6365), sparse embeddings; ours has buckets in turn.
+    Source: Clarkson & Woodruff (2013, arXiv:1207.6365), sparse embeddings; here with cyclic instead of random buckets.
     """
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
@@ -33,11 +33,11 @@ class Fold:
         self._signs = (torch.randint(0, 2, (p,), generator=generator) * 2 - 1).to(like.device, like.dtype)
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        """Vectors, cut into (n, size) one after the other -> (n, width)."""
+        """Maps vectors, given as consecutive parts (n, size), to (n, width)."""
         folded, start = parts[0].new_zeros(len(parts[0]), self.width), 0
         for part in parts:
             end, a = start + part.shape[1], start
-            while a < end:  # turn by turn
+            while a < end:  # one cycle of the buckets at a time
                 first = a % self.width
                 b = min(a - first + self.width, end)
                 folded[:, first : first + b - a].addcmul_(part[:, a - start : b - start], self._signs[a:b])
@@ -46,27 +46,27 @@ class Fold:
         return folded
 
 
-class Start:
-    """k random directions for p numbers, to begin a power iteration with: they project without being formed.
+class RandomStart:
+    """k random directions in p dimensions that start a power iteration; they are never formed.
 
-    A fold, then standard normal numbers: products with directions of the whole length would cost as much as all else.
+    They are a count sketch followed by a standard normal matrix: dense directions would cost as much as all else.
     """
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
-        self._fold = Fold(p, k, generator, like)
-        self._directions = torch.randn(self._fold.width, k, generator=generator).to(like.device, like.dtype)
+        self._sketch = CountSketch(p, k, generator, like)
+        self._directions = torch.randn(self._sketch.width, k, generator=generator).to(like.device, like.dtype)
 
     def coordinates(self, parts: Sequence[Tensor]) -> Tensor:
-        """Vectors, cut into (n, size) one after the other -> (n, k)."""
-        return self._fold(*parts) @ self._directions
+        """Maps vectors, given as consecutive parts (n, size), to (n, k)."""
+        return self._sketch(*parts) @ self._directions
 
 
 @dataclass(frozen=True)
-class Frame:
-    """r orthonormal directions: the rows of ``T V``, of which the factors are held.
+class OrthonormalBasis:
+    """r orthonormal directions: the rows of ``T V``, stored as these two factors.
 
     Args:
-        vectors: V (k, p), rows of about the same length that are far from dependent.
+        vectors: V (k, p), well-conditioned rows of about equal length.
         mixing: T (r, k).
     """
 
@@ -76,59 +76,59 @@ class Frame:
     def __len__(self) -> int:
         return len(self.mixing)
 
-    def formed(self) -> Tensor:
-        """(r, p): the directions."""
+    def matrix(self) -> Tensor:
+        """Returns the directions, (r, p)."""
         return self.mixing @ self.vectors
 
     def coordinates(self, parts: Sequence[Tensor]) -> Tensor:
-        """Vectors, cut into (n, size) one after the other -> (n, r): inner products with the directions."""
+        """Returns inner products (n, r) with the directions, for vectors given as consecutive parts (n, size)."""
         pieces = self.vectors.split([part.shape[1] for part in parts], 1)
         first, *others = (part @ v.mT for part, v in zip(parts, pieces, strict=True))
         return sum(others, first) @ self.mixing.mT
 
     def expand(self, coordinates: Tensor) -> Tensor:
-        """(r,) -> (p,): the directions, each so many times, added up."""
+        """Returns the linear combination (p,) of the directions with these coordinates (r,)."""
         return (coordinates @ self.mixing) @ self.vectors
 
 
 @torch.no_grad()
-def orthonormalize(vectors: Tensor, generator: torch.Generator) -> Frame:
-    """Orthonormal directions that span the vectors (k, p), in whose memory they are held; there may be fewer than k.
+def orthonormalize(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
+    """Returns orthonormal directions that span the vectors (k, p), overwriting them; there may be fewer than k.
 
-    Whitening by the Gram matrix, T V with T = Λ^-½ Qᵀ: first by that of folded vectors, which costs little and is taken
-    in float64, then by that of the vectors themselves, until their lengths are alike; the last T is left a factor.
-    Directions that are shorter than rounding are left out: they are not known.
+    Whitens by the Gram matrix, T V with T = Λ^-½ Qᵀ: first by the Gram matrix of sketched vectors, which is cheap and
+    computed in float64, then by that of the vectors themselves, until their lengths are alike; the last T remains a
+    factor. Directions that are shorter than rounding errors are dropped.
 
     Guarantees:
         - The Gram matrix of the directions is the identity up to 1e-6 in float32.
-        - Never NaN for finite vectors: there may be no direction.
+        - Never NaN for finite vectors; there may be no direction.
 
-    Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); by eigenvalues, so
-        that no rank is assumed.
+    Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); here by
+        eigenvalues, so that no rank is assumed.
     """
     with without_autocast(vectors.device.type):
         return _orthonormalized(vectors, generator)
 
 
-def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> Frame:
-    largest = _largest(vectors)
+def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
+    largest = _max_magnitude(vectors)
     if not largest > 0:
-        return _nothing(vectors)
+        return _empty_basis(vectors)
     rounding = ROUNDING * torch.finfo(vectors.dtype).eps
-    folded = Fold(vectors.shape[1], len(vectors), generator, vectors)(vectors.div_(largest))
-    mixing, _ = _whitening(_gram(folded.double()), max(rounding**2, 1e-13))
-    for _ in range(MOST_PASSES):
-        vectors = _mixed(mixing.to(vectors.dtype), vectors)
+    sketched = CountSketch(vectors.shape[1], len(vectors), generator, vectors)(vectors.div_(largest))
+    mixing, _ = _whitening(_gram(sketched.double()), max(rounding**2, 1e-13))
+    for _ in range(MAX_PASSES):
+        vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
         mixing, spread = _whitening(_gram(vectors), rounding)
         if spread <= WELL_CONDITIONED:
             break
-    return Frame(vectors, mixing.to(vectors.dtype))
+    return OrthonormalBasis(vectors, mixing.to(vectors.dtype))
 
 
 def _whitening(gram: Tensor, least: float) -> tuple[Tensor, float]:
-    """T (r, k) that makes a Gram matrix the identity, and the spread of its eigenvalues.
+    """Returns T (r, k) that makes a Gram matrix the identity, and the ratio of its extreme eigenvalues.
 
-    Directions with an eigenvalue below ``least`` of the largest are left out. Of the matrix the lower half is read.
+    Drops eigenvalues below ``least`` times the largest. Only the lower half of the matrix is read.
     """
     lengths, directions = torch.linalg.eigh(gram)
     known = lengths > least * lengths[-1]
@@ -136,15 +136,15 @@ def _whitening(gram: Tensor, least: float) -> tuple[Tensor, float]:
     return (directions / lengths.sqrt()).T, float(lengths[-1] / lengths[0])
 
 
-def _mixed(mixing: Tensor, vectors: Tensor) -> Tensor:
-    """T V (r, p), in the memory of V (k, p); r <= k."""
-    for piece in vectors.split(max(1, CHUNK_FLOATS // 2 // max(1, len(vectors))), 1):  # which stays in the cache
+def _mix_in_place(mixing: Tensor, vectors: Tensor) -> Tensor:
+    """Returns T V (r, p), written into the memory of V (k, p); r <= k."""
+    for piece in vectors.split(max(1, CHUNK_FLOATS // 2 // max(1, len(vectors))), 1):  # pieces that fit in the cache
         piece[: len(mixing)] = mixing @ piece
     return vectors[: len(mixing)]
 
 
 def _gram(vectors: Tensor) -> Tensor:
-    """V Vᵀ in float64, from products of pieces of so many columns; the lower half, and little more."""
+    """Returns V Vᵀ in float64, summed over pieces of columns; valid in its lower half."""
     k = len(vectors)
     total, step = torch.zeros(k, k, dtype=torch.float64, device=vectors.device), -(-k // PARTS)
     for piece in vectors.split(COLUMNS, 1):
@@ -153,13 +153,13 @@ def _gram(vectors: Tensor) -> Tensor:
     return total
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, without a copy; 0 of nothing."""
+def _max_magnitude(tensor: Tensor) -> Tensor:
+    """Returns the largest absolute value, without a copy; 0 for an empty tensor."""
     if not tensor.numel():
         return tensor.new_zeros(())
     least, most = tensor.aminmax()
     return torch.maximum(-least, most)
 
 
-def _nothing(like: Tensor) -> Frame:
-    return Frame(like[:0], like.new_zeros(0, 0))
+def _empty_basis(like: Tensor) -> OrthonormalBasis:
+    return OrthonormalBasis(like[:0], like.new_zeros(0, 0))

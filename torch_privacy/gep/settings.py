@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient embedding perturbation: noise for the few coordinates that matter, and for the short rest.
+"""Provides the public settings of gradient embedding perturbation: ``GEP``, ``BGEP`` and ``AnchorSubspace``.
 
-Gradients of a data set that looks like the private one, the anchors, span a subspace. Most of a private gradient lies
-in it: k coordinates, the embedding. What is left over, the residual, is short, so that it takes little noise.
+The gradients of public data that resemble the private data, the anchors, span a subspace. Most of a private gradient
+lies in it: k coordinates, the embedding. The rest, the residual, has a small norm and therefore needs little noise.
 """
 
 from __future__ import annotations
@@ -25,58 +25,59 @@ from ..clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
 from .anchors import Anchors
 from .basis import Basis
 
-PAPERS_EMBEDDING, PAPERS_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in its experiments
+PAPER_EMBEDDING, PAPER_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in the paper's experiments
 Labels = Callable[[Any, Any, torch.Generator], Any]  # (batch, the model's outputs, generator) -> labels
 Loss = Callable[[Any, Any], Tensor]  # (the model's outputs, labels) -> (m,)
 
 
 def random_labels(batch: Any, outputs: Tensor, generator: torch.Generator) -> Tensor:
-    """A uniform class for every example (and position): the outputs' last dimension holds the classes."""
+    """Returns a uniform random class for every example (and position); classes are the outputs' last dimension."""
     if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[-1] < 2:
         got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"type {type(outputs).__name__}"
         raise Refused(
-            f"random labels are for outputs (m, ..., classes) of at least 2 classes; the model's have {got}. Pass "
-            "labels= and loss=, those that the model is trained with."
+            f"random labels need outputs (m, ..., classes) with at least 2 classes; the model's have {got}. Pass "
+            "labels= and loss= as in the model's training."
         )
     labels = torch.randint(outputs.shape[-1], outputs.shape[:-1], generator=generator)
     return labels.to(outputs.device)
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """(m,): cross entropy of every example, averaged over its positions if it has any; classes come last."""
+    """Returns the cross entropy of every example, (m,), averaged over its positions if any; classes come last."""
     losses = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="none")
     return losses.view(len(outputs), -1).mean(1)
 
 
 @dataclass(frozen=True, eq=False)
 class AnchorSubspace:
-    """The subspace of the gradients of m auxiliary examples: k directions, found anew for every step.
+    """The subspace of the gradients of m auxiliary examples: k directions, computed anew for every step.
 
-    The examples are public data that look like the private ones; labels they need not have. Power iteration on their
-    gradients G (m x p) gives ``V ← orthonormal rows of (G Vᵀ)ᵀ G``, in each group of parameters on its own. A group
-    gets directions in proportion to the root of its size. G is gone through in chunks and never held as a whole.
+    The examples are public data that resemble the private data; they need no labels. Power iteration on their
+    gradients G (m x p) gives ``V ← orthonormal rows of (G Vᵀ)ᵀ G``, separately in each group of parameters. A group
+    gets directions in proportion to the root of its size. G is processed in chunks and never held as a whole.
 
     Args:
-        auxiliary: a tensor of inputs, examples first; or a map-style dataset, whose items are inputs or begin with
+        auxiliary: a tensor of inputs, examples first; or a map-style dataset with items that are inputs or begin with
             them. Inputs may be a tensor, a tuple of arguments or a mapping of named ones.
-        num_basis: k, directions of all groups together. Fewer where the anchors span less.
-        groups: prefixes of parameters' names, one for each group, ``""`` for all that is left; or a number of runs of
-            consecutive parameters of about the same size; five by default.
+        num_basis: k, the number of directions of all groups together. There are fewer if the anchors span less.
+        groups: prefixes of parameters' names, one for each group, ``""`` for all remaining parameters; or a number of
+            runs of consecutive parameters of about the same size; five by default.
         num_anchors: m, drawn anew for every step from the auxiliary data; by default all of it.
-        power_iterations: 1 as in the paper. 0 gives random directions, for comparison: they hold little of a gradient.
-        labels: (batch, outputs, generator) -> labels. By default uniform classes, drawn anew for every step; for those
-            of the dataset ``lambda batch, outputs, generator: batch[1]``.
-        loss: (outputs, labels) -> (m,), the training's; cross entropy by default.
-        chunk_size: examples that go through the model at once.
-        collate_fn: as of ``torch.utils.data.DataLoader``.
+        power_iterations: 1 as in the paper. 0 gives random directions, for comparison: they capture little of a
+            gradient.
+        labels: (batch, outputs, generator) -> labels. By default uniform classes, drawn anew for every step; use
+            ``lambda batch, outputs, generator: batch[1]`` for the labels of the dataset.
+        loss: (outputs, labels) -> (m,), the loss of the training; cross entropy by default.
+        chunk_size: number of examples that the model processes at once.
+        collate_fn: see ``torch.utils.data.DataLoader``.
 
     Guarantees:
         - The rows of the basis are orthonormal up to 1e-5, and those of a group are zero outside of it.
-        - It depends on the auxiliary data, the model's weights and a key only, and is the same whenever it is made.
-        - Making it changes neither the model, nor its gradients, nor any random state.
+        - It depends only on the auxiliary data, the model's weights and a key.
+        - Computing it changes neither the model, nor its gradients, nor any random state.
 
     Edge cases: a gradient that is not finite counts as zero; with gradients of lower rank there are fewer directions.
-        The model's own forward hooks see the auxiliary examples as well.
+        The model's own forward hooks also see the auxiliary examples.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1, first stage.
 
@@ -142,14 +143,14 @@ class AnchorSubspace:
         return len(self.dataset) if self.num_anchors is None else self.num_anchors
 
     def basis(self, model: nn.Module, *, seed: int = 0) -> Basis:
-        """The basis for a model as it is now, all of its parameters that require a gradient being trained."""
+        """Returns the basis for a model's current weights; all parameters that require a gradient are trained."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         key = hashlib.sha256(f"basis {seed}".encode()).digest()
         return Anchors(self, trained).basis(model, Census(trained, {**frozen, **dict(model.named_buffers())}), key, 0)
 
     def statement(self) -> dict[str, Any]:
-        """Its settings as plain data, for the privacy statement."""
+        """Returns the settings as plain data, for the privacy statement."""
         return {
             "num_basis": self.num_basis,
             "groups": list(self.groups) if isinstance(self.groups, Sequence) else self.groups,
@@ -161,7 +162,7 @@ class AnchorSubspace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells the auxiliary data from others: a digest of tensors, the size of other data sets."""
+        """Identifies the auxiliary data: a digest of tensors, the size of other datasets."""
         tensors = self.dataset.tensors if isinstance(self.dataset, TensorDataset) else ()
         digest = hashlib.sha256(str(len(self.dataset)).encode())
         for tensor in tensors:
@@ -173,21 +174,21 @@ class AnchorSubspace:
 class BGEP:
     """Biased gradient embedding perturbation: the noisy embedding alone, for ``PrivateTraining(perturbation=...)``.
 
-    With V the orthonormal basis of the step's anchor subspace, the embedding of gradient gᵢ is ``wᵢ = V gᵢ``. Released
-    is ``Σᵢ aᵢ wᵢ + noise``, with ``aᵢ`` from the clipping rule; the gradient is that times Vᵀ. What a gradient has
-    outside of the subspace is lost: the mean of the residuals is the bias.
+    With V the orthonormal basis of the step's anchor subspace, the embedding of gradient gᵢ is ``wᵢ = V gᵢ``. A step
+    releases ``Σᵢ aᵢ wᵢ + noise``, with ``aᵢ`` from the clipping rule; the gradient is Vᵀ times the release. The part
+    of a gradient outside of the subspace is lost: the bias is the mean of these residuals.
 
     Args:
-        subspace: of the anchors.
+        subspace: the anchor subspace.
         embedding_clipping: bounds the embedding of each example, S₁ in the paper.
 
-    Guarantees: one step is a `SubsampledGaussian` of the training's noise multiplier.
+    Guarantees: one step is a `SubsampledGaussian` with the training's noise multiplier.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Remark 1.
     """
 
     subspace: AnchorSubspace
-    embedding_clipping: ClippingRule = PAPERS_EMBEDDING
+    embedding_clipping: ClippingRule = PAPER_EMBEDDING
 
     def __post_init__(self) -> None:
         _check_subspace("BGEP", self.subspace)
@@ -198,31 +199,32 @@ class BGEP:
 class GEP:
     """Gradient embedding perturbation, for ``PrivateTraining(perturbation=...)``: noisy embedding and noisy residual.
 
-    With V the orthonormal basis of the step's anchor subspace, gradient gᵢ is cut into its embedding ``wᵢ = V gᵢ`` and
-    its residual ``rᵢ = gᵢ - Vᵀ wᵢ``. Released are two sums over one Poisson sample, ``Σᵢ aᵢ wᵢ`` and ``Σᵢ cᵢ rᵢ``,
-    each clipped by a rule of its own and with noise in proportion to its own sensitivity. The gradient is
-    ``Vᵀ w̃ + (1 - Vᵀ V) r̃``: residuals have no part in the subspace, so neither need their noise.
+    With V the orthonormal basis of the step's anchor subspace, gradient gᵢ is split into its embedding ``wᵢ = V gᵢ``
+    and its residual ``rᵢ = gᵢ - Vᵀ wᵢ``. A step releases two sums over one Poisson sample, ``Σᵢ aᵢ wᵢ`` and
+    ``Σᵢ cᵢ rᵢ``, each with its own clipping rule and with noise in proportion to its own sensitivity. The gradient is
+    ``Vᵀ w̃ + (1 - Vᵀ V) r̃``: residuals have no component in the subspace, so their noise there is removed.
 
     No residual is formed: ``‖rᵢ‖² = ‖gᵢ‖² - ‖wᵢ‖²`` and ``Σᵢ cᵢ rᵢ = Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ``.
 
     Args:
-        subspace: of the anchors.
-        embedding_clipping: bounds the embedding of each example, S₁ in the paper. A rule with groups must have groups
-            of the subspace, or unions of such.
+        subspace: the anchor subspace.
+        embedding_clipping: bounds the embedding of each example, S₁ in the paper. The groups of a rule with groups must
+            be groups of the subspace, or unions of these.
         residual_clipping: the same for residuals, S₂.
-        embedding_share: share of the budget, 1/σ², that goes to the embedding, in (0, 1): its noise multiplier is
-            ``σ / √(2 share)`` and that of the residual ``σ / √(2 (1 - share))``, with σ the training's. 1/2, the
-            paper's, gives both the same. None takes the share with the least noise in all.
+        embedding_share: share of the budget, 1/σ², for the embedding, in (0, 1): its noise multiplier is
+            ``σ / √(2 share)`` and that of the residual ``σ / √(2 (1 - share))``, with the training's σ. The paper's
+            1/2 gives both the same. None takes the share with the least total noise.
 
     Guarantees:
-        - One step is a `SubsampledGEP` of the training's noise multiplier σ, or with another share `SubsampledBlocks`:
-          in either case one Gaussian of noise multiplier ``σ / √2``, since both sums are of one sample.
+        - One step is a `SubsampledGEP` with the training's noise multiplier σ, or with another share
+          `SubsampledBlocks`: in both cases one Gaussian with noise multiplier ``σ / √2``, because both sums are over
+          one sample.
         - One example changes each sum by at most its rule's sensitivity (1 + 1e-5). In float32 the difference of
-          squares loses its digits where a residual is short: so ``‖rᵢ‖²`` is taken to be larger by 8e-6 ‖gᵢ‖², more
-          than rounding can hide. That matters for gradients of a norm beyond 360 S₂ alone.
+          squares is inaccurate for short residuals: so ``‖rᵢ‖²`` is increased by 8e-6 ‖gᵢ‖², more than the rounding
+          error. That affects only gradients with a norm above 360 S₂.
 
-    Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1, whose accounting we replace, and whose noise
-        in the subspace, for residuals that are not there, we leave out.
+    Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1. We replace its accounting, and remove its
+        noise for residuals inside the subspace.
 
     Example:
         >>> data = TensorDataset(torch.randn(1000, 5), torch.randint(3, (1000,)))
@@ -240,8 +242,8 @@ class GEP:
     """
 
     subspace: AnchorSubspace
-    embedding_clipping: ClippingRule = PAPERS_EMBEDDING
-    residual_clipping: ClippingRule = PAPERS_RESIDUAL
+    embedding_clipping: ClippingRule = PAPER_EMBEDDING
+    residual_clipping: ClippingRule = PAPER_RESIDUAL
     embedding_share: float | None = 0.5
 
     def __post_init__(self) -> None:
@@ -264,5 +266,5 @@ def _check_rule(where: str, name: str, rule: Any) -> None:
     if isinstance(rule, (Adaptive, MicroBatches)):
         raise Refused(
             f"{where}: {name}={rule!r}: {type(rule).__name__} releases or groups more than the accountant's event of a "
-            "step says. Take Flat, Automatic or Groups."
+            "step states. Take Flat, Automatic or Groups."
         )

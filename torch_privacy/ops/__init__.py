@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OPS``: torch function -> what it notes about its parameters. The only registry: an op is a file and a line here."""
+"""Provides ``OPS``, the only registry: torch function -> recorder of its parameters' uses, one file per op family."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,5 +20,5 @@ OPS: dict[Callable, Callable[..., Iterator[Use]]] = {
     **elementwise.RECORDERS,
 }
 
-# Torch functions that are better taken apart: our own composition of torch calls, whose inner ops are noted one by one.
+# Torch functions that are replaced by a composition of torch calls, so that the inner ops are recorded one by one.
 COMPOSED: dict[Callable, Callable] = {**recurrent.COMPOSED, **attention.COMPOSED}

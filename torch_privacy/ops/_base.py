@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op owes: notes taken in the forward (``Use``) and, after the backward, its Jacobian block (``Op``)."""
+"""Defines the interface of every op: its record in the forward (``Use``) and its Jacobian block (``Op``)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_FLOATS = 2**21  # temporaries are made in chunks of 8 MiB of float32: larger ones fall out of the cache
+CHUNK_FLOATS = 2**21  # temporaries are split into chunks of 8 MiB of float32, which fit in the cache
 
 
 @dataclass(frozen=True)
 class Method:
-    """One exact way to get the squared norms of a block's rows, with its price.
+    """One exact method to compute the squared norms of a block's rows, with its cost.
 
-    ``compute`` takes the op restricted to some examples, so that the caller may go through them in chunks.
+    ``compute`` takes the op restricted to some examples, so that the caller may process them in chunks.
     """
 
     name: str
     compute: Callable[[Any], Tensor]
     flops: float  # multiplications and additions, for all examples
     floats: float  # numbers held at once, for all examples
-    rows: bool = False  # whether ``compute`` gives the rows themselves (n, *shape) instead of their squared norms (n,)
+    rows: bool = False  # whether ``compute`` returns the rows (n, *shape) instead of their squared norms (n,)
 
 
 class Op(ABC):
     """Row block of the Jacobian for one tensor ``W``: row i is the gradient of example i's loss in ``W``.
 
     Shapes: n examples; ``W`` has the shape ``op.shape``. Everything is exact up to rounding in the dtype of ``b``;
-    half precision is raised to float32 before any sum.
+    half precision is converted to float32 before any sum.
     """
 
     @property
@@ -43,64 +43,64 @@ class Op(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Shape of the tensor ``W`` whose gradient the rows are."""
+        """Shape of the tensor ``W``, and of each row."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Type in which the block computes."""
+        """Dtype in which the block computes."""
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors it computes with."""
+        """Device of the op's tensors."""
         held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
         return next(value.device for value in held if isinstance(value, Tensor | Op))
 
     @abstractmethod
     def methods(self) -> list[Method]:
-        """Every exact way to get the squared norms (n,); the plan takes the cheapest and can say why."""
+        """Returns every exact method for the squared norms (n,); the plan picks the cheapest and can explain why."""
 
     @property
     def sum_flops(self) -> float:
-        """Price of ``weighted_sum``, in the units of the methods; by default that of making the rows."""
+        """Cost of ``weighted_sum``, in the units of the methods; by default the cost of the rows."""
         return min((method.flops for method in self.methods() if method.rows), default=0.0)
 
     @property
     def kept_entry(self) -> float:
-        """Price of one row entry that is kept: it is written once and read twice, for its norm and for the sum."""
+        """Cost of one kept row entry: it is written once and read twice, for its norm and for the sum."""
         return 80
 
     def norms_from(self, rows: Tensor) -> Tensor | None:
-        """Squared norms (n,) that go with its own rows, where norms are estimated; None where they are the lengths."""
+        """Returns estimated squared norms (n,) from the op's own rows; None if norms are exact."""
         return None
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """The rows themselves, (n, *shape)."""
+        """Returns the rows themselves, (n, *shape)."""
 
     @abstractmethod
     def project(self, v: Tensor) -> Tensor:
-        """J v for k directions: (k, *shape) -> (n, k)."""
+        """Returns J v for k directions: (k, *shape) -> (n, k)."""
 
     @abstractmethod
     def weighted_sum(self, c: Tensor) -> Tensor:
-        """Jᵀ c: (n,) -> (*shape,)."""
+        """Returns Jᵀ c: (n,) -> (*shape,)."""
 
     @abstractmethod
     def select(self, index: Tensor | slice) -> Op:
-        """The same block for some of the examples only."""
+        """Returns the block of some of the examples."""
 
     def merge(self, other: Op) -> Op | None:
-        """One op for two uses of one tensor, cross terms included; None where the two have no common form."""
+        """Returns one op for two uses of one tensor, with cross terms; None if the two have no common form."""
         return None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the examples sit in an op's output: dimension ``dim`` of size before·n·after, example number in the middle.
+    """Position of the examples in an op's output: ``dim`` has size before·n·after, with the examples in the middle.
 
-    (1, n, 1) is batch-first; (1, n, m) has m consecutive positions per example, as after ``flatten(0, 1)`` of a
-    batch-first tensor; (m, n, 1) is the same of a time-first one.
+    (1, n, 1) is batch-first; (1, n, m) has m consecutive positions per example, like ``flatten(0, 1)`` of a batch-first
+    tensor; (m, n, 1) is like ``flatten(0, 1)`` of a time-first tensor.
     """
 
     dim: int
@@ -109,7 +109,7 @@ class Layout:
     after: int
 
     def examples_first(self, tensor: Tensor) -> Tensor:
-        """(d0, .., before·n·after, ..) -> (n, d0, .., before·after, ..)."""
+        """Rearranges (d0, .., before·n·after, ..) to (n, d0, .., before·after, ..)."""
         if self.dim == 0 and self.before == 1:
             return tensor.unflatten(0, (self.num_examples, self.after)) if self.after != 1 else tensor.unsqueeze(1)
         if self.before == self.after == 1:
@@ -118,15 +118,15 @@ class Layout:
         return split.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
 
     def owners(self) -> Tensor:
-        """(before·n·after,): the number of the example that each entry along the dimension belongs to."""
+        """Returns (before·n·after,): the index of the example that each entry along the dimension belongs to."""
         return torch.arange(self.num_examples).view(1, -1, 1).expand(self.before, -1, self.after).flatten()
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Where the examples sit if they lie in no regular order: packed sequences, tokens sorted by expert.
+    """Position of examples without a regular order: packed sequences, tokens sorted by expert.
 
-    ``owner`` (size of dimension ``dim``,) has the number of each entry's example, -1 where it belongs to none.
+    ``owner`` (size of dimension ``dim``,) has the index of each entry's example, -1 if it belongs to none.
     """
 
     dim: int
@@ -134,21 +134,21 @@ class Ragged:
     owner: Tensor
 
     def examples_first(self, tensor: Tensor) -> Tensor:
-        """(d0, .., size, ..) -> (n, d0, .., most, ..): each example's entries in their order, filled up with zeros."""
+        """Rearranges (d0, .., size, ..) to (n, d0, .., longest, ..): each example's entries in order, zero-padded."""
         rows = tensor.movedim(self.dim, 0)
         padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         return padded[self._slots().to(tensor.device)].movedim(1, self.dim + 1)
 
     def owners(self) -> Tensor:
-        """(size,): the number of the example that each entry along the dimension belongs to, or -1."""
+        """Returns (size,): the index of the example that each entry along the dimension belongs to, or -1."""
         return self.owner
 
     def _slots(self) -> Tensor:
-        """(n, most): where the k-th entry of example i lies; one past the end where it has no k-th."""
+        """Returns (n, longest): the index of example i's k-th entry; one past the end if it has none."""
         counts = torch.bincount(self.owner + 1, minlength=self.num_examples + 1)
         order = self.owner.argsort(stable=True)[int(counts[0]) :]
-        most = max(1, int(counts[1:].max())) if self.num_examples else 1
-        slots = torch.full((self.num_examples, most), len(self.owner))
+        longest = max(1, int(counts[1:].max())) if self.num_examples else 1
+        slots = torch.full((self.num_examples, longest), len(self.owner))
         rank = torch.arange(len(order)) - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
         slots[self.owner[order], rank] = order
         return slots
@@ -159,35 +159,35 @@ AnyLayout = Layout | Ragged
 
 @dataclass(frozen=True)
 class Use(ABC):
-    """What the tape notes where an op meets a parameter ``weight``; makes the ``Op`` once the backward has given b."""
+    """The tape's record of one use of a parameter ``weight``; makes the ``Op`` once the backward has computed b."""
 
     weight: Tensor
 
     @abstractmethod
     def example_dims(self, b_ndim: int) -> Sequence[int]:
-        """The dimensions of the op's output among which the examples are looked for."""
+        """Returns the dimensions of the op's output that may hold the examples."""
 
     @abstractmethod
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        """The Jacobian block, from the gradient ``b`` of the losses in the op's output."""
+        """Returns the Jacobian block, given the gradient ``b`` of the losses in the op's output."""
 
     def saved(self) -> tuple[Tensor, ...]:
-        """Tensors that must not be changed in place before the backward."""
+        """Returns the tensors that must not be changed in place before the backward."""
         return ()
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether a tensor is in half precision."""
+    """Returns True if a tensor is in half precision."""
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def in_sum_dtype(tensor: Tensor) -> Tensor:
-    """Half precision raised to float32, in which norms and sums are taken; anything else as it is."""
+    """Converts half precision to float32, for norms and sums; returns other tensors unchanged."""
     return tensor.float() if is_half(tensor) else tensor
 
 
 def in_one_dtype(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider of their types for sums."""
+    """Converts both tensors to the wider of their dtypes for sums."""
     if x.dtype == b.dtype and not is_half(x):
         return x, b
     x, b = in_sum_dtype(x), in_sum_dtype(b)

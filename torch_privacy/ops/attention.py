@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose scores, queries, keys or values hold a parameter: written out, so that each meeting is seen."""
+"""Attention in elementary ops, for parameters among its scores, queries, keys or values: each use is recorded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``softmax(scale·Q Kᵀ + mask) V``; a query that sees no key gives zeros, as torch's own does."""
+    """Computes ``softmax(scale·Q Kᵀ + mask) V``; a fully masked query gives zeros, as in torch."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions in one to three dimensions, also transposed: strides, paddings, dilations and groups."""
+"""Jacobian blocks of convolutions in one to three dimensions, also transposed, with all their options."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows, product
 from .gram import norms_from_gram
 
-# What the methods do, in operations of a matrix product that take the same time (measured on one core of a CPU).
+# Costs of the methods' steps, in matrix-product operations that take the same time (measured on one core of a CPU).
 NATIVE = 0.8  # one operation of the native convolution
-COPY = 60  # one number copied to or added up in another order
+COPY = 60  # one number copied or summed in another memory order
 SQUARE = 30  # one entry of a row squared and summed
-REORDER = 120  # one entry of a row brought from the blocked format of the native convolution
+REORDER = 120  # one entry of a row converted from the blocked format of the native convolution
 KEPT = 30  # one entry of a row kept for the sum
-SUM = 40_000_000  # the native weight gradient once more, however small
-CALL = 120_000  # one matrix product among many
-NATIVE_BLOCK = 16  # the native convolution is at its best where channels come in multiples of this
+SUM = 40_000_000  # overhead of one more native weight gradient
+CALL = 120_000  # overhead of one matrix product among many
+NATIVE_BLOCK = 16  # the native convolution is fastest if channels are a multiple of this
 NARROW = 16  # a line of fewer places is copied faster with the channels innermost
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the kernel moves: one number per spatial dimension each, and the number of groups."""
+    """Options of a convolution: one number per spatial dimension each, and the number of groups."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,7 +40,7 @@ class Geometry:
     groups: int
 
     def covered(self, places: Sequence[int]) -> list[int]:
-        """Size of the padded input that the kernel meets on its way over so many places."""
+        """Returns the size of the padded input that the kernel covers for an output of this size."""
         steps = zip(self.kernel, self.stride, self.dilation, places, strict=True)
         return [(place - 1) * stride + dilation * (size - 1) + 1 for size, stride, dilation, place in steps]
 
@@ -66,7 +66,7 @@ class Conv(Op):
         return torch.Size((self.b.shape[2], self.x.shape[2] // self.geometry.groups, *self.geometry.kernel))
 
     def merge(self, other: Op) -> Op | None:
-        """Two uses of one kernel on images of one size are one use with more images."""
+        """Merges two uses of one kernel on images of equal size into one use with more images."""
         if not isinstance(other, Conv) or other.geometry != self.geometry or other.x.shape[2:] != self.x.shape[2:]:
             return None
         return Conv(torch.cat([self.x, other.x], 1), torch.cat([self.b, other.b], 1), self.geometry)
@@ -76,16 +76,16 @@ class Conv(Op):
         return self.b.dtype
 
     def methods(self) -> list[Method]:
-        """Matrix products with the unfolded input, the native kernel, or Gram matrices of places.
+        """Returns matrix products with the unfolded input, the native kernel, and Gram matrices of places.
 
-        ``flops`` are not bare multiplications: what a method copies, reorders and calls counts at its measured time.
+        ``flops`` include the copies, reorderings and calls of a method, at their measured time.
         """
         n, one = self.num_examples, _methods_of_one(self.x.shape[1:], self.b.shape[1:], self.geometry)
         return [replace(method, flops=n * method.flops, floats=n * method.floats) for method in one]
 
     def _row_methods(self) -> list[Method]:
         n, size, matrices = self.num_examples, self.shape.numel(), self.num_examples * self.geometry.groups
-        products, squares, unfolded = 2 * n * self._t * size, SQUARE * n * size, self._unfolded
+        products, squares, unfolded = 2 * n * self._t * size, SQUARE * n * size, self.num_unfolded
         flops = products + squares + CALL * matrices + (0 if self._pointwise else COPY * unfolded)
         rows = Method("rows", Conv._unfolded_rows, flops, unfolded + n * size, rows=True)
         if self._pointwise:
@@ -94,7 +94,7 @@ class Conv(Op):
         blocked = d == e == 1 or (d % NATIVE_BLOCK == e % NATIVE_BLOCK == 0)
         products = NATIVE * products + COPY * held if blocked else products + 3 * COPY * unfolded
         flops = products + squares + REORDER * n * size
-        floats = n * size + 0.8 * (held + n * size)  # chunks a little larger than usual, for the calls are dear
+        floats = n * size + 0.8 * (held + n * size)  # makes chunks slightly larger, because calls are expensive
         return [rows, Method("rows, native", Conv._native_rows, flops, floats, rows=True)]
 
     @property
@@ -104,10 +104,10 @@ class Conv(Op):
 
     @property
     def kept_entry(self) -> float:
-        return KEPT  # its norm is in the methods' price
+        return KEPT  # the methods' cost includes the norm
 
     def _norm_methods(self) -> list[Method]:
-        matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self._unfolded, self.shape[:2]
+        matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self.num_unfolded, self.shape[:2]
         terms = matrices * self._t**2
         of_terms = 2 * terms * e // self.geometry.groups + 2 * COPY * terms + 2 * CALL * matrices
         flops = 2 * terms * self.shape[1:].numel() + of_terms + (0 if self._pointwise else COPY * unfolded)
@@ -121,7 +121,7 @@ class Conv(Op):
 
     def _shifted_method(self) -> Method:
         n, size, g = self.num_examples, self.shape.numel(), self.geometry
-        lines = self._unfolded // g.kernel[0] * g.covered(self.b.shape[3:])[0] // max(1, self.b.shape[3])
+        lines = self.num_unfolded // g.kernel[0] * g.covered(self.b.shape[3:])[0] // max(1, self.b.shape[3])
         calls = -(-g.kernel[0] // g.stride[0]) * n * g.groups
         flops = (2 * self._t + SQUARE) * n * size + self._copy_price * lines + CALL * calls
         return Method("rows, shifted", Conv._shifted_norms, flops, lines + n * size * g.stride[0] // g.kernel[0])
@@ -131,10 +131,10 @@ class Conv(Op):
 
     def project(self, v: Tensor) -> Tensor:
         b = self.b.flatten(1)
-        return torch.stack([(b * self._forward(w).flatten(1)).sum(1) for w in v], 1)
+        return torch.stack([(b * self.forward(w).flatten(1)).sum(1) for w in v], 1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        """The native weight gradient of the convolution, with the x or the b of example i weighted by cᵢ."""
+        """Returns the native weight gradient of the convolution, with x or b of example i weighted by cᵢ."""
         x, b, c = self.x, self.b, c.view(-1, *(1,) * (self.b.ndim - 1))
         if x.numel() < b.numel():  # the smaller of the two is copied
             x = x * c
@@ -150,20 +150,22 @@ class Conv(Op):
         return self.b.shape[1] * self.b.shape[3:].numel()
 
     @property
-    def _unfolded(self) -> int:  # numbers in the patches of all examples
+    def num_unfolded(self) -> int:
+        """Number of entries in the patches of all examples."""
         return self.num_examples * self.geometry.groups * self._t * self.shape[1:].numel()
 
     @property
-    def _copy_price(self) -> float:  # of one number, in lines as long as those of the output
+    def _copy_price(self) -> float:  # cost of one number in lines as long as those of the output
         return COPY * (0.5 + 0.5 * NARROW / max(1, self.b.shape[-1]))
 
     @property
     def _pointwise(self) -> bool:
-        """Whether the unfolded input is the input itself: a linear map at every place."""
+        """True if the convolution is a linear map at every place, so that the patches are the input itself."""
         g = self.geometry
         return max((*g.kernel, *g.stride)) == 1 and not any(g.padding)
 
-    def _forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight: Tensor) -> Tensor:
+        """Returns ``x ⋆ weight``, (n, m, e, *places)."""
         g, zeros = self.geometry, (0,) * len(self.geometry.kernel)
         y = torch.convolution(
             self.x.flatten(0, 1), weight, None, g.stride, g.padding, g.dilation, False, zeros, g.groups
@@ -171,7 +173,7 @@ class Conv(Op):
         return y.unflatten(0, self.x.shape[:2])
 
     def _native_rows(self) -> Tensor:
-        """All examples in one native call: (1, n·d, *size), with the channels of one example a group of their own."""
+        """Computes all rows in one native call on (1, n·d, *size): the channels of each example are separate groups."""
         n, groups = self.num_examples, self.geometry.groups
         if not n:
             return self.b.new_zeros(0, *self.shape)
@@ -180,48 +182,49 @@ class Conv(Op):
         return _weight_gradient(b, x, shape, replace(self.geometry, groups=n * groups)).view(n, *self.shape)
 
     def _unfolded_rows(self) -> Tensor:
-        """One matrix product per example and group, in the order that is faster for the layout of the patches."""
-        patches, b = self._patches(), _by_group(self.b, self.geometry.groups).flatten(2)
+        """Computes one matrix product per example and group, in the faster order for the patches' memory layout."""
+        patches, b = self.patches(), by_group(self.b, self.geometry.groups).flatten(2)
         if not self._channels_last:
             return product(patches, b.mT).mT.reshape(self.num_examples, *self.shape)
         rows = product(b, patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1]))
         return rows.movedim(-1, 2).reshape(self.num_examples, *self.shape)
 
     def _shifted_norms(self) -> Tensor:
-        """From rows, one offset of the kernel in its first dimension at a time, as views of half-unfolded inputs.
+        """Computes norms from rows, for one offset of the kernel's first dimension at a time.
 
-        With stride s, the offsets 0 .. s - 1 start from the same lines of different remainders modulo s.
+        Each offset is a view of the half-unfolded input. With stride s, the offsets 0 .. s - 1 start from the same
+        lines with different remainders modulo s.
         """
-        g, b = self.geometry, _by_group(self.b, self.geometry.groups)
+        g, b = self.geometry, by_group(self.b, self.geometry.groups)
         step, dilation, length = g.stride[0], g.dilation[0], b.shape[3:].numel()
-        apart, b, lines = math.gcd(step, dilation), b.flatten(2), self._unfolded_lines()
+        spacing, b, lines = math.gcd(step, dilation), b.flatten(2), self._unfolded_lines()
         total = b.new_zeros(self.num_examples)
         for line, together in groupby(range(0, g.kernel[0] * dilation, dilation), lambda offset: offset // step):
-            first, *others = (offset % step // apart for offset in together)
-            chosen = slice(first, max(others, default=first) + 1, dilation // apart)
+            first, *others = (offset % step // spacing for offset in together)
+            chosen = slice(first, max(others, default=first) + 1, dilation // spacing)
             products = product(lines[:, chosen, :, line * length :][..., : b.shape[2]].flatten(1, 2), b.mT)
             total += _by_example(products, g.groups).square_().sum(1)
         return total
 
     def _unfolded_lines(self) -> Tensor:
-        """(n·groups, remainders, d·kernel[1:], lines·m·places[1:]): every s-th line, by remainder, half unfolded."""
+        """Returns the half-unfolded input by remainder, (n·groups, remainders, d·kernel[1:], lines·m·places[1:])."""
         g, (_, m, _, _, *places) = self.geometry, self.b.shape
-        step, apart = g.stride[0], math.gcd(g.stride[0], g.dilation[0])
+        step, spacing = g.stride[0], math.gcd(g.stride[0], g.dilation[0])
         x = self._padded()
         x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, -x.shape[2] % step)) if x.shape[2] % step else x
         (outer, channel, line, image), steps = x.stride()[:4], x.stride()[4:]
         inner = [step * dilation for step, dilation in zip(steps, g.dilation[1:], strict=True)]
         across = [step * stride for step, stride in zip(steps, g.stride[1:], strict=True)]
-        sizes = (x.shape[0], step // apart, x.shape[1], *g.kernel[1:], x.shape[2] // step, m, *places)
-        strides = (outer, line * apart, channel, *inner, line * step, image, *across)
+        sizes = (x.shape[0], step // spacing, x.shape[1], *g.kernel[1:], x.shape[2] // step, m, *places)
+        strides = (outer, line * spacing, channel, *inner, line * step, image, *across)
         lines = x.as_strided(sizes, strides, x.storage_offset())
         return lines.reshape(*sizes[:2], math.prod(sizes[2 : 2 + len(g.kernel)]), math.prod(sizes[2 + len(g.kernel) :]))
 
-    def _patches(self) -> Tensor:
-        """What the kernel meets at every place, (n·groups, d·kernel, t): one copy of a strided view.
+    def patches(self) -> Tensor:
+        """Returns the patch under the kernel at every place, (n·groups, d·kernel, t), by one copy of a strided view.
 
-        ``F.unfold`` gives the same for images without groups, in twice the time on a CPU. With ``_channels_last`` the
-        order is (n·groups, kernel·d, t) and t changes slowest in memory.
+        ``F.unfold`` computes the same for images without groups, in twice the time on a CPU. With ``_channels_last``
+        the order is (n·groups, kernel·d, t), and t changes slowest in memory.
         """
         g, (_, m, _, first, *others), dims = self.geometry, self.b.shape, len(self.geometry.kernel)
         x = self._padded(channels_last=self._channels_last)
@@ -238,16 +241,16 @@ class Conv(Op):
 
     @property
     def _channels_last(self) -> bool:
-        """Whether to unfold with the channels innermost."""
+        """True if patches have the channels innermost in memory."""
         narrow = self.b.shape[-1] < NARROW <= self.shape[1]
         return not self._pointwise and (narrow or self.x.stride(2) == 1)
 
     def _padded(self, *, channels_last: bool = False) -> Tensor:
-        """The part of the padded input that the kernel meets, (n·groups, d, *size) with the images after size[0].
+        """Returns the part of the padded input that the kernel covers: (n·groups, d, *size), images after size[0].
 
-        ``channels_last`` says in which order it lies in memory, not in which it is returned.
+        ``channels_last`` determines the memory order, not the order of the returned dimensions.
         """
-        x, g = _by_group(self.x, self.geometry.groups), self.geometry
+        x, g = by_group(self.x, self.geometry.groups), self.geometry
         sides: list[int] = []
         for size, padding, covered in zip(self.x.shape[3:], g.padding, g.covered(self.b.shape[3:]), strict=True):
             sides = [padding, covered - size - padding, *sides]
@@ -258,11 +261,11 @@ class Conv(Op):
         return (F.pad(x, [0, 0, *sides]) if any(sides) else x.contiguous()).movedim(-1, 1)
 
     def _gram(self) -> Tensor:
-        patches = self._patches()
+        patches = self.patches()
         return self._norms_of(product(patches.mT, patches))
 
     def _boxed_gram(self) -> Tensor:
-        """The same without unfolding: inner products of patches sum those of cells, along the diagonals."""
+        """Computes the same without patches: their inner products sum those of input cells along the diagonals."""
         x = self._padded()
         cells = x.flatten(2)
         gram, g = product(cells.mT, cells).view(x.shape[0], *x.shape[2:], *x.shape[2:]), self.geometry
@@ -272,7 +275,7 @@ class Conv(Op):
         return self._norms_of(gram.reshape(x.shape[0], self._t, self._t))
 
     def _box_sizes(self) -> tuple[int, int]:
-        """Cells that patches are made of, and numbers added by the box filter, for one example and group."""
+        """Returns the numbers of input cells and of additions in the box filter, for one example and group."""
         m, places = self.b.shape[1], self.b.shape[3:]
         left = [m, *self.geometry.covered(places)]
         cells, summed = math.prod(left), 0
@@ -282,32 +285,32 @@ class Conv(Op):
         return cells, summed
 
     def _norms_of(self, gram: Tensor) -> Tensor:
-        """Squared norms from the inner products of patches (n·groups, t, t); rows decide where terms cancel."""
-        b, groups = _by_group(self.b, self.geometry.groups).flatten(2), self.geometry.groups
+        """Returns squared norms from the inner products of patches (n·groups, t, t); from rows where terms cancel."""
+        b, groups = by_group(self.b, self.geometry.groups).flatten(2), self.geometry.groups
         grams = [gram.unflatten(0, (self.num_examples, groups)) for gram in (product(b.mT, b), gram)]
         return norms_from_gram(grams, [b.shape[1], self.shape[1:].numel()], self)
 
 
 @lru_cache(maxsize=4096)
 def _methods_of_one(x: torch.Size, b: torch.Size, geometry: Geometry) -> list[Method]:
-    """The methods for one example with these shapes, priced once."""
+    """Returns the methods for one example with these shapes; cached."""
     one = Conv(torch.empty(1, *x, device="meta"), torch.empty(1, *b, device="meta"), geometry)
     return [*one._row_methods(), *one._norm_methods()]
 
 
-def _by_group(tensor: Tensor, groups: int) -> Tensor:
-    """(n, m, channels, first, *others) -> (n·groups, channels/groups, first, m, *others), a view where m = 1."""
+def by_group(tensor: Tensor, groups: int) -> Tensor:
+    """Rearranges (n, m, channels, first, *others) to (n·groups, channels/groups, first, m, *others)."""
     n, _, channels = tensor.shape[:3]
     return tensor.movedim(1, 3).reshape(n * groups, channels // groups, *tensor.movedim(1, 3).shape[2:])
 
 
 def _by_example(products: Tensor, groups: int) -> Tensor:
-    """(n·groups, *sizes) -> (n, all of one example's)."""
+    """Flattens (n·groups, *sizes) to (n, -1)."""
     return products.unflatten(0, (products.shape[0] // groups, groups)).flatten(1)
 
 
 def _box_filtered(gram: Tensor, axes: tuple[int, int], kernel: int, stride: int, dilation: int) -> Tensor:
-    """Sum over the kernel's offsets of the entries at (place + offset) in both dimensions ``axes``."""
+    """Sums the entries at (place + offset), in both dimensions ``axes``, over the kernel's offsets."""
     places = (gram.shape[axes[0]] - dilation * (kernel - 1) - 1) // stride + 1
     key: list[slice] = [slice(None)] * gram.ndim
 
@@ -323,7 +326,7 @@ def _box_filtered(gram: Tensor, axes: tuple[int, int], kernel: int, stride: int,
 
 
 def _weight_gradient(b: Tensor, x: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
-    """The native gradient in a kernel of this shape, for x (batch, d, *size) and b (batch, e, *places)."""
+    """Returns the native gradient in a kernel of this shape, for x (batch, d, *size) and b (batch, e, *places)."""
     g, zeros = geometry, (0,) * len(geometry.kernel)
     return torch.ops.aten.convolution_backward(
         b, x, b.new_empty(shape), None, g.stride, g.padding, g.dilation, False, zeros, g.groups, (False, True, False)
@@ -332,7 +335,7 @@ def _weight_gradient(b: Tensor, x: Tensor, shape: Sequence[int], geometry: Geome
 
 @dataclass(frozen=True)
 class ConvUse(Use):
-    """One call of a convolution: ``x`` (n·m, d, *size), y (n·m, e, *places)."""
+    """Records one call of a convolution: ``x`` (n·m, d, *size), y (n·m, e, *places)."""
 
     x: Tensor
     geometry: Geometry
@@ -350,9 +353,9 @@ class ConvUse(Use):
 
 @dataclass(frozen=True)
 class TransposedConvUse(ConvUse):
-    """One call of a transposed convolution: ``x`` (n·m, d, *size), y (n·m, e, *places), ``W`` (d, e/groups, *kernel).
+    """Records a call of a transposed convolution: x (n·m, d, *size), y (n·m, e, *places), W (d, e/groups, *kernel).
 
-    The convolution with ``W`` goes from y to x, so its rows are those of a convolution that takes b to x.
+    The convolution with ``W`` maps y to x, so the rows are those of a convolution that maps b to x.
     """
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
@@ -362,7 +365,9 @@ class TransposedConvUse(ConvUse):
             size + 2 * padding - covered
             for size, padding, covered in zip(size, g.padding, g.covered(x.shape[2:]), strict=True)
         ]
-        if any(left >= stride for left, stride in zip(spare, g.stride, strict=True)):  # as by a large output_padding
+        if any(
+            left >= stride for left, stride in zip(spare, g.stride, strict=True)
+        ):  # because of a large output_padding
             sides = [
                 side for p, left in zip(reversed(g.padding), reversed(spare), strict=True) for side in (p, p - left)
             ]
@@ -372,7 +377,7 @@ class TransposedConvUse(ConvUse):
 
 @dataclass(frozen=True)
 class ChannelBiasUse(Use):
-    """The bias of a convolution: row i sums ``b`` over its images and places."""
+    """Records the bias of a convolution: row i sums ``b`` over its images and places."""
 
     def example_dims(self, b_ndim: int) -> list[int]:
         return [0]
@@ -391,9 +396,9 @@ def convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Iterator[Use]:
-    """``y = x ⋆ W + bias`` for a batch of signals, images or volumes."""
+    """Records ``y = x ⋆ W + bias`` for a batch of signals, images or volumes."""
     dims = weight.ndim - 2
-    if input.ndim != dims + 2:  # one image without a batch dimension: nothing tells examples apart
+    if input.ndim != dims + 2:  # one image without a batch dimension has no examples
         return
     stride, dilation = _per_dimension(stride, dims), _per_dimension(dilation, dims)
     kernel = tuple(weight.shape[2:])
@@ -415,7 +420,7 @@ def transposed_convolution(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Iterator[Use]:
-    """``y`` such that ``<y, v> = <x, v ⋆ W>`` for every v, plus bias; the size of y tells the output padding."""
+    """Records ``y`` with ``<y, v> = <x, v ⋆ W>`` for every v, plus bias; y's size determines the output padding."""
     dims = weight.ndim - 2
     if input.ndim != dims + 2:
         return
@@ -431,7 +436,7 @@ def _per_dimension(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 def _pad_as_named(x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[Tensor, int]:
-    """The input after 'same' padding (the odd cell goes to the right, as in torch), or as it is for 'valid'."""
+    """Returns the input with 'same' padding (an odd cell goes to the right, as in torch) and the padding left to do."""
     if padding == "valid":
         return x, 0
     sides: list[int] = []

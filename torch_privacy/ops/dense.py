@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit rows: for small parameters (biases, scales of norms) and where the uses of one have no common form."""
+"""Explicit rows, for small parameters (biases, scales of norms) and for uses of a parameter without a common form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ._base import Method, Op
 
-PIECE = 512  # numbers whose squares are added in a row, by four adders or more side by side
-SUMMED, RUN = 128, 16  # products that are added in a row, and such sums
-CACHED = 2**16  # numbers of such a sum that lie in the cache until the next is added
+PIECE = 512  # squares that one norm call sums, in four or more parallel accumulators
+SUMMED, RUN = 128, 16  # products summed by one matrix product, and number of such sums added in sequence
+CACHED = 2**16  # entries of a partial sum that stay in the cache until the next is added
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Rows(Op):
         return [Method("rows", Rows.squared_norms, flops=2 * size, floats=0)]
 
     def squared_norms(self) -> Tensor:
-        """(n,), from rows that are already there."""
+        """Returns the squared norms, (n,)."""
         return squared_lengths(self._flat)
 
     def rows(self) -> Tensor:
         return self.values
 
     def project(self, v: Tensor) -> Tensor:
-        order = memory_order(v) if len(v) > self.num_examples else self._order  # the smaller is copied, if any
+        order = memory_order(v) if len(v) > self.num_examples else self._order  # copies at most the smaller one
         return flat_in_order(self.values, order) @ flat_in_order(v, order).mT
 
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class Rows(Op):
 
     @property
     def _order(self) -> list[int]:
-        """The dimensions of the weight, as they lie in memory: rows may be views of something arranged otherwise."""
+        """The dimensions of the weight in memory order; rows may be views with permuted dimensions."""
         return memory_order(self.values)
 
     @property
-    def _flat(self) -> Tensor:  # (n, size) in the order of memory, also of a weight without dimensions
+    def _flat(self) -> Tensor:  # (n, size) in memory order, also for a scalar weight
         if self.values.is_contiguous():
             return self.values.view(self.num_examples, self.shape.numel())
         return flat_in_order(self.values, self._order)
@@ -75,20 +75,20 @@ class Rows(Op):
 
 
 def memory_order(tensors: Tensor) -> list[int]:
-    """The dimensions of the shape of (n, *shape) as they lie in memory, that with the largest steps first."""
+    """Returns the dimensions of ``shape`` in (n, *shape) in memory order, largest stride first."""
     strides = tensors.stride()[1:]
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def flat_in_order(tensors: Tensor, order: Sequence[int]) -> Tensor:
-    """(n, *shape) -> (n, size), with the dimensions of the shape in this order: a view where they lie so."""
+    """Flattens (n, *shape) to (n, size) with the dimensions in this order; a view if that is the memory order."""
     return tensors.permute(0, *(1 + dim for dim in order)).reshape(len(tensors), tensors.shape[1:].numel())
 
 
 def squared_lengths(vectors: Tensor) -> Tensor:
-    """(n, p) -> (n,): squared norms in one pass and without a copy.
+    """Returns the squared norms (n,) of vectors (n, p), in one pass and without a copy.
 
-    In pieces: torch's own norm adds one number after the other, which loses digits in float32 where there are many.
+    It sums in pieces, because torch's own norm sums sequentially, which loses digits in float32 for many numbers.
     """
     pieces = vectors.shape[1] // PIECE
     if pieces < 2:
@@ -100,11 +100,11 @@ def squared_lengths(vectors: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two stacks (n, m, k) and (n, k, l), with no long sums in a row: its rounding does not grow with k.
+    """Returns ``a @ b`` of two stacks (n, m, k) and (n, k, l) with rounding errors that do not grow with k.
 
-    A matrix product adds one number after the other, and where all have one sign and size it loses up to k/2 units in
-    the last place: how many depends on the processor. Here sums are no longer than 128, added by 16 and then by pairs.
-    Sums are added while they are in the cache; ``baddbmm`` would add their terms to the sum before, one by one.
+    A matrix product sums sequentially, and for terms of equal sign and size it loses up to k/2 units in the last place,
+    depending on the processor. Here sums have at most 128 terms, are added by 16 and then in pairs. Partial sums are
+    added while they are in the cache; ``baddbmm`` would add its terms one by one to the previous sum.
     """
     k = a.shape[2]
     if k <= SUMMED:
@@ -129,5 +129,5 @@ def _in_pieces(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_rows(ops: list[Op]) -> Rows:
-    """Uses of one tensor that have no common form: their rows, added."""
+    """Returns the sum of the rows of several uses of one tensor, which need no common form."""
     return Rows(torch.stack([op.rows() for op in ops]).sum(0)) if len(ops) > 1 else Rows(ops[0].rows())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with a parameter: linear, matmul, bmm, einsum, tensordot and their kin, all one contraction over labels."""
+"""Products with a parameter (linear, matmul, bmm, einsum, tensordot, ...), recorded as contractions over labels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._validate import Refused
 from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
 from .dense import Rows
-from .elementwise import MOST_ENTRIES, TermUse
+from .elementwise import TermUse, check_entries_per_example
 from .linear import Arrangement, Bilinear, GroupedLinear, Linear
 
 Labels = tuple[str, ...]  # one for each dimension; a letter, or ".k" for the k-th broadcast dimension from the right
@@ -25,11 +24,11 @@ Names = list[str]
 
 @dataclass(frozen=True)
 class ContractionUse(Use):
-    """One call of ``y = scale·Σ x W``: the sum goes over the labels that y lacks, as in ``torch.einsum``.
+    """Records one call of ``y = scale·Σ x W`` with the sum over the labels that y lacks, as in ``torch.einsum``.
 
-    A label of the weight plays one of three roles: y and x have it (k numbers matrices), y alone has it (an output),
-    y lacks it (summed out: an input). What is left of x and y are the examples and their positions. A dimension of one
-    entry is broadcast, so it counts as absent; the weight may also lack its first labels.
+    A label of the weight has one of three roles: both y and x have it (it indexes matrices), only y has it (an output),
+    y lacks it (an input, summed out). The remaining labels of x and y are the examples and their positions. A dimension
+    of size one is broadcast, so it counts as absent; the weight may also lack its first labels.
     """
 
     x: Tensor
@@ -45,52 +44,48 @@ class ContractionUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        example, own = self.y_labels[layout.dim], self._own_labels()
-        if example in own:
-            return self._rows_of_entries_per_example(b, layout, own)
+        example, weight_sizes = self.y_labels[layout.dim], self._weight_sizes()
+        if example in weight_sizes:
+            return self._rows_of_entries_per_example(b, layout, weight_sizes)
         x, b = in_one_dtype(self.x, b)
         x, x_labels = _without_single(x, self.x_labels, example)
         b, y_labels = _without_single(b if self.scale == 1 else b * self.scale, self.y_labels, example)
-        shared = [label for label in own if label in x_labels and label in y_labels]
-        outputs = [label for label in own if label in y_labels and label not in x_labels]
-        inputs = [label for label in own if label not in y_labels]
-        positions = [label for label in x_labels if label in y_labels and label not in own and label != example]
-        x = _grouped(x, x_labels, (example, shared, positions, inputs), own, layout)
-        b = _grouped(b, y_labels, (example, shared, positions, outputs), own, layout)
-        return _simplest(x, b, (shared, outputs, inputs), own, self.weight.shape)
+        shared = [label for label in weight_sizes if label in x_labels and label in y_labels]
+        outputs = [label for label in weight_sizes if label in y_labels and label not in x_labels]
+        inputs = [label for label in weight_sizes if label not in y_labels]
+        in_both = [label for label in x_labels if label in y_labels and label != example]
+        positions = [label for label in in_both if label not in weight_sizes]
+        x = _grouped(x, x_labels, (example, shared, positions, inputs), weight_sizes, layout)
+        b = _grouped(b, y_labels, (example, shared, positions, outputs), weight_sizes, layout)
+        return _simplest(x, b, (shared, outputs, inputs), weight_sizes, self.weight.shape)
 
-    def _own_labels(self) -> dict[str, int]:
-        """Labels and sizes of the weight's dimensions of more than one entry."""
+    def _weight_sizes(self) -> dict[str, int]:
+        """Returns labels and sizes of the weight's dimensions of more than one entry."""
         labels = self.weight_labels[len(self.weight_labels) - self.weight.ndim :]
         return {label: size for label, size in zip(labels, self.weight.shape, strict=True) if size != 1}
 
-    def _rows_of_entries_per_example(self, b: Tensor, layout: AnyLayout, own: Mapping[str, int]) -> Op:
-        """Of a weight that has entries of its own for every example: those of the whole gradient that are i's."""
+    def _rows_of_entries_per_example(self, b: Tensor, layout: AnyLayout, weight_sizes: Mapping[str, int]) -> Op:
+        """Returns the rows of a weight with separate entries for every example: parts of the whole gradient."""
         n, example = layout.num_examples, self.y_labels[layout.dim]
-        if n * self.weight.numel() > MOST_ENTRIES:
-            raise Refused(
-                f"ops.einsum: a function of parameters of shape {tuple(self.weight.shape)} has entries of its own for "
-                f"each of the {n} examples, too many to tell apart. Let broadcasting (matmul, einsum) repeat the "
-                "parameter, not expand or repeat."
-            )
+        check_entries_per_example("ops.einsum", self.weight, n)
         batch = "the whole batch"
         whole = replace(self, x=self.x[None], x_labels=(batch, *self.x_labels), y_labels=(batch, *self.y_labels))
         total = whole.op(b[None], Layout(0, 1, 1, 1)).rows()
         dim = self.weight.ndim - len(self.weight_labels) + self.weight_labels.index(example)
-        owned = _owned(layout, own[example], total)
+        owned = _owned(layout, weight_sizes[example], total)
         kept = owned.view(n, *(owned.shape[1] if k == dim else 1 for k in range(self.weight.ndim)))
-        return Rows(torch.where(kept > 0, total, 0))  # a product would make 0 times infinity
+        return Rows(torch.where(kept > 0, total, 0))  # a product would compute 0 times infinity
 
 
 def _owned(layout: AnyLayout, size: int, like: Tensor) -> Tensor:
-    """(n, size): 1 where an entry along the layout's dimension is the example's, else 0."""
+    """Returns (n, size): 1 if an entry along the layout's dimension belongs to the example, else 0."""
     numbers = torch.arange(1, size + 1, device=like.device).view(*(1,) * layout.dim, size)
-    numbers = layout.examples_first(numbers).flatten(1)  # what only fills up has number 0
+    numbers = layout.examples_first(numbers).flatten(1)  # padding has number 0
     return like.new_zeros(len(numbers), size + 1).scatter_(1, numbers, 1)[:, 1:]
 
 
 def _without_single(tensor: Tensor, labels: Labels, example: str) -> tuple[Tensor, Labels]:
-    """Without the dimensions of one entry, other than the examples'."""
+    """Removes the dimensions of size one, except that of the examples."""
     single = [dim for dim, label in enumerate(labels) if tensor.shape[dim] == 1 and label != example]
     return tensor.squeeze(single), tuple(label for dim, label in enumerate(labels) if dim not in single)
 
@@ -102,9 +97,9 @@ def _grouped(
     sizes: Mapping[str, int],
     layout: AnyLayout,
 ) -> Tensor:
-    """-> (n, g, t, d) for the labels of (examples, matrices, positions, inputs or outputs), any other summed out.
+    """Returns (n, g, t, d) for the labels (examples, matrices, positions, inputs or outputs); sums out all others.
 
-    An input that only the weight has is repeated, in the size given.
+    An input that only the weight has is repeated, with the given size.
     """
     example, shared, positions, rest = roles
     wanted = [example, *shared, *positions, *rest]
@@ -123,29 +118,31 @@ def _grouped(
     return grouped.reshape(n, counts[0], before * counts[1], counts[2])
 
 
-def _simplest(x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], own: Mapping[str, int], shape: torch.Size) -> Op:
-    """The op that says the same with the least structure, so that unlike uses of one weight can be merged."""
+def _simplest(
+    x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], weight_sizes: Mapping[str, int], shape: torch.Size
+) -> Op:
+    """Returns the equivalent op with the simplest structure, so that different uses of one weight can be merged."""
     shared, outputs, inputs = roles
     if 1 in (x.shape[3], b.shape[3]):  # rows of vectors are no larger than the input
-        return Rows(_arranged(x, b, roles, own, shape).rows())
-    if next(label for label in own if label not in shared) in inputs:  # the row of y = x W is the transpose
+        return Rows(_arranged(x, b, roles, weight_sizes, shape).rows())
+    if next(label for label in weight_sizes if label not in shared) in inputs:  # the row of y = x W is the transpose
         x, b, outputs, inputs = b, x, inputs, outputs
     if len(shape) == 2 and not shared:
         return Linear(x.squeeze(1), b.squeeze(1))
-    return _arranged(x, b, (shared, outputs, inputs), own, shape)
+    return _arranged(x, b, (shared, outputs, inputs), weight_sizes, shape)
 
 
 def _arranged(
-    x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], own: Mapping[str, int], shape: torch.Size
+    x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], weight_sizes: Mapping[str, int], shape: torch.Size
 ) -> GroupedLinear:
     labels = [label for role in roles for label in role]
-    order = tuple(labels.index(label) for label in own)
-    return GroupedLinear(x, b, Arrangement(tuple(own[label] for label in labels), order, shape))
+    order = tuple(labels.index(label) for label in weight_sizes)
+    return GroupedLinear(x, b, Arrangement(tuple(weight_sizes[label] for label in labels), order, shape))
 
 
 @dataclass(frozen=True)
 class LinearUse(Use):
-    """One call of ``y = x Wᵀ``: ``x`` (*positions, d), y (*positions, e); the contraction met most, so in few words."""
+    """Records one call of ``y = x Wᵀ``: ``x`` (*positions, d), y (*positions, e); a fast path for the usual case."""
 
     x: Tensor
 
@@ -162,7 +159,7 @@ class LinearUse(Use):
 
 @dataclass(frozen=True)
 class BilinearUse(Use):
-    """One call of ``y_k = x₁ᵀ W_k x₂``: ``x1`` (*positions, p), ``x2`` (*positions, q), y (*positions, e)."""
+    """Records one call of ``y_k = x₁ᵀ W_k x₂``: ``x1`` (*positions, p), ``x2`` (*positions, q), y (*positions, e)."""
 
     x1: Tensor
     x2: Tensor
@@ -179,7 +176,7 @@ class BilinearUse(Use):
 
 
 def _positions(tensor: Tensor) -> Tensor:
-    """(n, *positions, d) -> (n, t, d)."""
+    """Flattens (n, *positions, d) to (n, t, d)."""
     if tensor.ndim == 3:
         return tensor
     n, *positions, d = tensor.shape
@@ -189,7 +186,7 @@ def _positions(tensor: Tensor) -> Tensor:
 def contraction(
     y_labels: Sequence[str], a: Tensor, a_labels: Sequence[str], b: Tensor, b_labels: Sequence[str], scale: float = 1.0
 ) -> Iterator[Use]:
-    """The uses of either operand of ``y = scale·Σ a b``; none of one whose own diagonal is taken."""
+    """Records the uses of both operands of ``y = scale·Σ a b``, except an operand of which the diagonal is taken."""
     for weight, weight_labels, x, x_labels in ((a, a_labels, b, b_labels), (b, b_labels, a, a_labels)):
         if len(set(weight_labels)) == len(weight_labels):
             x, x_labels = _diagonal(x, tuple(x_labels))
@@ -197,7 +194,7 @@ def contraction(
 
 
 def _diagonal(x: Tensor, labels: Labels) -> tuple[Tensor, Labels]:
-    """Where a label stands twice, a view of the entries with equal indices."""
+    """Returns the view of the entries with equal indices for labels that appear twice."""
     distinct = tuple(dict.fromkeys(labels))
     if distinct == labels:
         return x, labels
@@ -206,19 +203,17 @@ def _diagonal(x: Tensor, labels: Labels) -> tuple[Tensor, Labels]:
 
 
 def _broadcast(ndim: int) -> Labels:
-    """Labels of broadcast dimensions, which are aligned at the right."""
+    """Returns labels of broadcast dimensions, which are aligned on the right."""
     return tuple(f".{k}" for k in reversed(range(ndim)))
 
 
-# The functions below have the signature of the torch function they stand for, with its output in front. Each yields
-# a use for every argument that may be a parameter; the tape keeps those that are.
+# The functions below have the signature of the torch function they record, preceded by its output. Each yields a use
+# for every argument that may be a parameter; the tape keeps the uses of parameters.
 
 
 def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
-    """``y = x Wᵀ + bias``."""
-    if (
-        weight.requires_grad and weight.ndim == 2 and min(weight.shape) > 1
-    ):  # should input be a parameter, too: fallback
+    """Records ``y = x Wᵀ + bias``."""
+    if weight.requires_grad and weight.ndim == 2 and min(weight.shape) > 1:  # if input is a parameter, too: fallback
         yield LinearUse(weight, input)
     else:
         positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
@@ -228,7 +223,7 @@ def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def matmul(y: Tensor, input: Tensor, other: Tensor, *, scale: float = 1.0) -> Iterator[Use]:
-    """``y = a b`` of matrices, stacks of them and vectors."""
+    """Records ``y = a b`` of matrices, stacks of matrices and vectors."""
     left, right = "t" * (input.ndim > 1), "e" * (other.ndim > 1)
     a_labels = (*_broadcast(input.ndim - 2), *left, "d")
     b_labels = (*_broadcast(other.ndim - 2), "d", *right)
@@ -237,14 +232,14 @@ def matmul(y: Tensor, input: Tensor, other: Tensor, *, scale: float = 1.0) -> It
 
 
 def reversed_matmul(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = other input``."""
+    """Records ``y = other input``."""
     yield from matmul(y, other, input)
 
 
 def added_matmul(
     y: Tensor, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Iterator[Use]:
-    """``y = beta·input + alpha·a b``: addmm, addmv and baddbmm."""
+    """Records ``y = beta·input + alpha·a b``: addmm, addmv and baddbmm."""
     yield TermUse(input, float(beta))
     yield from matmul(y, first, second, scale=float(alpha))
 
@@ -252,39 +247,39 @@ def added_matmul(
 def addbmm(
     y: Tensor, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Iterator[Use]:
-    """``y = beta·input + alpha·Σ_k a_k b_k``."""
+    """Records ``y = beta·input + alpha·Σ_k a_k b_k``."""
     yield TermUse(input, float(beta))
     yield from contraction("te", batch1, "ktd", batch2, "kde", float(alpha))
 
 
 def addr(y: Tensor, input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Use]:
-    """``y = beta·input + alpha·a bᵀ``."""
+    """Records ``y = beta·input + alpha·a bᵀ``."""
     yield TermUse(input, float(beta))
     yield from contraction("te", vec1, "t", vec2, "e", float(alpha))
 
 
 def outer(y: Tensor, input: Tensor, vec2: Tensor) -> Iterator[Use]:
-    """``y = a bᵀ``."""
+    """Records ``y = a bᵀ``."""
     yield from contraction("te", input, "t", vec2, "e")
 
 
 def inner(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = Σ_d a_d b_d`` over the last dimension of both."""
-    if input.ndim and other.ndim:  # a number only scales the other
+    """Records ``y = Σ_d a_d b_d`` over the last dimension of both."""
+    if input.ndim and other.ndim:  # a scalar only scales the other
         a_labels = tuple(f"a{k}" for k in range(input.ndim - 1))
         b_labels = tuple(f"b{k}" for k in range(other.ndim - 1))
         yield from contraction((*a_labels, *b_labels), input, (*a_labels, "d"), other, (*b_labels, "d"))
 
 
 def vecdot(y: Tensor, x: Tensor, other: Tensor, *, dim: int = -1) -> Iterator[Use]:
-    """``y = Σ_d a_d b_d`` over one dimension, the others broadcast."""
+    """Records ``y = Σ_d a_d b_d`` over one dimension, with the others broadcast."""
     if dim == -1:
         a_labels, b_labels = _broadcast(x.ndim), _broadcast(other.ndim)
         yield from contraction(_broadcast(y.ndim + 1)[:-1], x, a_labels, other, b_labels)
 
 
 def tensordot(y: Tensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Iterator[Use]:
-    """``y = Σ a b`` over pairs of dimensions; their number stands for the last of a and the first of b."""
+    """Records ``y = Σ a b`` over pairs of dimensions; an integer means the last ones of a and the first ones of b."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
@@ -297,7 +292,7 @@ def tensordot(y: Tensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) 
 
 
 def einsum(y: Tensor, equation: str, *operands: Any) -> Iterator[Use]:
-    """``y = Σ a b`` for any equation of two operands; torch.einsum itself turns lists of numbers into an equation."""
+    """Records ``y = Σ a b`` for any equation of two operands; torch.einsum converts sublists to an equation."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if len(operands) == 2:
@@ -307,11 +302,11 @@ def einsum(y: Tensor, equation: str, *operands: Any) -> Iterator[Use]:
 
 
 def _parse(equation: str, ndims: Sequence[int]) -> tuple[Labels, ...]:
-    """The labels of every operand and of the result, an ellipsis written out."""
+    """Returns the labels of every operand and of the result, with the ellipsis expanded."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     hidden = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims, strict=True)]
-    if not arrow:  # by default: what the ellipsis stands for, then the letters that appear once, in their order
+    if not arrow:  # by default the ellipsis, then the letters that appear once, in alphabetical order
         counts = Counter(left.replace("...", "").replace(",", ""))
         right = "..." + "".join(sorted(letter for letter, count in counts.items() if count == 1))
     most = max((count for term, count in zip(terms, hidden, strict=True) if "..." in term), default=0)
@@ -324,7 +319,7 @@ def _labels(term: str, hidden: int) -> Labels:
 
 
 def bilinear(y: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
-    """``y_k = x₁ᵀ W_k x₂ + bias_k``."""
+    """Records ``y_k = x₁ᵀ W_k x₂ + bias_k``."""
     yield BilinearUse(weight, input1, input2)
     if bias is not None:
         yield TermUse(bias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters met entry by entry: sums, differences, products, quotients, choices and pieces put together."""
+"""Elementwise uses of parameters: sums, differences, products, quotients, selections and concatenations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .._validate import Refused
 from ._base import AnyLayout, Op, Use, in_sum_dtype
 from .dense import Rows
 
-MOST_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with entries for every example
+MAX_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with separate entries for every example
 
 
 @dataclass(frozen=True)
 class EntrywiseUse(Use):
-    """A parameter that was broadcast to y; row i sums its part of the terms over the dimensions of the broadcast."""
+    """Records a parameter that was broadcast to y; row i sums its terms over the broadcast dimensions."""
 
     def example_dims(self, b_ndim: int) -> list[int]:
         return list(range(b_ndim))
@@ -28,13 +28,13 @@ class EntrywiseUse(Use):
         return Rows(sum_to_weight(self.terms(in_sum_dtype(b)), self.weight, layout))
 
     def terms(self, b: Tensor) -> Tensor:
-        """``b`` times the derivative of y in the parameter, entry by entry."""
+        """Returns ``b`` times the derivative of y in the parameter, entry by entry."""
         return b
 
 
 @dataclass(frozen=True)
 class TermUse(EntrywiseUse):
-    """One call of ``y = x + scale·p``."""
+    """Records one call of ``y = x + scale·p``."""
 
     scale: float = 1.0
 
@@ -44,7 +44,7 @@ class TermUse(EntrywiseUse):
 
 @dataclass(frozen=True)
 class FactorUse(EntrywiseUse):
-    """One call of ``y = x·p``."""
+    """Records one call of ``y = x·p``."""
 
     x: Tensor
 
@@ -57,7 +57,7 @@ class FactorUse(EntrywiseUse):
 
 @dataclass(frozen=True)
 class DivisorUse(EntrywiseUse):
-    """One call of ``y = x / p``: the derivative is ``-x / p²``."""
+    """Records one call of ``y = x / p``: the derivative is ``-x / p²``."""
 
     x: Tensor
 
@@ -71,7 +71,7 @@ class DivisorUse(EntrywiseUse):
 
 @dataclass(frozen=True)
 class ChosenUse(EntrywiseUse):
-    """One call of ``y = p where chosen, else something else``."""
+    """Records one call of ``y = p where chosen, else another value``."""
 
     chosen: Tensor
 
@@ -84,7 +84,7 @@ class ChosenUse(EntrywiseUse):
 
 @dataclass(frozen=True)
 class PieceUse(EntrywiseUse):
-    """One piece of ``cat`` or ``stack``: p is the part of y from ``start`` on in dimension ``dim``."""
+    """Records one piece of ``cat`` or ``stack``: p is the part of y that begins at ``start`` in dimension ``dim``."""
 
     dim: int
     start: int
@@ -105,7 +105,7 @@ class PieceUse(EntrywiseUse):
 
 @dataclass(frozen=True)
 class SlopeUse(EntrywiseUse):
-    """One call of ``prelu``: ``y = x where x > 0, else p·x``, with p per channel (dimension 1) or one for all."""
+    """Records a call of ``prelu``: ``y = x where x > 0, else p·x``, with one p per channel (dimension 1) or for all."""
 
     x: Tensor
 
@@ -120,7 +120,7 @@ class SlopeUse(EntrywiseUse):
 
 
 def sum_to_weight(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
-    """(like y) -> (n, *weight.shape): the rows of a weight that was broadcast to y."""
+    """Returns the rows (n, *weight.shape) of a weight that was broadcast to y, from terms in the shape of y."""
     broadcast = (1,) * (terms.ndim - weight.ndim) + tuple(weight.shape)
     if broadcast[layout.dim] > 1 and layout.num_examples > 1:
         return _rows_of_entries_per_example(terms, weight, layout)
@@ -130,42 +130,47 @@ def sum_to_weight(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
 
 
 def _rows_of_entries_per_example(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
-    """Rows of a weight that has entries of its own for every example, such as a repeated parameter: n² of them."""
+    """Returns the rows of a weight with separate entries for every example, such as a repeated parameter."""
     n = layout.num_examples
-    if n * weight.numel() > MOST_ENTRIES:
-        raise Refused(
-            f"ops.elementwise: a function of parameters of shape {tuple(weight.shape)} has entries of its own for each "
-            f"of the {n} examples, too many to tell apart. Let broadcasting repeat the parameter, not expand or repeat."
-        )
+    check_entries_per_example("ops.elementwise", weight, n)
     owner = layout.owners().to(terms.device).view(-1, *(1,) * (terms.ndim - 1 - layout.dim))
     return torch.stack([torch.where(owner == i, terms, 0).sum_to_size(weight.shape) for i in range(n)])
 
 
+def check_entries_per_example(where: str, weight: Tensor, n: int) -> None:
+    """Raises if a weight with separate entries for each of n examples has too many rows' entries: about n² of them."""
+    if n * weight.numel() > MAX_ENTRIES:
+        raise Refused(
+            f"{where}: a function of parameters of shape {tuple(weight.shape)} has separate entries for each of the "
+            f"{n} examples, and their rows are too large. Let broadcasting repeat the parameter, not expand or repeat."
+        )
+
+
 def add(y: Tensor, input: Tensor, other: Tensor, *, alpha: float = 1) -> Iterator[Use]:
-    """``y = input + alpha·other``."""
+    """Records ``y = input + alpha·other``."""
     yield TermUse(input)
     yield TermUse(other, float(alpha))
 
 
 def subtract(y: Tensor, input: Tensor, other: Tensor, *, alpha: float = 1) -> Iterator[Use]:
-    """``y = input - alpha·other``."""
+    """Records ``y = input - alpha·other``."""
     yield TermUse(input)
     yield TermUse(other, -float(alpha))
 
 
 def reversed_subtract(y: Tensor, input: Tensor, other: Tensor, *, alpha: float = 1) -> Iterator[Use]:
-    """``y = other - alpha·input``."""
+    """Records ``y = other - alpha·input``."""
     yield from subtract(y, other, input, alpha=alpha)
 
 
 def multiply(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = input·other``; a factor that is a plain number is broadcast like a tensor."""
+    """Records ``y = input·other``; a Python number is broadcast like a tensor."""
     yield FactorUse(input, torch.as_tensor(other, device=y.device))
     yield FactorUse(other, torch.as_tensor(input, device=y.device))
 
 
 def divide(y: Tensor, input: Tensor, other: Tensor, *, rounding_mode: None = None) -> Iterator[Use]:
-    """``y = input / other``."""
+    """Records ``y = input / other``."""
     if rounding_mode is None:
         other = torch.as_tensor(other, device=y.device)
         yield FactorUse(input, 1 / other.detach())
@@ -173,39 +178,39 @@ def divide(y: Tensor, input: Tensor, other: Tensor, *, rounding_mode: None = Non
 
 
 def reversed_divide(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = other / input``."""
+    """Records ``y = other / input``."""
     yield from divide(y, other, input)
 
 
 def where(y: Tensor, condition: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
-    """``y = input where condition, else other``."""
+    """Records ``y = input where condition, else other``."""
     yield ChosenUse(torch.as_tensor(input), condition)
     yield ChosenUse(torch.as_tensor(other), ~condition)
 
 
 def masked_fill(y: Tensor, input: Tensor, mask: Tensor, value: Tensor) -> Iterator[Use]:
-    """``y = value where mask, else input``."""
+    """Records ``y = value where mask, else input``."""
     yield ChosenUse(input, ~mask)
     yield ChosenUse(torch.as_tensor(value), mask)
 
 
 def cat(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:
-    """``y`` is the tensors side by side."""
+    """Records the concatenation ``y`` of the tensors."""
     start = 0
     for tensor in tensors:
-        if tensor.ndim == y.ndim:  # torch lets empty vectors pass anywhere
+        if tensor.ndim == y.ndim:  # torch also accepts empty vectors
             yield PieceUse(tensor, dim % y.ndim, start, tensor.shape[dim], stacked=False)
             start += tensor.shape[dim]
 
 
 def stack(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:
-    """``y`` is the tensors side by side in a new dimension."""
+    """Records the concatenation ``y`` of the tensors in a new dimension."""
     for start, tensor in enumerate(tensors):
         yield PieceUse(tensor, dim % y.ndim, start, 1, stacked=True)
 
 
 def prelu(y: Tensor, input: Tensor, weight: Tensor) -> Iterator[Use]:
-    """``y = x where x > 0, else weight·x``."""
+    """Records ``y = x where x > 0, else weight·x``."""
     yield SlopeUse(weight, input)
 
 
@@ -236,5 +241,5 @@ RECORDERS = {
     **dict.fromkeys((F.prelu, torch.prelu), prelu),
 }
 
-# Functions that write over the very input they must remember; the tape hands their recorder a copy made before.
+# Functions that overwrite the input that their recorder needs; the tape passes a copy made before the call.
 OVERWRITING = {Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.__itruediv__}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups in a table, without forming one-hot matrices or, for norms of a large one, a table per example."""
+"""Jacobian blocks of embedding look-ups, without one-hot matrices and, for norms of a large table, without rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._validate import Refused
 from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight
-from .gram import sure
+from .gram import checked_sums
 from .linear import Linear
 
 
@@ -24,8 +24,8 @@ from .linear import Linear
 class Embedding(Op):
     """A table ``W`` of v vectors used as ``y = W[ids]``; row i is ``G_i[w] = Σ_{t: ids_it = w} b_it``.
 
-    Shapes: ``ids`` (n, t) integers in [0, v); ``b`` (n, t, e), zero where nothing is looked up (padding);
-    ``W`` of any ``table`` shape whose entries, in order, are v vectors of e.
+    Shapes: ``ids`` (n, t) integers in [0, v); ``b`` (n, t, e), zero at padding; ``W`` of any ``table`` shape that
+    flattens to v vectors of e.
     """
 
     ids: Tensor
@@ -82,20 +82,20 @@ class Embedding(Op):
         return self.table.numel() // self.b.shape[2]
 
     def _sum_per_token(self) -> Tensor:
-        """The b of equal tokens of one example are added; the squares of these sums are added.
+        """Sums b over equal tokens of one example, and returns the sum of the squares of these sums.
 
-        Sorting puts equal tokens side by side and costs t log t, where comparing all pairs would cost t² e.
+        Sorting groups equal tokens and costs t log t; comparing all pairs would cost t² e.
         """
         t = self.ids.shape[1]
         if t == 1:
             return self.b.flatten(1).square().sum(1)
         ids, order = self.ids.sort(dim=1)
-        slot = torch.zeros_like(ids)  # number of the distinct token within its example
+        slot = torch.zeros_like(ids)  # index of the distinct token within its example
         slot[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
         return self._summed(torch.empty_like(slot).scatter_(1, order, slot), t).square().sum((1, 2))
 
     def _summed(self, slots: Tensor, count: int) -> Tensor:
-        """(n, count, e): the b of each slot (n, t), added."""
+        """Returns (n, count, e): b summed over each of the slots (n, t)."""
         n, _, e = self.b.shape
         slots = slots + count * torch.arange(n, device=slots.device)[:, None]
         total = self.b.new_zeros(n * count, e)
@@ -104,7 +104,7 @@ class Embedding(Op):
 
 @dataclass(frozen=True)
 class TiedEmbedding(Op):
-    """A table looked up and also multiplied by, as in language models; row i is the sum of the two ops' rows A + B.
+    """A table that is both looked up and multiplied by, as in language models; row i is the sum A + B of two rows.
 
     ``‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩`` with ``⟨A, B⟩ = Σ_{s,t} b'_is[ids_it]·(x_is·b_it)`` for the b' and x of the
     product, so that no table per example is formed.
@@ -135,7 +135,7 @@ class TiedEmbedding(Op):
         return TiedEmbedding(looked_up, self.product) if isinstance(looked_up, Embedding) else None
 
     def methods(self) -> list[Method]:
-        """Those of the product, with the cross terms added."""
+        """Returns the methods of the product, with the cross terms added."""
         (n, s, e), t = self.product.x.shape, self.looked_up.ids.shape[1]
         flops, floats = 2 * n * s * t * e, 3 * n * s * t + n * t * e
         found = [self._with_cross_terms(method, flops, floats) for method in self.product.methods() if not method.rows]
@@ -160,20 +160,20 @@ class TiedEmbedding(Op):
 
         return replace(method, compute=compute, flops=method.flops + flops, floats=method.floats + floats)
 
-    def _norms(self, of_product: Tensor) -> Tensor:
-        """The rows themselves decide where the two all but cancel."""
+    def _norms(self, product_norms: Tensor) -> Tensor:
+        """Adds the norms of the look-ups and the cross terms; uses explicit rows where they nearly cancel."""
         ids, b, output = self.looked_up.ids, self.looked_up.b, self.product.b
         columns = output.gather(2, ids.unsqueeze(1).expand(-1, output.shape[1], -1)).flatten(1)  # (n, s·t)
         lost = b.shape[2] * torch.linalg.vector_norm(columns, 1, dim=1) + columns.shape[1]  # in units of tiny
         terms = columns.mul_(product(self.product.x, b.mT).flatten(1))  # that add up to ⟨A, B⟩
-        apart = of_product + self.looked_up._sum_per_token()
-        size = apart + 2 * torch.linalg.vector_norm(terms, 1, dim=1)
-        return sure(apart + 2 * terms.sum(1), size, 2 * torch.finfo(b.dtype).tiny * lost, self)
+        separate = product_norms + self.looked_up._sum_per_token()
+        size = separate + 2 * torch.linalg.vector_norm(terms, 1, dim=1)
+        return checked_sums(separate + 2 * terms.sum(1), size, 2 * torch.finfo(b.dtype).tiny * lost, self)
 
 
 @dataclass(frozen=True)
 class EmbeddingUse(Use):
-    """One call of ``y = W[ids]``: ``ids`` (*positions), y (*positions, *vector)."""
+    """Records one call of ``y = W[ids]``: ``ids`` (*positions), y (*positions, *vector)."""
 
     ids: Tensor
     padding_idx: int | None = None
@@ -194,7 +194,7 @@ class EmbeddingUse(Use):
 
 
 def look_ups(ids: Tensor, b: Tensor, table: torch.Size, layout: AnyLayout) -> Embedding:
-    """The op, from ``ids`` (*positions) and ``b`` (*positions, e)."""
+    """Returns the op for ``ids`` (*positions) and ``b`` (*positions, e)."""
     ids, b = layout.examples_first(ids), layout.examples_first(b)
     t = math.prod(ids.shape[1:])
     return Embedding(ids.reshape(len(ids), t), b.reshape(len(b), t, b.shape[-1]), table)
@@ -202,7 +202,7 @@ def look_ups(ids: Tensor, b: Tensor, table: torch.Size, layout: AnyLayout) -> Em
 
 @dataclass(frozen=True)
 class Bags:
-    """Which tokens go into which bag: bag k holds those of ``ids`` (s,) from ``offsets[k]`` to ``offsets[k + 1]``."""
+    """Tokens divided into bags: bag k holds the tokens of ``ids`` (s,) from ``offsets[k]`` to ``offsets[k + 1]``."""
 
     ids: Tensor
     offsets: Tensor  # (bags + 1,)
@@ -210,7 +210,7 @@ class Bags:
     weights: Tensor | None  # (s,) factors of the tokens' vectors, for sums
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """(bags, longest) places in ``ids``, and whether there is a token that counts: padding does not."""
+        """Returns indices (bags, longest) into ``ids``, and a mask of the tokens that count: padding does not."""
         starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
         longest = int((ends - starts).max()) if len(starts) else 0
         places = starts + torch.arange(longest, device=self.ids.device)
@@ -219,13 +219,13 @@ class Bags:
         return places, counts if self.padding_idx is None else counts & (self.ids[places] != self.padding_idx)
 
     def winners(self, table: Tensor) -> Tensor:
-        """(bags, e): the token whose vector has the largest entry, as torch itself chooses among equals."""
+        """Returns (bags, e): the token with the largest entry; ties are broken as in torch."""
         return torch.embedding_bag(table, self.ids, self.offsets, False, 2, False, None, True, self.padding_idx)[3]
 
 
 @dataclass(frozen=True)
 class BagUse(Use):
-    """One call of ``y_k = Σ_{t in bag k} factor_kt·W[ids_kt]``, for sums and means; y (bags, e)."""
+    """Records one call of ``y_k = Σ_{t in bag k} factor_kt·W[ids_kt]``, for sums and means; y (bags, e)."""
 
     bags: Bags
     mean: bool
@@ -247,7 +247,7 @@ class BagUse(Use):
 
 @dataclass(frozen=True)
 class LargestUse(BagUse):
-    """One call of ``y_kj = max_{t in bag k} W[ids_kt, j]``: every entry of y is that of one token, the winner."""
+    """Records one call of ``y_kj = max_{t in bag k} W[ids_kt, j]``: each entry of y comes from one token."""
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
         e = b.shape[1]
@@ -259,7 +259,7 @@ class LargestUse(BagUse):
 
 @dataclass(frozen=True)
 class BagWeightUse(FactorUse):
-    """The factors p of one call of ``y_k = Σ_t p_kt·x[ids_kt]``, x being the table and all bags of one size t."""
+    """Records the factors p of one call of ``y_k = Σ_t p_kt·x[ids_kt]`` with the table x and bags of equal size t."""
 
     bags: Bags
 
@@ -283,7 +283,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Iterator[Use]:
-    """``y = W[ids]``."""
+    """Records ``y = W[ids]``."""
     _check_options("ops.embedding", max_norm, scale_grad_by_freq, sparse)
     yield EmbeddingUse(weight, input, padding_idx)
 
@@ -302,7 +302,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Iterator[Use]:
-    """``y_k`` = sum, mean or largest of the vectors of bag k; bags are the rows of input, or begin at ``offsets``."""
+    """Records ``y_k``: sum, mean or max of the vectors of bag k; bags are rows of input, or begin at ``offsets``."""
     _check_options("ops.embedding_bag", max_norm, scale_grad_by_freq, sparse)
     if input.is_nested or input.is_floating_point():  # the second is a deprecated order of arguments
         return
@@ -316,7 +316,7 @@ def embedding_bag(
 
 
 def _offsets(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
-    """Where bags begin, and where the last one ends."""
+    """Returns the starts of the bags, and the end of the last one."""
     if offsets is None:
         return torch.arange(len(input) + 1, device=input.device) * input.shape[1]
     return offsets if include_last_offset else torch.cat([offsets, offsets.new_tensor([len(input)])])
@@ -335,13 +335,13 @@ def _check_options(where: str, max_norm: float | None, scale_grad_by_freq: bool,
         )
     if sparse:
         raise Refused(
-            f"{where}: sparse=True makes a gradient that tells which rows the batch used, and noise must fall on "
+            f"{where}: sparse=True makes a gradient that shows which rows the batch used, but noise must be added to "
             "all of them. Allowed: sparse=False."
         )
 
 
 def getitem(y: Tensor, input: Tensor, key: Any) -> Iterator[Use]:
-    """``y = W[ids]`` or ``y = W[ids, ids, ...]``, with tensors of whole numbers for the first dimensions."""
+    """Records ``y = W[ids]`` or ``y = W[ids, ids, ...]``, with integer tensors for the first dimensions."""
     keys = key if isinstance(key, tuple) else (key,)
     whole = [k for k in keys if isinstance(k, Tensor) and k.dtype in (torch.int64, torch.int32)]
     if len(whole) < len(keys):
@@ -349,23 +349,23 @@ def getitem(y: Tensor, input: Tensor, key: Any) -> Iterator[Use]:
     ids = torch.zeros((), dtype=torch.int64, device=input.device)
     for k, size in zip(whole, input.shape, strict=False):
         ids = ids * size + k % size
-    if ids.ndim:  # one number picks one vector for all examples
+    if ids.ndim:  # a scalar index selects one vector for all examples
         yield EmbeddingUse(input, ids)
 
 
 def index_select(y: Tensor, input: Tensor, dim: int, index: Tensor) -> Iterator[Use]:
-    """``y = W[ids]``."""
+    """Records ``y = W[ids]``."""
     if dim % input.ndim == 0 and index.ndim == 1:
         yield EmbeddingUse(input, index)
 
 
 def take(y: Tensor, input: Tensor, index: Tensor) -> Iterator[Use]:
-    """``y = W.flatten()[ids]``."""
+    """Records ``y = W.flatten()[ids]``."""
     yield EmbeddingUse(input, index % input.numel())
 
 
 def gather(y: Tensor, input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Iterator[Use]:
-    """``y[i, j] = W[ids[i, j], j]``, and the like for other dimensions."""
+    """Records ``y[i, j] = W[ids[i, j], j]``, and the same for other dimensions."""
     grids = torch.meshgrid(*(torch.arange(size, device=index.device) for size in index.shape), indexing="ij")
     coordinates = [index if k == dim % input.ndim else grid for k, grid in enumerate(grids)]
     yield from getitem(y, input, tuple(coordinates))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any other op: rows by a batched backward of that op alone, one cotangent per example."""
+"""Rows for any op without a rule, by a batched backward of that op alone with one cotangent per example."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .dense import Rows
 
 @dataclass(frozen=True)
 class Replay:
-    """The op run again on detached inputs: a graph of its own, from copies of its parameters to its outputs.
+    """The op repeated on detached inputs, with a separate graph from copies of its parameters to its outputs.
 
-    Infinite and undefined numbers among the inputs are replaced, lest they spoil the rows of other examples: 0 times
-    infinity is no 0. ``healthy`` says for each output where the op's own was finite; None where it was everywhere.
+    Infinite and NaN inputs are replaced, because 0 times infinity would make the rows of other examples NaN.
+    ``valid`` is, for each output, the mask of finite entries of the original output; None if all are finite.
     """
 
     name: str
     leaves: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    healthy: tuple[Tensor | None, ...]
+    valid: tuple[Tensor | None, ...]
     data: tuple[Tensor, ...]
     changed: bool  # whether the op changes its first input in place
 
 
 @dataclass(frozen=True)
 class ReplayUse(Use):
-    """A parameter met by an op without a rule of its own; ``output`` is the number of the output that b belongs to."""
+    """Records the use of a parameter by an op without a rule; ``output`` is the index of the output of b."""
 
     replay: Replay
     leaf: Tensor
@@ -52,28 +52,28 @@ class ReplayUse(Use):
         y, size = self.replay.outputs[self.output], max(1, CHUNK_FLOATS // max(1, b.numel()))
         finite, rows = b.isfinite(), []
         for examples in torch.arange(layout.num_examples, device=b.device).split(size):
-            own = (owner == examples.view(-1, *(1,) * b.ndim)) & finite
-            rows.append(in_sum_dtype(self._backward(y, torch.where(own, b, 0).to(y.dtype))))
+            belongs = (owner == examples.view(-1, *(1,) * b.ndim)) & finite
+            rows.append(in_sum_dtype(self._backward(y, torch.where(belongs, b, 0).to(y.dtype))))
         if not rows:
             return Rows(b.new_zeros(0, *self.weight.shape))
         return Rows(self._checked(torch.cat(rows), finite, layout))
 
     def _checked(self, rows: Tensor, finite: Tensor, layout: AnyLayout) -> Tensor:
-        """Rows of examples with an infinite or undefined number of their own are so, too; no other's may be."""
-        healthy = self.replay.healthy[self.output]
-        finite = finite if healthy is None else finite & healthy
-        sick = layout.examples_first((~finite).to(rows.dtype)).flatten(1).any(1) if not finite.all() else None
-        spoilt = ~rows.reshape(len(rows), self.weight.numel()).isfinite().all(1)
-        if (spoilt if sick is None else spoilt & ~sick).any():
+        """Sets the rows of examples with non-finite values to NaN; raises if any other row is not finite."""
+        valid = self.replay.valid[self.output]
+        finite = finite if valid is None else finite & valid
+        invalid = layout.examples_first((~finite).to(rows.dtype)).flatten(1).any(1) if not finite.all() else None
+        bad_rows = ~rows.reshape(len(rows), self.weight.numel()).isfinite().all(1)
+        if (bad_rows if invalid is None else bad_rows & ~invalid).any():
             raise Refused(
                 f"ops.fallback: {self.replay.name!r} has an infinite derivative for one example of this batch, which "
-                "spoils the rows of the others. Keep its inputs away from such points (clamp them), or freeze the "
+                "makes the rows of the others NaN. Keep its inputs away from such points (clamp them), or freeze the "
                 "parameter."
             )
-        return rows if sick is None else rows.masked_fill(sick.view(-1, *(1,) * (rows.ndim - 1)), torch.nan)
+        return rows if invalid is None else rows.masked_fill(invalid.view(-1, *(1,) * (rows.ndim - 1)), torch.nan)
 
     def _backward(self, y: Tensor, cotangents: Tensor) -> Tensor:
-        """(k, *y.shape) -> (k, *weight.shape)."""
+        """Maps cotangents (k, *y.shape) to gradients (k, *weight.shape)."""
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")
             try:
@@ -83,25 +83,25 @@ class ReplayUse(Use):
             except (RuntimeError, NotImplementedError) as error:
                 raise Refused(
                     f"ops.fallback: {self.replay.name!r} has no exact rule, and torch cannot batch its backward "
-                    f"({str(error).splitlines()[0]}). Write that step with ops that have one, or freeze the parameter."
+                    f"({str(error).splitlines()[0]}). Write that step with supported ops, or freeze the parameter."
                 ) from None
         return cotangents.new_zeros(len(cotangents), *self.weight.shape) if rows is None else rows
 
 
 def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequence[Tensor], changed: bool) -> Replay:
-    """Run an op again, apart from the graph of the model.
+    """Repeats an op outside of the model's graph.
 
     Args:
-        func: the op, which must give the same again.
+        func: the op, which must be deterministic.
         args: its arguments, as they were before the op; tensors among them are detached.
-        kwargs: likewise.
-        weights: the arguments whose rows are wanted.
+        kwargs: its keyword arguments, likewise.
+        weights: the arguments that need rows.
         changed: whether the op changes its first argument in place, which is then its output.
     """
     leaves = {id(w): w.detach().requires_grad_() for w in weights}
     data: list[Tensor] = []
 
-    def apart(value: Any) -> Any:
+    def detached(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) in leaves:
@@ -109,7 +109,7 @@ def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequenc
         data.append(value.detach())
         return torch.where(value.isfinite(), data[-1], 1) if value.is_floating_point() else data[-1]
 
-    args, kwargs = tree_map(apart, args), tree_map(apart, kwargs)
+    args, kwargs = tree_map(detached, args), tree_map(detached, kwargs)
     if changed:
         args = (args[0].clone(), *args[1:])
     with torch.enable_grad():
@@ -121,23 +121,23 @@ def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequenc
 
 
 def compared(replayed: Replay, outputs: Sequence[Tensor]) -> Replay | None:
-    """The replay, told where the op's own outputs come from finite inputs; None if it did not give the same there."""
+    """Returns the replay with masks of its valid outputs; None if it disagrees with the outputs of finite inputs."""
     all_finite = all(t.isfinite().all() for t in replayed.data if t.is_floating_point())
     again = [t for t in replayed.outputs if isinstance(t, Tensor)]
     if len(again) != len(outputs):
         return None
-    healthy = []
+    valid = []
     for y, repeated in zip(outputs, again, strict=True):
         finite = y.detach().isfinite()
         same = ~finite | (y.detach() == repeated.detach())
         if all_finite and not same.all():
             return None
         good = finite & same
-        healthy.append(None if good.all() else good)
-    return replace(replayed, outputs=tuple(again), healthy=tuple(healthy))
+        valid.append(None if good.all() else good)
+    return replace(replayed, outputs=tuple(again), valid=tuple(valid))
 
 
 def uses_of(replayed: Replay, weights: Sequence[Tensor], output: int) -> Iterator[Use]:
-    """One use for every weight, of one of the outputs."""
+    """Yields one use of every weight, for one of the outputs."""
     for weight, leaf in zip(weights, replayed.leaves, strict=True):
         yield ReplayUse(weight, replayed, leaf, output)

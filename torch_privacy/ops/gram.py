@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squared norms of sums of outer products from Gram matrices, checked for what rounding and vanishing numbers take."""
+"""Computes squared norms of sums of outer products from Gram matrices, and checks for rounding and underflow."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from ._base import CHUNK_FLOATS, Op
 from .dense import Rows, squared_lengths
 
-# A norm from a Gram matrix is a sum of t² terms of both signs. Where rounding, and numbers too small for the type,
-# could move its square by more than this (relative), that example is computed again from its row. In networks a third
-# of it was seen.
+# A squared norm from a Gram matrix is a sum of t² terms of both signs. If rounding and underflow could change it by
+# more than this (relative), it is recomputed from the example's row. The largest error seen in networks was a third of
+# it.
 GRAM_TOLERANCE = 5e-6
 
 
 def norms_from_gram(grams: Sequence[Tensor], sizes: Sequence[int], op: Op, twice: Tensor | None = None) -> Tensor:
-    """Squared norms (n,) of the rows of ``op``: the sum of the entries of its factors' Gram matrices, multiplied.
+    """Returns squared norms (n,) of the rows of ``op``: the summed entries of the product of factors' Gram matrices.
 
-    ``grams`` (n, .., t, t) are used up; ``sizes`` says how many products each of their entries sums. ``twice`` (n, ..)
-    are terms beside those, which count twice.
+    Overwrites ``grams`` (n, .., t, t); ``sizes`` are the numbers of products that each of their entries sums. ``twice``
+    (n, ..) are additional terms that count twice.
     """
     t = grams[0].shape[1:-1].numel()
     lost = lost_to_underflow(t, [gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1) for gram in grams], sizes)
@@ -33,28 +33,28 @@ def norms_from_gram(grams: Sequence[Tensor], sizes: Sequence[int], op: Op, twice
     if twice is not None:
         twice = twice.flatten(1)
         squares, size = squares + 2 * twice.sum(1), size + 2 * torch.linalg.vector_norm(twice, 1, dim=1)
-    return sure(squares, size, lost, op)
+    return checked_sums(squares, size, lost, op)
 
 
-def sure(squares: Tensor, size: Tensor, lost: Tensor | float, op: Op) -> Tensor:
-    """The sums ``squares`` (n,) of terms whose magnitudes add up to ``size``, from the rows of ``op`` where in doubt.
+def checked_sums(squares: Tensor, size: Tensor, lost: Tensor | float, op: Op) -> Tensor:
+    """Returns the sums ``squares`` (n,); recomputes them from the rows of ``op`` where they may be inaccurate.
 
-    ``lost`` bounds what numbers too small for the type took from the sums.
+    ``size`` is the sum of the terms' magnitudes; ``lost`` bounds the error by underflow.
     """
-    unsure = ~(torch.finfo(squares.dtype).eps * size + lost <= GRAM_TOLERANCE * squares)  # or undefined
-    for some in unsure.nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
+    inaccurate = ~(torch.finfo(squares.dtype).eps * size + lost <= GRAM_TOLERANCE * squares)  # also where NaN
+    for some in inaccurate.nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
         if len(some):
             squares[some] = Rows(op.select(some).rows()).squared_norms()
     return squares
 
 
 def lost_to_underflow(t: int, traces: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """How far (n,) the sum over t² products of Gram matrices' entries can be off where numbers below tiny are zero.
+    """Bounds the error (n,) of the sum over t² products of Gram matrices' entries if numbers below tiny become zero.
 
-    An entry is off by at most ``size·tiny``, and no entry is larger than the trace: bounds follow factor by factor.
+    The error of an entry is at most ``size·tiny``, and no entry exceeds the trace: bounds follow factor by factor.
     """
     tiny = torch.finfo(traces[0].dtype).tiny
-    lost, total = torch.zeros_like(traces[0]), torch.full_like(traces[0], t**2)  # of t² ones
+    lost, total = torch.zeros_like(traces[0]), torch.full_like(traces[0], t**2)  # the sum of t² ones
     for trace, size in zip(traces, sizes, strict=True):
         largest = trace + t * size * tiny
         lost, total = lost * largest + total * (size * tiny) + t**2 * tiny, total * largest
@@ -62,14 +62,15 @@ def lost_to_underflow(t: int, traces: Sequence[Tensor], sizes: Sequence[int]) ->
 
 
 def squares_of_factor(factor: Tensor) -> Tensor:
-    """(n, ...) -> (n,): squared norms, and at least that: squares of numbers below 1e-19 vanish in float32.
+    """Returns upper bounds (n,) on the squared norms of (n, ...), tight up to underflow.
 
-    The other factor may be as large as they are small, and the product any length.
+    Squares of numbers below 1e-19 underflow in float32, while the other factor may be large and the product of any
+    size.
     """
     flat = factor.flatten(1)
     return squared_lengths(flat) + flat.shape[1] * torch.finfo(flat.dtype).tiny
 
 
 def lengths(vectors: Tensor) -> Tensor:
-    """(.., d) -> (..): norms, and at least that."""
+    """Returns upper bounds (..) on the norms of (.., d), tight up to underflow."""
     return squares_of_factor(vectors.flatten(0, -2)).sqrt().view(vectors.shape[:-1])

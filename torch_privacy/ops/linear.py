@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jacobian blocks of products with one matrix, a stack of them, or a bilinear form. ``einsum.py`` notes the uses."""
+"""Jacobian blocks of products with a matrix, a stack of matrices, or a bilinear form (recorded by ``einsum.py``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Linear(Op):
         return torch.Size((self.b.shape[2], self.x.shape[2]))
 
     def merge(self, other: Op) -> Op | None:
-        """Two uses of one weight are one use with more positions: cross terms come for free."""
+        """Merges two uses of one weight into one use with more positions, which includes the cross terms."""
         if not isinstance(other, Linear):
             return None
         return Linear(torch.cat([self.x, other.x], 1), torch.cat([self.b, other.b], 1))
@@ -57,13 +57,13 @@ class Linear(Op):
         return product(self.b.mT, self.x)
 
     def project(self, v: Tensor) -> Tensor:
-        if len(v) == 1:  # of three factors einsum looks for the best order, which takes longer than a small layer
+        if len(v) == 1:  # einsum would search the best order of three factors, which takes longer than a small layer
             return (F.linear(self.x, v[0]) * self.b).flatten(1).sum(1, keepdim=True)
         return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         x, b = self.x, self.b
-        if x.shape[2] < b.shape[2]:  # the smaller of the two is copied
+        if x.shape[2] < b.shape[2]:  # copies the smaller one
             x = x * c[:, None, None]
         else:
             b = b * c[:, None, None]
@@ -80,7 +80,7 @@ class Linear(Op):
         sizes = [factor.shape[2] for factor in factors]
         if not _halves(t):
             return norms_from_gram([product(factor, factor.mT) for factor in factors], sizes, self)
-        # The matrices are symmetric: two blocks on the diagonal and one beside it are three quarters of the work.
+        # The matrices are symmetric: two blocks on the diagonal and one off it take three quarters of the work.
         halves = [factor.reshape(2 * n, t // 2, -1) for factor in factors]
         blocks = [product(half, half.mT).unflatten(0, (n, 2)) for half in halves]
         x, b = (product(factor[:, : t // 2], factor[:, t // 2 :].mT) for factor in factors)
@@ -92,10 +92,10 @@ class Linear(Op):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a weight of any shape holds g matrices (e, d), for a contraction over any of its dimensions.
+    """The arrangement of g matrices (e, d) in a weight of any shape, for a contraction over any of its dimensions.
 
-    ``sizes`` are those of the dimensions that make up g, e and d, in this order; ``order`` says where the weight's own
-    dimensions (of more than one entry) lie among them.
+    ``sizes`` are the sizes of the dimensions that make up g, e and d, in this order; ``order`` are the positions of the
+    weight's dimensions (of more than one entry) among these.
     """
 
     sizes: tuple[int, ...]
@@ -103,17 +103,17 @@ class Arrangement:
     shape: torch.Size
 
     def weights(self, matrices: Tensor) -> Tensor:
-        """(k, g, e, d) -> (k, *shape)."""
+        """Rearranges (k, g, e, d) to (k, *shape)."""
         k = len(matrices)
         moved = matrices.reshape(k, *self.sizes).permute(0, *(1 + dim for dim in self.order))
         return moved.reshape(k, *self.shape)
 
     def matrices(self, weights: Tensor, g: int, e: int, d: int) -> Tensor:
-        """(k, *shape) -> (k, g, e, d)."""
+        """Rearranges (k, *shape) to (k, g, e, d)."""
         k = len(weights)
-        own = weights.reshape(k, *(self.sizes[dim] for dim in self.order))
+        unsqueezed = weights.reshape(k, *(self.sizes[dim] for dim in self.order))
         back = [1 + self.order.index(dim) for dim in range(len(self.order))]
-        return own.permute(0, *back).reshape(k, g, e, d)
+        return unsqueezed.permute(0, *back).reshape(k, g, e, d)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class GroupedLinear(Op):
         return replace(self, x=torch.cat([self.x, other.x], 2), b=torch.cat([self.b, other.b], 2))
 
     def methods(self) -> list[Method]:
-        """Those of one matrix, with every pair of example and matrix taken for an example."""
+        """Returns the methods of one matrix, with every pair of example and matrix treated as an example."""
         return [_per_matrix(method) for method in self._matrices().methods()]
 
     def rows(self) -> Tensor:
@@ -241,7 +241,7 @@ class Bilinear(Op):
         return self.b, self.x1, self.x2
 
     def _as_linear(self) -> Linear:
-        """With b ⊗ x₁ (n, t, e·p) in the place of b."""
+        """Returns the linear op with b ⊗ x₁ (n, t, e·p) in place of b."""
         return Linear(self.x2, (self.b.unsqueeze(3) * self.x1.unsqueeze(2)).flatten(2))
 
     def _outer_product(self) -> Tensor:
@@ -257,5 +257,5 @@ class Bilinear(Op):
 
 
 def _halves(t: int) -> bool:
-    """Whether Gram matrices of t positions are made block by block: smaller blocks lose more than they save."""
+    """Returns True if Gram matrices of t positions are computed by blocks, which pays only for large t."""
     return t >= 128 and t % 2 == 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales and shifts of normalizations: layer, group, instance and RMS norm, and batch norm with fixed statistics.
 
-The normalised input is computed again, not kept.
+The normalized input is recomputed, not kept.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .dense import Rows
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and inverse standard deviation, as the op itself kept them for its backward."""
+    """Mean and inverse standard deviation, as saved by the op for its backward."""
 
     mean: Tensor
     inverse_std: Tensor
 
     @staticmethod
     def of(y: Tensor, node: str) -> Statistics | None:
-        """Those behind y, if it is the output of a node of this name; None where they are rounded or kept elsewhere."""
-        behind = y.grad_fn
-        if behind is None or behind.name() != node or saves_elsewhere():
+        """Returns the statistics saved by y's node if it has this name; None if rounded or saved elsewhere."""
+        saved_by = y.grad_fn
+        if saved_by is None or saved_by.name() != node or saves_elsewhere():
             return None
-        mean, inverse_std = behind._saved_result1, behind._saved_result2  # type: ignore[attr-defined]
+        mean, inverse_std = saved_by._saved_result1, saved_by._saved_result2  # type: ignore[attr-defined]
         return None if is_half(mean) else Statistics(mean, inverse_std)
 
 
 @dataclass(frozen=True)
 class ScaleUse(Use):
-    """``y = normalize(x)·w`` per channel or per normalised entry; row i sums ``b·normalize(x)`` over its positions.
+    """Records ``y = normalize(x)·w`` per channel or normalized entry; row i sums ``b·normalize(x)`` over positions.
 
-    ``normalize`` gives a new tensor.
+    ``normalize`` returns a new tensor.
     """
 
     x: Tensor
@@ -70,7 +70,7 @@ class ScaleUse(Use):
 
 @dataclass(frozen=True)
 class ShiftUse(ScaleUse):
-    """``y = ... + bias``; row i sums ``b`` over its positions."""
+    """Records ``y = ... + bias``; row i sums ``b`` over its positions."""
 
     def saved(self) -> tuple[Tensor, ...]:
         return ()
@@ -81,7 +81,7 @@ class ShiftUse(ScaleUse):
 
 @dataclass(frozen=True)
 class LayerScaleUse(ScaleUse):
-    """The scale of a layer norm over the last dimension: ``Σₜ (xₜ - meanₜ)·bₜ·inverse_stdₜ``, a product of matrices."""
+    """Records the scale of a layer norm over the last dimension; row i is ``Σₜ (xₜ - meanₜ)·bₜ·inverse_stdₜ``."""
 
     statistics: Statistics
 
@@ -95,24 +95,24 @@ class LayerScaleUse(ScaleUse):
 
 
 class GroupRows:
-    """The rows of scale and shift of one group norm, by one native call: every image's channels for channels of one.
+    """The rows of scale and shift of one group norm, by one native call that treats all images as channels of one.
 
     Args:
         x: input (images, channels, *places).
-        num_groups: of channels.
-        statistics: of each image's groups.
+        num_groups: number of groups of channels.
+        statistics: those of each image's groups.
     """
 
     def __init__(self, x: Tensor, num_groups: int, statistics: Statistics):
         self._x, self._num_groups, self._statistics = x, num_groups, statistics
-        self._of: Callable[[], Tensor | None] = lambda: None
-        self._left: list[Tensor | None] = [None, None]
+        self._computed_for: Callable[[], Tensor | None] = lambda: None  # weak reference to b
+        self._rows: list[Tensor | None] = [None, None]  # not taken yet
 
     def take(self, b: Tensor, which: int) -> Tensor:
-        """(images, channels): of the scale (0) or the shift (1); each is asked for once at most."""
-        if self._of() is not b or self._left[which] is None:
-            self._of, self._left = ref(b), self._compute(*in_one_dtype(self._x, b))
-        rows, self._left[which] = self._left[which], None
+        """Returns the rows (images, channels) of the scale (0) or the shift (1), and frees them."""
+        if self._computed_for() is not b or self._rows[which] is None:
+            self._computed_for, self._rows = ref(b), self._compute(*in_one_dtype(self._x, b))
+        rows, self._rows[which] = self._rows[which], None
         assert rows is not None
         return rows
 
@@ -131,7 +131,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class GroupUse(Use):
-    """Scale (``which`` 0) or shift (1) of a group norm whose statistics are known."""
+    """Records scale (``which`` 0) or shift (1) of a group norm with known statistics."""
 
     x: Tensor
     rows: GroupRows
@@ -156,7 +156,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Iterator[Use]:
-    """``y = (x - mean) / sqrt(var + eps)·w + bias`` over the last dimensions."""
+    """Records ``y = (x - mean) / sqrt(var + eps)·w + bias`` over the last dimensions."""
 
     def normalize(x: Tensor) -> Tensor:
         return F.layer_norm(x, normalized_shape, eps=eps)
@@ -178,7 +178,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Iterator[Use]:
-    """``y = (x - mean) / sqrt(var + eps)·w + bias`` over groups of channels, per example."""
+    """Records ``y = (x - mean) / sqrt(var + eps)·w + bias`` over groups of channels, per example."""
 
     def normalize(x: Tensor) -> Tensor:
         return F.group_norm(x, num_groups, eps=eps)
@@ -200,7 +200,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Iterator[Use]:
-    """``y = x / sqrt(mean(x²) + eps)·w`` over the last dimensions."""
+    """Records ``y = x / sqrt(mean(x²) + eps)·w`` over the last dimensions."""
 
     def normalize(x: Tensor) -> Tensor:
         return torch.rms_norm(x, normalized_shape, eps=eps)
@@ -220,12 +220,12 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Iterator[Use]:
-    """``y = (x - mean) / sqrt(var + eps)·w + bias`` per channel and example, or with fixed statistics."""
+    """Records ``y = (x - mean) / sqrt(var + eps)·w + bias`` per channel and example, or with fixed statistics."""
     if use_input_stats and running_mean is not None:
         channels = input.shape[1]
         raise Refused(
-            "ops.norm: instance_norm in training mode was given running statistics, which learn from the data without "
-            f"noise. Pass track_running_stats=False, or put GroupNorm({channels}, {channels}) in its place."
+            "ops.norm: instance_norm in training mode has running statistics, which are computed from the data without "
+            f"noise. Pass track_running_stats=False, or use GroupNorm({channels}, {channels}) instead."
         )
 
     def normalize(x: Tensor) -> Tensor:
@@ -247,12 +247,12 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Iterator[Use]:
-    """``y = (x - running_mean) / sqrt(running_var + eps)·w + bias``; statistics of the batch itself are refused."""
+    """Records ``y = (x - running_mean) / sqrt(running_var + eps)·w + bias``; refuses statistics of the batch."""
     if training:
         channels = input.shape[1]
         raise Refused(
             "ops.norm: batch_norm in training mode takes its statistics from the whole batch, so that one example's "
-            f"loss depends on the others. Put GroupNorm({math.gcd(32, channels)}, {channels}) in its place, or call "
+            f"loss depends on the others. Use GroupNorm({math.gcd(32, channels)}, {channels}) instead, or call "
             "eval() on the module to keep its running statistics fixed."
         )
     yield from _scale_and_shift(
@@ -261,7 +261,7 @@ def batch_norm(
 
 
 def _with_fixed_statistics(mean: Tensor | None, var: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
-    """``(x - mean) / sqrt(var + eps)`` per channel, with the statistics as they are now."""
+    """Returns x -> ``(x - mean) / sqrt(var + eps)`` per channel, with the current values of the statistics."""
     assert mean is not None
     assert var is not None
     mean, inverse = mean.clone(), (var + eps).rsqrt()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrence of nn.LSTM, nn.GRU and nn.RNN as an autograd function of our own: a layer in all its directions.
+"""Implements the recurrence of nn.LSTM, nn.GRU and nn.RNN as one autograd function per layer, for all its directions.
 
-Forward and backward go step by step and write into tensors made once: here a call of torch costs as much as its work,
-and fresh memory more.
+Forward and backward go step by step and write into preallocated tensors: here a torch call costs as much as its
+arithmetic, and allocating memory costs more.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
 
-CHUNK_ENTRIES = 2**19  # of the gates, for which the backward prepares its factors at once: 2 MiB of float32
+CHUNK_ENTRIES = 2**19  # gate entries for which the backward prepares its factors at once: 2 MiB of float32
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Time steps of ``sizes[t]`` rows each, never growing, laid end to end; ``backward`` in time or not.
+    """Concatenated time steps of ``sizes[t]`` rows each, in non-increasing sizes; ``backward`` in time or not.
 
-    Rows [0, sizes[t]) of step t are the sequences that are not over yet, so row i is the same sequence in all of them.
+    Rows [0, sizes[t]) of step t are the sequences that have not ended, so row i is the same sequence in all steps.
     """
 
     sizes: tuple[int, ...]
@@ -33,25 +33,25 @@ class Steps:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences differ in length (a packed batch)."""
+        """True if sequences differ in length (a packed batch)."""
         return self.sizes[0] != self.sizes[-1]
 
     def order(self) -> list[int]:
-        """The steps in the order in which the state goes through them."""
+        """Returns the steps in the order in which the state passes through them."""
         order = list(range(len(self.sizes)))
         return order[::-1] if self.backward else order
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """(total, ..) -> one (sizes[t], ..) per step."""
+        """Splits (total, ..) into one (sizes[t], ..) per step."""
         return rows.split(self.sizes)
 
     def split_chunk(self, rows: Tensor, chunk: list[int]) -> dict[int, Tensor]:
-        """The same for the rows of a chunk, by step."""
+        """Splits the rows of a chunk, by step."""
         chunk = sorted(chunk)
         return dict(zip(chunk, rows.split([self.sizes[t] for t in chunk]), strict=True))
 
     def chunks(self, width: int, *, forward: bool = False) -> Iterator[tuple[list[int], slice]]:
-        """The steps in their order or against it, a few at a time (with their rows), for rows of ``width`` entries."""
+        """Yields steps, in reverse order or forward, in chunks with their rows, for rows of ``width`` entries."""
         order = self.order() if forward else self.order()[::-1]
         count = max(1, CHUNK_ENTRIES // max(1, width * self.sizes[0]))
         starts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
@@ -62,7 +62,7 @@ class Steps:
 
 @dataclass
 class Carried:
-    """A state on its way from step to step: sequences join it with their rows of ``joining``, and leave rows behind."""
+    """A state passed from step to step: sequences join it with their rows of ``joining``, and leave their last rows."""
 
     joining: Tensor
     state: Tensor = field(init=False)
@@ -72,7 +72,7 @@ class Carried:
         self.state, self.left = self.joining[:0], torch.empty_like(self.joining, memory_format=torch.contiguous_format)
 
     def enter(self, size: int) -> Tensor:
-        """The state for a step of ``size`` rows."""
+        """Returns the state for a step of ``size`` rows."""
         held = len(self.state)
         if held < size:
             self.state = torch.cat([self.state, self.joining[held:size]])
@@ -82,20 +82,20 @@ class Carried:
         return self.state
 
     def finish(self) -> Tensor:
-        """What every sequence left behind when it was over, (n, ..)."""
+        """Returns the state of every sequence at its end, (n, ..)."""
         self.left[: len(self.state)] = self.state
         return self.left
 
 
 @dataclass
 class Gradient(Carried):
-    """The gradient in a state, on its way back; ``added[t]`` comes to it at step t (from the layer's output)."""
+    """The gradient in a state, passed backward; ``added[t]`` is added at step t (from the layer's output)."""
 
     sizes: tuple[int, ...]
     added: Sequence[Tensor] | None = None
 
     def enter_step(self, t: int) -> Tensor:
-        """The gradient in the state after step t, a tensor of its own."""
+        """Returns the gradient in the state after step t, which may be overwritten."""
         state = self.enter(self.sizes[t])
         return state if self.added is None else state.add_(self.added[t])
 
@@ -103,8 +103,8 @@ class Gradient(Carried):
 class Track:
     """A state before and after every step, (total, d) each.
 
-    Where all sequences are equally long the two are parts of one buffer (n + total + n, d): the state after a step is
-    the one before the next.
+    If all sequences have equal length, both are parts of one buffer (n + total + n, d): the state after a step is the
+    state before the next.
     """
 
     def __init__(self, steps: Steps, first: Tensor, buffer: Tensor):
@@ -120,7 +120,7 @@ class Track:
         self.befores, self.afters = steps.split(self.before), steps.split(self.after)
 
     def enter(self, t: int) -> Tensor:
-        """The state before step t, whose ``afters[t]`` the caller fills."""
+        """Returns the state before step t; the caller fills ``afters[t]``."""
         before = self.befores[t]
         if self._carried is not None:
             before.copy_(self._carried.enter(len(before)))
@@ -128,13 +128,13 @@ class Track:
         return before
 
     def finish(self) -> Tensor:
-        """(n, d): every sequence's last state."""
+        """Returns every sequence's last state, (n, d)."""
         return self.afters[self._last].clone() if self._carried is None else self._carried.finish()
 
 
 @dataclass(frozen=True)
 class Cell(ABC):
-    """One direction of a layer: its hidden weights, detached, and how the state goes through the steps and back.
+    """One direction of a layer: its detached hidden weights, and the forward and backward of its state.
 
     Shapes: ``w_hh`` (gates·d, e), ``b_hh`` (gates·d,), ``w_hr`` (e, d) or None, for d hidden units and states of e.
     """
@@ -145,13 +145,13 @@ class Cell(ABC):
 
     @abstractmethod
     def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
-        """Fill the tracks, overwriting ``gates`` (total, gates·d); gives back what ``backward`` wants."""
+        """Fills the tracks, overwriting ``gates`` (total, gates·d); returns the tensors for ``backward``."""
 
     @abstractmethod
     def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
-        """Gradients in the gates, in u and, with ``w_hr``, in its product; those in the first states stay in dh and dc.
+        """Returns gradients in gates, u and, with ``w_hr``, its product; those in the first states stay in dh and dc.
 
-        Nothing of ``saved`` may be overwritten: there may be another backward.
+        It must not overwrite ``saved``, because there may be another backward.
         """
 
 
@@ -204,7 +204,7 @@ class LSTM(Cell):
 
 
 def lstm_factors(gates: Tensor, before: Tensor, after: Tensor, out: Tensor, h_to_c: Tensor | None = None) -> Tensor:
-    """Derivatives of c in a_i, a_f, a_g and of h in a_o, into ``out``; returned is that of h in c, in ``h_to_c``."""
+    """Writes the derivatives of c in a_i, a_f, a_g and of h in a_o to ``out``; returns that of h in c, ``h_to_c``."""
     (i, f, g, o), (to_i, to_f, to_g, to_o), tanh = gates.chunk(4, 1), out.chunk(4, 1), after.tanh()
     aten.sigmoid_backward(g, i, grad_input=to_i)
     aten.sigmoid_backward(before, f, grad_input=to_f)
@@ -249,7 +249,7 @@ class GRU(Cell):
 
 
 def _gru_factors(gates: Tensor, q: Tensor, before: Tensor, out: Tensor, out_n: Tensor) -> None:
-    """Derivatives of h in a_r, a_z and q, into ``out``, and in x_n."""
+    """Writes the derivatives of h in a_r, a_z and q to ``out``, and in x_n to ``out_n``."""
     (r, z, n), (to_r, to_z, to_q) = gates.chunk(3, 1), out.chunk(3, 1)
     aten.sigmoid_backward(before - n, z, grad_input=to_z)
     aten.tanh_backward(1 - z, n, grad_input=out_n)
@@ -258,7 +258,7 @@ def _gru_factors(gates: Tensor, q: Tensor, before: Tensor, out: Tensor, out_n: T
 
 
 class RNN(Cell):
-    """``h = f(a)`` with f = tanh, unless a subclass says otherwise."""
+    """``h = f(a)`` with f = tanh; subclasses may override f."""
 
     def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
         w = self.w_hh.t()
@@ -296,11 +296,11 @@ class ReluRNN(RNN):
 
 
 class Scan(torch.autograd.Function):
-    """All directions of one layer: gates and first states -> outputs and last states.
+    """Maps gates and first states of one layer, in all directions, to outputs and last states.
 
     Arguments: the cells and steps of k directions; first states ``h0`` (k, n, e) and, for an LSTM, ``c0`` (k, n, d);
-    then by direction the gates (*rows, gates·d), u like them and, if projected, one more zero (*rows, e). The gates are
-    overwritten: nobody else needs their values.
+    then by direction the gates (*rows, gates·d), u of the same shape and, if projected, one more zero (*rows, e). The
+    gates are overwritten.
 
     Returns y (*rows, k·e), h_n and c_n; then, without a gradient, by direction the states before every step (*rows, e)
     and, if projected, the hidden units (*rows, d).
@@ -310,7 +310,7 @@ class Scan(torch.autograd.Function):
     def forward(
         ctx: Any, cells: list[Cell], steps: list[Steps], h0: Tensor, c0: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        with torch._C.DisableTorchFunction():  # a tape that looks on costs more than most of the calls
+        with torch._C.DisableTorchFunction():  # a recording tape would cost more than most of the calls
             return _run(ctx, cells, steps, h0, c0, inputs)
 
     @staticmethod
@@ -335,7 +335,7 @@ def _run(
     rows = inputs[0].shape[:-1]
     total = rows.numel()
     buffer = h0.new_empty(n + total + n, k * e)
-    y = buffer[n : n + total].view(*rows, k * e).data  # no view to autograd, which would forbid to change it in place
+    y = buffer[n : n + total].view(*rows, k * e).data  # autograd would forbid in-place changes of a view
     lasts, noted, saved = [], [], []
     for j, (cell, step) in enumerate(zip(cells, steps, strict=True)):
         h = Track(step, h0[j], buffer[:, j * e : (j + 1) * e])
@@ -353,20 +353,20 @@ def _run(
 
 
 def _stack(states: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """By direction (h, c) -> h (k, n, e) and c (k, n, d), if any."""
+    """Stacks (h, c) by direction to h (k, n, e) and c (k, n, d), if any."""
     hs, cs = zip(*states, strict=True)
     return torch.stack(hs), None if cs[0] is None else torch.stack(cs)
 
 
 def _shaped(before: Tensor, rows: torch.Size, y: Tensor) -> Tensor:
-    """The states before every step, (*rows, e); parts of y's memory as views of y, so that changing y shows in them."""
+    """Returns the states before every step, (*rows, e); as views of y where they share its memory."""
     if before.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return before.view(*rows, before.shape[1])
     return y.detach().as_strided(before.shape, before.stride(), before.storage_offset()).view(*rows, before.shape[1])
 
 
 def _by_step(dy: Tensor | None, steps: Steps, j: int, k: int) -> list[Tensor] | None:
-    """Direction j's part of the gradient in the output, step by step: the layer's (*rows, k·e) -> (sizes[t], e)."""
+    """Splits the gradient in the output (*rows, k·e) by step, for direction j: (sizes[t], e)."""
     if dy is None:
         return None
     parts = dy.unbind() if dy.ndim == 3 else dy.split(steps.sizes)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.LSTM, nn.GRU, nn.RNN and their cells, composed so that every use of a weight can be noted.
+"""Composes nn.LSTM, nn.GRU, nn.RNN and their cells of ops that the tape can record.
 
-A layer multiplies all its inputs by W_ih in one ordinary ``linear``, which the tape notes by itself. The recurrence is
-an autograd function of our own, the scan: ``a_t = gates_t + h_{t-1} W_hhᵀ + b_hh + u_t``, and on to h_t by the kind of
-cell. Its weights are detached. In the graph they stand behind ``u``, a zero that takes no memory and is never really
-added, but gets the gradient of that product for all steps at once: u counts as the product of W_hh with the states
-shifted by one step, for the tape and in an ordinary backward.
+A layer multiplies all its inputs by W_ih in one ordinary ``linear``, which the tape records as usual. The recurrence is
+one autograd function, the scan: ``a_t = gates_t + h_{t-1} W_hhᵀ + b_hh + u_t``, followed by the cell's nonlinearities.
+Its weights are detached. In the graph they are represented by ``u``, a zero that takes no memory and is never really
+added, but receives the gradient of that product for all steps at once: u counts as the product of W_hh with the states
+shifted by one step, both for the tape and in an ordinary backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Note = Callable[[Tensor, Sequence[Use]], None]
 
 
 class Placeholder(torch.autograd.Function):
-    """A zero in the place of ``x Wᵀ + bias``, with its gradients; x comes later, into the list given first."""
+    """A zero in place of ``x Wᵀ + bias``, with its gradients; x is appended to the list ``later`` afterwards."""
 
     @staticmethod
     def forward(ctx: Any, later: list[Tensor], shape: Sequence[int], like: Tensor, *parameters: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Placeholder(torch.autograd.Function):
 
 
 class Product:
-    """``u``, which stands for ``x Wᵀ + bias`` in the scan; it is noted as that once x is known."""
+    """The zero ``u`` that represents ``x Wᵀ + bias`` in the scan, and is recorded as such once x is known."""
 
     def __init__(self, like: Tensor, weight: Tensor, bias: Tensor | None = None):
         self._parameters = (weight,) if bias is None else (weight, bias)
@@ -53,7 +53,7 @@ class Product:
         self.u: Tensor = Placeholder.apply(self._later, shape, like.detach(), *self._parameters)
 
     def complete(self, note: Note, x: Tensor) -> None:
-        """``x`` (*rows, d) is what the scan multiplied by the weight."""
+        """Records the product with ``x`` (*rows, d), the factor of the weight in the scan."""
         self._later.append(x)
         uses = [use for use in linear(self.u, x, *self._parameters) if use.weight.requires_grad]
         if uses:
@@ -62,7 +62,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Weights:
-    """What one direction of one layer owns, in torch's order; biases and projection may be missing."""
+    """Parameters of one direction of one layer, in torch's order; biases and projection may be missing."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -72,7 +72,7 @@ class Weights:
 
 
 def _weights(flat: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
-    """By layer, and within it by direction."""
+    """Groups a flat list of parameters by layer, and within it by direction."""
     each = len(flat) // count
     found = []
     for i in range(0, len(flat), each):
@@ -85,20 +85,21 @@ def _weights(flat: Sequence[Tensor], has_biases: bool, count: int) -> list[Weigh
 def _layer(
     note: Note, kind: type[Cell], x: Tensor, sizes: tuple[int, ...], firsts: list[Tensor], weights: list[Weights]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One layer in all its directions: its output and last states."""
+    """Runs one layer in all its directions; returns its output and last states."""
     gates = [F.linear(x, w.w_ih, w.b_ih) for w in weights]
     products = [[Product(gates[0], w.w_hh, w.b_hh)] for w in weights]
-    for own, w in zip(products, weights, strict=True):
+    for in_direction, w in zip(products, weights, strict=True):
         if w.w_hr is not None:
-            own.append(Product(gates[0], w.w_hr))
-    inputs = [tensor for a, own in zip(gates, products, strict=True) for tensor in (a, *(p.u for p in own))]
+            in_direction.append(Product(gates[0], w.w_hr))
+    pairs = zip(gates, products, strict=True)
+    inputs = [tensor for a, in_direction in pairs for tensor in (a, *(p.u for p in in_direction))]
     dtype = inputs[0].dtype
     with torch.no_grad():
         cells = [kind(w.w_hh.detach().to(dtype), *(_detached(p, dtype) for p in (w.b_hh, w.w_hr))) for w in weights]
     steps = [Steps(sizes, backward) for backward in (False, True)[: len(weights)]]
     h0, c0 = (*(first.to(dtype) for first in firsts), None)[:2]
-    y, h_n, c_n, *met = Scan.apply(cells, steps, h0, c0, *inputs)
-    for product, factor in zip((p for own in products for p in own), met, strict=True):
+    y, h_n, c_n, *factors = Scan.apply(cells, steps, h0, c0, *inputs)
+    for product, factor in zip((p for in_direction in products for p in in_direction), factors, strict=True):
         product.complete(note, factor)
     return y, [h_n] if c_n is None else [h_n, c_n]
 
@@ -108,10 +109,10 @@ def _detached(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _as_data(state: Tensor) -> Tensor:
-    """The same; a state learned or made from parameters alone meets data here, by an addition that the tape notes."""
+    """Returns the state; adds zeros to a state made from parameters, so that the tape records its first use."""
     if not state.requires_grad:
         return state
-    with torch._C.DisableTorchFunction():  # the tape would see zeros made, which are a constant
+    with torch._C.DisableTorchFunction():  # the tape would treat new zeros as a constant
         zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
     return state + zeros
 
@@ -121,26 +122,26 @@ PADDED, PACKED = ("input", *OPTIONS, "batch_first"), ("data", "batch_sizes", *OP
 
 
 def _layers(kind: type[Cell], note: Note, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The output and the last states of all layers, from the arguments of torch.lstm and the like."""
+    """Returns output and last states of all layers, given the arguments of torch.lstm or a similar function."""
     given = arguments(args, kwargs)
     return through_layers(partial(_layer, note, kind), given | {"hx": [_as_data(state) for state in given["hx"]]})
 
 
 def arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of torch.lstm and the like by name, with first states in a list; ``batch_sizes`` only of a packed batch."""
+    """Returns the arguments of torch.lstm or similar by name, first states in a list; ``batch_sizes`` if packed."""
     packed = "batch_sizes" in kwargs or (len(args) > 1 and _are_sizes(args[1]))
     given = dict(zip(PACKED if packed else PADDED, args, strict=False)) | kwargs
     return given | {"hx": [given["hx"]] if isinstance(given["hx"], Tensor) else list(given["hx"])}
 
 
 def through_layers(layer: Callable[..., tuple[Tensor, list[Tensor]]], given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The output and the last states of all layers; ``layer`` makes them of (x, sizes, first states, weights)."""
+    """Returns output and last states of all layers; ``layer`` maps (x, sizes, first states, weights) to these."""
     packed, transposed = "batch_sizes" in given, given.get("batch_first", False)
     x = given["data" if packed else "input"]
     x = x.transpose(0, 1) if transposed else x
     sizes = tuple(given["batch_sizes"].tolist()) if packed else (x.shape[1],) * x.shape[0]
     if not sizes:
-        raise Refused("ops.recurrent: a sequence without steps: must have one or more. Leave such batches out.")
+        raise Refused("ops.recurrent: the sequences have no time steps; they need at least one. Skip such batches.")
     k = 2 if given["bidirectional"] else 1
     count = given["num_layers"] * k
     weights, lasts = _weights(given["params"], given["has_biases"], count), []
@@ -153,11 +154,11 @@ def through_layers(layer: Callable[..., tuple[Tensor, list[Tensor]]], given: dic
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether the second argument is not a state but says how many sequences each step has."""
+    """Returns True if the second argument holds batch sizes instead of a state."""
     return isinstance(value, Tensor) and not value.is_floating_point()
 
 
-# Cells take one step a call, so they are written out: every op in them is one that the tape knows.
+# Cells compute one step per call, so they are composed of ops that the tape knows.
 
 
 def lstm_cell(
@@ -169,7 +170,7 @@ def lstm_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``torch.lstm_cell``: (h, c) after one step."""
+    """Computes ``torch.lstm_cell``: (h, c) after one step."""
     h, c = (_as_data(state) for state in hx)
     i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, 1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -185,7 +186,7 @@ def gru_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """``torch.gru_cell``: h after one step."""
+    """Computes ``torch.gru_cell``: h after one step."""
     hx = _as_data(hx)
     (x_r, x_z, x_n), (r, z, n) = F.linear(input, w_ih, b_ih).chunk(3, 1), F.linear(hx, w_hh, b_hh).chunk(3, 1)
     n = (x_n + (x_r + r).sigmoid() * n).tanh()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward mode of nn.LSTM. torch's own goes through it op by op: here values and tangents are one op each.
+"""Implements a fast forward mode of nn.LSTM, with one op for the values and one for the tangents.
 
-With ``a = x W_ihᵀ + b_ih + h W_hhᵀ + b_hh`` a tangent goes from step to step by
+With ``a = x W_ihᵀ + b_ih + h W_hhᵀ + b_hh`` a tangent passes from step to step by
 
     ȧ = x Ẇ_ihᵀ + ẋ W_ihᵀ + h Ẇ_hhᵀ + ḃ + ḣ W_hhᵀ,   ċ = f ċ + (∂c/∂a) ȧ,   ḣ = (∂h/∂a_o) ȧ_o + (∂h/∂c) ċ
 
-where all but ``ḣ W_hhᵀ`` is had for many steps at once. The derivatives are kept with the values, for all directions.
+where all terms but ``ḣ W_hhᵀ`` are computed for many steps at once. The derivatives are kept with the values, for all
+directions.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ _LIBRARY.define("lstm_values(Tensor x, Tensor h, Tensor c, Tensor?[] weights, in
 _LIBRARY.define(
     "lstm_tangents(Tensor?[] weights, Tensor[] kept, Tensor?[] tangents, int[] sizes) -> (Tensor, Tensor, Tensor)"
 )
-EACH = 4  # weights of a direction, w_ih, w_hh, b_ih and b_hh; and tensors that are kept of it
+EACH = 4  # number of weights of a direction (w_ih, w_hh, b_ih, b_hh), and of tensors kept for it
 
 
 def _values(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Any], sizes: Sequence[int]) -> list[Tensor]:
-    """A layer in k directions, of x (total, d_in) and first states (k, n, d): outputs (total, k·d), last states.
+    """Runs a layer in k directions on x (total, d_in) and first states (k, n, d).
 
-    Then what tangents are made of, for each direction: what is multiplied by weights (x, h before the step, and 1),
-    derivatives of c in a_i, a_f, a_g and of h in a_o, derivatives of c in the c before, and of h in c.
+    Returns outputs (total, k·d), last states and, for each direction, the tensors for tangents: the factors of weights
+    (x, h before the step, and 1), derivatives of c in a_i, a_f, a_g and of h in a_o, derivatives of c in the previous
+    c, and of h in c.
     """
     k, n, d = c.shape
     y, lasts, kept = x.new_empty(len(x), k * d), [], []
@@ -47,12 +49,12 @@ def _values(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Any], sizes: Sequ
             lstm_factors(gates[rows], cs.before[rows], cs.after[rows], factors[rows], h_to_c[rows])
         y[:, j * d : (j + 1) * d] = hs.after
         lasts.append((hs.finish(), cs.finish()))
-        kept += [_beside(x, hs.before, x.new_ones(len(x))), factors, gates[:, d : 2 * d].contiguous(), h_to_c]
+        kept += [_concatenated(x, hs.before, x.new_ones(len(x))), factors, gates[:, d : 2 * d].contiguous(), h_to_c]
     return [y, *(torch.stack(states) for states in zip(*lasts, strict=True)), *kept]
 
 
-def _beside(x: Tensor, h: Tensor, one: Tensor) -> Tensor:
-    """(m, d_in), (m, d) and (m,) beside each other, with zeros up to a width that multiplies fast."""
+def _concatenated(x: Tensor, h: Tensor, one: Tensor) -> Tensor:
+    """Concatenates (m, d_in), (m, d) and (m,) by columns, zero-padded to a width that multiplies fast."""
     width = x.shape[1] + h.shape[1]
     joined = x.new_empty(len(x), width + 8)
     joined[:, : x.shape[1]], joined[:, x.shape[1] : width], joined[:, width], joined[:, width + 1 :] = x, h, one, 0
@@ -62,24 +64,24 @@ def _beside(x: Tensor, h: Tensor, one: Tensor) -> Tensor:
 def _tangents(
     weights: Sequence[Any], kept: Sequence[Tensor], tangents: Sequence[Any], sizes: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """Tangents of the outputs and last states; those given as None are zero."""
+    """Returns the tangents of the outputs and last states; None stands for a zero tangent."""
     dx, dh, dc, *dw = tangents
     n, d, k = sizes[0], kept[2].shape[1], len(kept) // EACH
     dy, lasts = kept[0].new_empty(len(kept[0]), k * d), []
     firsts = [dy.new_zeros(k, n, d) if first is None else first for first in (dh, dc)]
-    for j, (w, own, dw_own) in enumerate(zip(*map(_by_direction, (weights, kept, dw)), strict=True)):
+    for j, (w, kept_here, dw_here) in enumerate(zip(*map(_by_direction, (weights, kept, dw)), strict=True)):
         dw_ih, dw_hh = (
-            torch.zeros_like(p) if tangent is None else tangent for p, tangent in zip(w[:2], dw_own[:2], strict=True)
+            torch.zeros_like(p) if tangent is None else tangent for p, tangent in zip(w[:2], dw_here[:2], strict=True)
         )
-        bias = sum((b for b in dw_own[2:] if b is not None), start=dy.new_zeros(4 * d))
+        bias = sum((b for b in dw_here[2:] if b is not None), start=dy.new_zeros(4 * d))
         states = [Carried(first[j]) for first in firsts]
         steps, part = Steps(tuple(sizes), j == 1), dy[:, j * d : (j + 1) * d]
-        _go_through(steps, own, _beside(dw_ih, dw_hh, bias), dx, w[0], w[1], states, part)
+        _run_direction(steps, kept_here, _concatenated(dw_ih, dw_hh, bias), dx, w[0], w[1], states, part)
         lasts.append([state.finish() for state in states])
     return dy, *(torch.stack(states) for states in zip(*lasts, strict=True))
 
 
-def _go_through(
+def _run_direction(
     steps: Steps,
     kept: Sequence[Tensor],
     tangent: Tensor,
@@ -89,7 +91,7 @@ def _go_through(
     states: Sequence[Carried],
     dy: Tensor,
 ) -> None:
-    """One direction of a layer: ȧ for some steps at once, then step by step into ``dy``, by the states h and c."""
+    """Computes one direction of a layer: ȧ for several steps at once, then ``dy`` step by step, by the states h, c."""
     (joined, factors, f, h_to_c), (h, c) = kept, states
     ys, fs, h_to_cs = (steps.split(part) for part in (dy, f, h_to_c))
     for chunk, rows in steps.chunks(len(tangent), forward=True):
@@ -112,7 +114,7 @@ _LIBRARY.impl("lstm_tangents", _tangents, "CompositeExplicitAutograd")
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with forward mode alone: x (total, d_in), first states (k, n, d) -> (total, k·d), last states."""
+    """A layer with only a forward mode: x (total, d_in), first states (k, n, d) -> (total, k·d), last states."""
 
     @staticmethod
     def forward(
@@ -133,21 +135,21 @@ class _Layer(torch.autograd.Function):
 def _layer(
     x: Tensor, sizes: tuple[int, ...], firsts: list[Tensor], weights: list[Weights]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One layer in all its directions: its output and last states."""
+    """Runs one layer in all its directions; returns its output and last states."""
     flat = [p for w in weights for p in (w.w_ih, w.w_hh, w.b_ih, w.b_hh)]
     y, *lasts = _Layer.apply(sizes, x.reshape(-1, x.shape[-1]), *firsts, *flat)
     return y.view(*x.shape[:-1], -1), lasts
 
 
 def _lstm(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """``torch.lstm``; one with projections as torch has it."""
+    """Replaces ``torch.lstm``; LSTMs with projections use torch's own."""
     given = arguments(args, kwargs)
     projected = len({state.shape[-1] for state in given["hx"]}) > 1
     return torch.lstm(*args, **kwargs) if projected else through_layers(_layer, given)
 
 
 class FastTangents(TorchFunctionMode):
-    """Lets nn.LSTM take the ops above wherever its arguments have tangents of ``torch.autograd.forward_ad``."""
+    """Makes nn.LSTM use the ops above, for arguments with tangents of ``torch.autograd.forward_ad``."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return (_lstm if func is torch.lstm else func)(*args, **(kwargs or {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products that are routed: every token goes through the matrix of its expert (grouped_mm)."""
+"""Jacobian blocks of routed matrix products: every token is multiplied by the matrix of its expert (grouped_mm)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .linear import Linear
 class RoutedLinear(Op):
     """k matrices ``W_k`` in one weight, token t of example i used as ``y_it = x_it W_kᵀ`` with k = ``experts_it``.
 
-    Matrix k of row i is the sum of ``bᵢₜ xᵢₜᵀ`` over the tokens that went there.
-    Shapes: ``x`` (n, t, d) the detached input; ``b`` (n, t, e) the gradient of ℓᵢ in y, zero where there is no token;
-    ``experts`` (n, t) whole numbers in [0, k); ``W`` (k, e, d).
+    Matrix k of row i is the sum of ``bᵢₜ xᵢₜᵀ`` over the tokens of expert k.
+    Shapes: ``x`` (n, t, d) the detached input; ``b`` (n, t, e) the gradient of ℓᵢ in y, zero at padding; ``experts``
+    (n, t) integers in [0, k); ``W`` (k, e, d).
     """
 
     x: Tensor
@@ -46,7 +46,7 @@ class RoutedLinear(Op):
         return RoutedLinear(x, b, torch.cat([self.experts, other.experts], 1), self.num_experts)
 
     def methods(self) -> list[Method]:
-        """Those of one matrix, with every pair of example and expert taken for an example of t/k tokens."""
+        """Returns the methods of one matrix, with every pair of example and expert as an example of t/k tokens."""
         n, t, d, e = *self.x.shape, self.b.shape[2]
         k = min(self.num_experts, t)
         each = -(-t // self.num_experts)
@@ -78,12 +78,12 @@ class RoutedLinear(Op):
         return RoutedLinear(self.x[index], self.b[index], self.experts[index], self.num_experts)
 
     def _tokens_per_expert(self) -> tuple[Tensor, ...]:
-        """For each expert the places (in n·t) of its tokens."""
+        """Returns for each expert the indices (into n·t) of its tokens."""
         experts = self.experts.flatten()
         return experts.argsort().split(experts.bincount(minlength=self.num_experts).tolist())
 
     def _pairs(self) -> tuple[Tensor, Tensor, Linear]:
-        """The pairs of example and expert that occur: their example, their expert, and the tokens of each."""
+        """Returns the pairs of example and expert that occur: their examples, their experts, and a block of tokens."""
         n, k = self.num_examples, self.num_experts
         pair = (torch.arange(n, device=self.experts.device)[:, None] * k + self.experts).flatten()
         pair, order = pair.sort()
@@ -109,9 +109,9 @@ def _over_pairs(norms: Callable[[Linear], Tensor]) -> Callable[[RoutedLinear], T
 
 @dataclass(frozen=True)
 class RoutedUse(Use):
-    """One call of ``y_t = x_t W_k`` for the tokens t of expert k: ``x`` (s, d), ``W`` (k, d, e), y (s, e).
+    """Records one call of ``y_t = x_t W_k`` for the tokens t of expert k: ``x`` (s, d), ``W`` (k, d, e), y (s, e).
 
-    ``offsets`` (k,) say where each expert's tokens end; y is not defined for those after the last.
+    ``offsets`` (k,) are the ends of each expert's tokens; y is undefined for tokens after the last end.
     """
 
     x: Tensor
@@ -130,7 +130,7 @@ class RoutedUse(Use):
         beyond = experts == len(self.offsets)
         x, b = (tensor.masked_fill(beyond[:, None], 0) for tensor in (x, b))
         x, b, experts = (layout.examples_first(tensor) for tensor in (x, b, experts.masked_fill(beyond, 0)))
-        return RoutedLinear(b, x, experts, len(self.offsets))  # swapped, as y = x W: its row is x bᵀ
+        return RoutedLinear(b, x, experts, len(self.offsets))  # swapped, because y = x W has the row x bᵀ
 
 
 def grouped_mm(
@@ -141,10 +141,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Iterator[Use]:
-    """``y_t = x_t W_k`` for the tokens t of expert k, in the order of experts."""
+    """Records ``y_t = x_t W_k`` for the tokens t of expert k, sorted by expert."""
     if input.ndim == 2 and mat2.ndim == 3 and offs is not None and bias is None:
         yield RoutedUse(mat2, input, offs)
 
 
-# What F.grouped_mm calls; older versions of torch lack it.
+# F.grouped_mm calls this function; older versions of torch lack it.
 RECORDERS = {getattr(torch, name): grouped_mm for name in ["_grouped_mm"] if hasattr(torch, name)}
