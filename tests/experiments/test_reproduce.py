@@ -46,7 +46,7 @@ def tiny(monkeypatch):
         NOTES=("a <note> on `it`",),
     )
     monkeypatch.setitem(sys.modules, "torch_privacy.experiments.tiny_one", module)
-    described = Experiment("tiny-one", PAPER, "Table 0", "nothing at all", 1, 1)
+    described = Experiment("tiny-one", PAPER, "tiny_one", "Table 0", "nothing at all", 1, 1)
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny-one", described)
     return calls
 

@@ -73,7 +73,8 @@ def regression(monkeypatch):
     """The experiment ``regression``, for as long as the test lasts."""
     module = SimpleNamespace(Settings=Settings, build_task=build_task)
     monkeypatch.setitem(sys.modules, "torch_privacy.experiments.regression", module)
-    monkeypatch.setitem(experiments.EXPERIMENTS, "regression", Experiment("regression", GDP, "", "", 1, 1, trains=True))
+    described = Experiment("regression", GDP, "regression", "", "", 1, 1, trains=True)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "regression", described)
     monkeypatch.setattr(experiments, "TRAININGS", ("regression",))
     return module
 

@@ -50,6 +50,7 @@ class Experiment:
 
     name: str
     paper: Paper
+    module: str  # under torch_privacy.experiments
     place: str  # which table or figure
     shows: str
     seconds: float  # that the full run takes for one seed on two CPU cores, measured or extrapolated from an epoch
@@ -57,111 +58,132 @@ class Experiment:
     data: str = ""  # the data sets that it reads; "" if none, or only the one that comes with the package
     trains: bool = False
 
-    @property
-    def module(self) -> str:
-        """Where the experiment is written down."""
-        return f"torch_privacy.experiments.{self.name.replace('-', '_').replace('.', '')}"
-
 
 CATALOG = (
     Experiment(
-        "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
+        "accountant-q0.01", ABADI, "accountant_q001",
+        "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
     ),
     Experiment(
-        "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
+        "abadi-mnist", ABADI, "abadi_mnist",
+        "Figure 3", "digits behind private principal components: accuracy at three epsilons",
         3300, 70, data="MNIST", trains=True,
     ),
     Experiment(
-        "abadi-sweep", ABADI, "Figure 5",
+        "abadi-sweep", ABADI, "abadi_sweep",
+        "Figure 5",
         "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 80, "MNIST",
         trains=True,
     ),
     Experiment(
-        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
+        "abadi-cifar10", ABADI, "abadi_cifar10",
+        "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gdp-figures", GDP, "Figures 2, 3, A.1",
+        "gdp-figures", GDP, "gdp_figures",
+        "Figures 2, 3, A.1",
         "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 15,
     ),
     Experiment(
-        "gdp-calibration", GDP, "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
+        "gdp-calibration", GDP, "gdp_calibration",
+        "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
     ),
     Experiment(
-        "gdp-mnist", GDP, "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
+        "gdp-mnist", GDP, "gdp_mnist",
+        "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
         4500, 110, "MNIST", trains=True,
     ),
     Experiment(
-        "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
+        "gdp-adult", GDP, "gdp_adult",
+        "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
     ),
     Experiment(
-        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
+        "gdp-imdb", GDP, "gdp_imdb",
+        "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
         "IMDb", trains=True,
     ),
     Experiment(
-        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
+        "gdp-movielens", GDP, "gdp_movielens",
+        "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
         20, "MovieLens", trains=True,
     ),
     Experiment(
-        "jl-accuracy", JL, "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
+        "jl-accuracy", JL, "jl_accuracy",
+        "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
         trains=True,
     ),
     Experiment(
-        "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
+        "jl-mnist", JL, "jl_mnist",
+        "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
         3000, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
+        "jl-cifar10", JL, "jl_cifar10",
+        "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
+        "jl-imdb", JL, "jl_imdb",
+        "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
-        "jl-large", JL, "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
+        "jl-large", JL, "jl_large",
+        "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
         8000, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
-        "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
+        "gep-mnist", GEP, "gep_mnist",
+        "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
         3000, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-cifar10", GEP, "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
+        "gep-cifar10", GEP, "gep_cifar10",
+        "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-svhn", GEP, "Table 1, SVHN", "the same for house numbers, which are not at hand; wants a GPU",
+        "gep-svhn", GEP, "gep_svhn",
+        "Table 1, SVHN", "the same for house numbers, which are not at hand; wants a GPU",
         600_000, 120, "SVHN, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-linear", GEP, "Appendix A", "the same for one dense layer on features of public images",
+        "gep-linear", GEP, "gep_linear",
+        "Appendix A", "the same for one dense layer on features of public images",
         2600, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-ablations", GEP, "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
+        "gep-ablations", GEP, "gep_ablations",
+        "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
         2000, 50, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
+        "gep-figures", GEP, "gep_figures",
+        "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
         600, 100, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
+        "pate-mnist", GEP, "pate_mnist",
+        "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(
-        "best-mnist", TRAMER, "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
+        "best-mnist", TRAMER, "best_mnist",
+        "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
         440, 80, "MNIST", trains=True,
     ),
     Experiment(
-        "best-mnist-cnn", TRAMER, "Table 1, MNIST", "the same by convolutions that see several views of an example",
+        "best-mnist-cnn", TRAMER, "best_mnist_cnn",
+        "Table 1, MNIST", "the same by convolutions that see several views of an example",
         2300, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "best-cifar10", TRAMER, "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
+        "best-cifar10", TRAMER, "best_cifar10",
+        "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
         5400, 60, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "best-cifar10-wide", DE, "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
+        "best-cifar10-wide", DE, "best_cifar10_wide",
+        "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
         200_000, 45, "CIFAR-10", trains=True,
     ),
 )  # fmt: skip
