@@ -10,8 +10,15 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import abadi_mnist
-from torch_privacy.experiments.abadi_mnist import LEVELS, Settings, build_task, new_model, new_scheduler, rows
+from torch_privacy.experiments.papers.abadi2016 import mnist as abadi_mnist
+from torch_privacy.experiments.papers.abadi2016.mnist import (
+    LEVELS,
+    Settings,
+    build_task,
+    new_model,
+    new_scheduler,
+    rows,
+)
 
 SMALL = {"num_components": 8, "hidden_units": 16, "expected_batch_size": 20, "delta": 1e-4}
 

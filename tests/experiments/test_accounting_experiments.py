@@ -4,8 +4,9 @@
 import pytest
 
 from torch_privacy import privacy
-from torch_privacy.experiments import accountant_q001, gdp_calibration, gdp_figures
+from torch_privacy.experiments import gdp_calibration, gdp_figures
 from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY, TABLE
+from torch_privacy.experiments.papers.abadi2016 import accountant as accountant_q001
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, Context
 

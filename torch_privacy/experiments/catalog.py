@@ -61,22 +61,22 @@ class Experiment:
 
 CATALOG = (
     Experiment(
-        "accountant-q0.01", ABADI, "accountant_q001",
+        "accountant-q0.01", ABADI, "papers.abadi2016.accountant",
         "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
     ),
     Experiment(
-        "abadi-mnist", ABADI, "abadi_mnist",
+        "abadi-mnist", ABADI, "papers.abadi2016.mnist",
         "Figure 3", "digits behind private principal components: accuracy at three epsilons",
         3300, 70, data="MNIST", trains=True,
     ),
     Experiment(
-        "abadi-sweep", ABADI, "abadi_sweep",
+        "abadi-sweep", ABADI, "papers.abadi2016.sweep",
         "Figure 5",
         "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 80, "MNIST",
         trains=True,
     ),
     Experiment(
-        "abadi-cifar10", ABADI, "abadi_cifar10",
+        "abadi-cifar10", ABADI, "papers.abadi2016.cifar10",
         "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
         "CIFAR-10, CIFAR-100", trains=True,
     ),

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.experiments import abadi_mnist
-from torch_privacy.experiments.abadi_mnist import LAYERS
+from torch_privacy.experiments.papers.abadi2016 import mnist as abadi_mnist
+from torch_privacy.experiments.papers.abadi2016.mnist import LAYERS
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
