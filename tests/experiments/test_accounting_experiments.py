@@ -4,9 +4,10 @@
 import pytest
 
 from torch_privacy import privacy
-from torch_privacy.experiments import gdp_calibration, gdp_figures
-from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY, TABLE
 from torch_privacy.experiments.papers.abadi2016 import accountant as accountant_q001
+from torch_privacy.experiments.papers.bu2020 import calibration as gdp_calibration
+from torch_privacy.experiments.papers.bu2020 import figures as gdp_figures
+from torch_privacy.experiments.papers.bu2020.table1 import DELTA, PROBABILITY, TABLE
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, Context
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import gdp_movielens
+from torch_privacy.experiments.papers.bu2020 import movielens as gdp_movielens
 from torch_privacy.runs.rows import SCORE, Computation, Context
 
 

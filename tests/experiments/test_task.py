@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
 from torch_privacy.experiments.catalog import GDP, Experiment
-from torch_privacy.experiments.gdp_movielens import squared_stars
+from torch_privacy.experiments.papers.bu2020.movielens import squared_stars
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.task import RMSE, Task, seeded
 

@@ -81,30 +81,30 @@ CATALOG = (
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gdp-figures", GDP, "gdp_figures",
+        "gdp-figures", GDP, "papers.bu2020.figures",
         "Figures 2, 3, A.1",
         "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 15,
     ),
     Experiment(
-        "gdp-calibration", GDP, "gdp_calibration",
+        "gdp-calibration", GDP, "papers.bu2020.calibration",
         "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
     ),
     Experiment(
-        "gdp-mnist", GDP, "gdp_mnist",
+        "gdp-mnist", GDP, "papers.bu2020.mnist",
         "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
         4500, 110, "MNIST", trains=True,
     ),
     Experiment(
-        "gdp-adult", GDP, "gdp_adult",
+        "gdp-adult", GDP, "papers.bu2020.adult",
         "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
     ),
     Experiment(
-        "gdp-imdb", GDP, "gdp_imdb",
+        "gdp-imdb", GDP, "papers.bu2020.imdb",
         "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
         "IMDb", trains=True,
     ),
     Experiment(
-        "gdp-movielens", GDP, "gdp_movielens",
+        "gdp-movielens", GDP, "papers.bu2020.movielens",
         "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
         20, "MovieLens", trains=True,
     ),

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data import TrainingWords, load_imdb
-from torch_privacy.experiments import sparse_norms
 from torch_privacy.experiments.models.networks import AveragedWords
+from torch_privacy.experiments.papers.bu2020 import sparse_norms
 from torch_privacy.experiments.runner import test_score
 from torch_privacy.experiments.task import Task, number_of_steps, seeded
 from torch_privacy.runs.rows import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.experiments.gdp_table1 import DELTA, PROBABILITY
+from torch_privacy.experiments.papers.bu2020.table1 import DELTA, PROBABILITY
 from torch_privacy.privacy.calibrate import clt_noise
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.report import figures as plots

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments.gdp_table1 import BATCH, DELTA, TABLE, Setting
 from torch_privacy.experiments.models.networks import mnist_cnn
+from torch_privacy.experiments.papers.bu2020.table1 import BATCH, DELTA, TABLE, Setting
 from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, CLT, MOMENTS, MU, PRIVACY_COLUMNS, SCORE, Training
 
