@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.experiments import jl, jl_large, jl_mnist, measure, methods
-from torch_privacy.experiments.methods import Problem
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021 import large as jl_large
+from torch_privacy.experiments.papers.bu2021 import measure, methods
+from torch_privacy.experiments.papers.bu2021 import tables as jl_mnist
+from torch_privacy.experiments.papers.bu2021.methods import Problem
 
 N = 32
 

@@ -12,7 +12,8 @@ from scipy import stats
 from torch.utils.data import TensorDataset
 
 from torch_privacy.cli import run as command
-from torch_privacy.experiments import jl_accuracy, jl_mnist
+from torch_privacy.experiments.papers.bu2021 import accuracy as jl_accuracy
+from torch_privacy.experiments.papers.bu2021 import tables as jl_mnist
 from torch_privacy.experiments.task import Task
 from torch_privacy.report import render as report
 

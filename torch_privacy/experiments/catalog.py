@@ -109,26 +109,26 @@ CATALOG = (
         20, "MovieLens", trains=True,
     ),
     Experiment(
-        "jl-accuracy", JL, "jl_accuracy",
+        "jl-accuracy", JL, "papers.bu2021.accuracy",
         "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
         trains=True,
     ),
     Experiment(
-        "jl-mnist", JL, "jl_mnist",
+        "jl-mnist", JL, "papers.bu2021.tables",
         "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
         3000, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "jl-cifar10", JL, "jl_cifar10",
+        "jl-cifar10", JL, "papers.bu2021.cifar10",
         "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "jl-imdb", JL, "jl_imdb",
+        "jl-imdb", JL, "papers.bu2021.imdb",
         "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
-        "jl-large", JL, "jl_large",
+        "jl-large", JL, "papers.bu2021.large",
         "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
         8000, 70, "MNIST, CIFAR-10",
     ),

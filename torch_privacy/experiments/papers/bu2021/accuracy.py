@@ -18,7 +18,8 @@ import numpy as np
 from scipy import stats
 from torch.utils.data import TensorDataset
 
-from torch_privacy.experiments import jl, jl_mnist
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021 import tables as jl_mnist
 from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots

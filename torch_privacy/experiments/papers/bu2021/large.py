@@ -16,9 +16,10 @@ from functools import partial
 from torch.optim import SGD
 
 from torch_privacy.data import load_cifar10, load_mnist
-from torch_privacy.experiments import jl, jl_mnist
-from torch_privacy.experiments.jl import LARGEST, MEMORY, SECONDS
 from torch_privacy.experiments.models.networks import alexnet, mnist_cnn, vgg13
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021 import tables as jl_mnist
+from torch_privacy.experiments.papers.bu2021.common import LARGEST, MEMORY, SECONDS
 from torch_privacy.runs.rows import Row
 
 MIB_PER_PERCENT = 0.01 * 16 * 1024  # of the paper's GPU

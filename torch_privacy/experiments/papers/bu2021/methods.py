@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.experiments.measure import Step, memory_bytes
+from torch_privacy.experiments.papers.bu2021.measure import Step, memory_bytes
 
 CHUNK_BYTES = 2**28  # of rows that vmap holds at once
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch.optim import SGD
 
 from torch_privacy.data import load_cifar10
-from torch_privacy.experiments import jl
-from torch_privacy.experiments.jl import SECONDS
 from torch_privacy.experiments.models.networks import cifar_cnn
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021.common import SECONDS
 from torch_privacy.runs.rows import EXACT, SCORE
 
 

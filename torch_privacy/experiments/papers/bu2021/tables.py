@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch.optim import SGD
 
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments import jl
-from torch_privacy.experiments.jl import LARGEST, SECONDS
 from torch_privacy.experiments.models.networks import mnist_cnn
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021.common import LARGEST, SECONDS
 from torch_privacy.runs.rows import EXACT, SCORE
 
 

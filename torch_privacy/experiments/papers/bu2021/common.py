@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data import Data
-from torch_privacy.experiments.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
-from torch_privacy.experiments.methods import (
+from torch_privacy.experiments.papers.bu2021.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
+from torch_privacy.experiments.papers.bu2021.methods import (
     Maker,
     Problem,
     multiple,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch.optim import Adam
 
 from torch_privacy.data import Data, TrainingWords, load_imdb
-from torch_privacy.experiments import jl
-from torch_privacy.experiments.jl import SECONDS
 from torch_privacy.experiments.models.networks import BiLSTM
+from torch_privacy.experiments.papers.bu2021 import common as jl
+from torch_privacy.experiments.papers.bu2021.common import SECONDS
 from torch_privacy.runs.rows import EXACT, SCORE
 
 WORDS, LENGTH = 8185, 150
