@@ -12,7 +12,13 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import gep, gep_ablations, gep_figures, gep_linear, gep_mnist, gep_svhn, runner
+from torch_privacy.experiments import runner
+from torch_privacy.experiments.papers.yu2021 import ablations as gep_ablations
+from torch_privacy.experiments.papers.yu2021 import common as gep
+from torch_privacy.experiments.papers.yu2021 import figures as gep_figures
+from torch_privacy.experiments.papers.yu2021 import linear as gep_linear
+from torch_privacy.experiments.papers.yu2021 import mnist as gep_mnist
+from torch_privacy.experiments.papers.yu2021 import svhn as gep_svhn
 from torch_privacy.experiments.runner import new_training
 
 SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}

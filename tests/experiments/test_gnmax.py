@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torch_privacy import privacy
-from torch_privacy.experiments import kernels
-from torch_privacy.experiments.gnmax import GNMax
+from torch_privacy.experiments.papers.yu2021 import kernels
+from torch_privacy.experiments.papers.yu2021.gnmax import GNMax
 from torch_privacy.privacy import compose
 from torch_privacy.privacy.events import pate
 

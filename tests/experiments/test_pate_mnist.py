@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data import Data
-from torch_privacy.experiments import pate_mnist
 from torch_privacy.experiments.models.networks import AveragedWords
 from torch_privacy.experiments.papers.bu2020 import sparse_norms
-from torch_privacy.experiments.pate_mnist import Size, student_numbers, votes_of_teachers
+from torch_privacy.experiments.papers.yu2021 import pate_mnist
+from torch_privacy.experiments.papers.yu2021.pate_mnist import Size, student_numbers, votes_of_teachers
 from torch_privacy.privacy import compose
 from torch_privacy.runs.rows import Context
 

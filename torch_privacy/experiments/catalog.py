@@ -133,37 +133,37 @@ CATALOG = (
         8000, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
-        "gep-mnist", GEP, "gep_mnist",
+        "gep-mnist", GEP, "papers.yu2021.mnist",
         "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
         3000, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-cifar10", GEP, "gep_cifar10",
+        "gep-cifar10", GEP, "papers.yu2021.cifar10",
         "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-svhn", GEP, "gep_svhn",
+        "gep-svhn", GEP, "papers.yu2021.svhn",
         "Table 1, SVHN", "the same for house numbers, which are not at hand; wants a GPU",
         600_000, 120, "SVHN, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-linear", GEP, "gep_linear",
+        "gep-linear", GEP, "papers.yu2021.linear",
         "Appendix A", "the same for one dense layer on features of public images",
         2600, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-ablations", GEP, "gep_ablations",
+        "gep-ablations", GEP, "papers.yu2021.ablations",
         "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
         2000, 50, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-figures", GEP, "gep_figures",
+        "gep-figures", GEP, "papers.yu2021.figures",
         "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
         600, 100, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "pate_mnist",
+        "pate-mnist", GEP, "papers.yu2021.pate_mnist",
         "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_svhn
-from torch_privacy.experiments import gep_cifar10
+from torch_privacy.experiments.papers.yu2021 import cifar10 as gep_cifar10
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_mnist
-from torch_privacy.experiments import gep, gep_mnist
+from torch_privacy.experiments.papers.yu2021 import common as gep
+from torch_privacy.experiments.papers.yu2021 import mnist as gep_mnist
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
 HELD_OUT = 2000

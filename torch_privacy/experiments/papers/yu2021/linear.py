@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
-from torch_privacy.experiments import gep
+from torch_privacy.experiments.papers.yu2021 import common as gep
 
 FILTERS, SIZE, STRIDE, CELLS = 512, 6, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
 NUM_PATCHES = 50_000  # of which the variances are taken

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
-from torch_privacy.experiments import gep
 from torch_privacy.experiments.models.networks import ResNet20
+from torch_privacy.experiments.papers.yu2021 import common as gep
 
 
 @dataclass(frozen=True)

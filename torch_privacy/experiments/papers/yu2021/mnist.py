@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from torch_privacy.data import Data, load_mnist, load_public_images
-from torch_privacy.experiments import gep
 from torch_privacy.experiments.models.networks import gep_mnist_cnn
+from torch_privacy.experiments.papers.yu2021 import common as gep
 
 
 @dataclass(frozen=True)
