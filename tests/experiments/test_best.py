@@ -10,12 +10,14 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import best, best_cifar10, best_mnist
 from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.models.wide_resnet import StandardizedConv2d, WideResNet
 from torch_privacy.experiments.papers.abadi2016 import cifar10 as abadi_cifar10
 from torch_privacy.experiments.papers.abadi2016 import sweep as abadi_sweep
 from torch_privacy.experiments.papers.abadi2016.sweep import EPSILON, FACTORS, Settings, epochs_within_budget
+from torch_privacy.experiments.papers.best import cifar10 as best_cifar10
+from torch_privacy.experiments.papers.best import common as best
+from torch_privacy.experiments.papers.best import mnist as best_mnist
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training
 from torch_privacy.privacy import NoisyCovariance, SubsampledGaussian, compose
 

@@ -167,22 +167,22 @@ CATALOG = (
         "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(
-        "best-mnist", TRAMER, "best_mnist",
+        "best-mnist", TRAMER, "papers.best.mnist",
         "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
         440, 80, "MNIST", trains=True,
     ),
     Experiment(
-        "best-mnist-cnn", TRAMER, "best_mnist_cnn",
+        "best-mnist-cnn", TRAMER, "papers.best.mnist_cnn",
         "Table 1, MNIST", "the same by convolutions that see several views of an example",
         2300, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "best-cifar10", TRAMER, "best_cifar10",
+        "best-cifar10", TRAMER, "papers.best.cifar10",
         "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
         5400, 60, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "best-cifar10-wide", DE, "best_cifar10_wide",
+        "best-cifar10-wide", DE, "papers.best.cifar10_wide",
         "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
         200_000, 45, "CIFAR-10", trains=True,
     ),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_privacy import privacy
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments.best import as_seen, scattered
+from torch_privacy.experiments.papers.best.common import as_seen, scattered
 from torch_privacy.experiments.papers.yu2021.gnmax import GNMax
 from torch_privacy.experiments.papers.yu2021.kernels import Ridge, neighborhood, principal, spread, width
 from torch_privacy.runs.rows import (

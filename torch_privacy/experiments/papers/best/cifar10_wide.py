@@ -3,8 +3,8 @@
 
 from functools import partial
 
-from torch_privacy.experiments import best_cifar10
-from torch_privacy.experiments.best_cifar10 import EXPERIMENT
+from torch_privacy.experiments.papers.best import cifar10 as best_cifar10
+from torch_privacy.experiments.papers.best.cifar10 import EXPERIMENT
 
 Settings, COLUMNS = best_cifar10.Settings, best_cifar10.COLUMNS
 NOTES = (*best_cifar10.NOTES, "The paper's number beside WRN-16-4 is that of the larger WRN-40-4.")

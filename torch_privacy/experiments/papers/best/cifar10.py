@@ -16,10 +16,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from torch_privacy.data import load_cifar10
-from torch_privacy.experiments import best
-from torch_privacy.experiments.best import Recipe, linear, scattered
 from torch_privacy.experiments.models.augmentation import cropped, flipped
 from torch_privacy.experiments.models.wide_resnet import WideResNet
+from torch_privacy.experiments.papers.best import common as best
+from torch_privacy.experiments.papers.best.common import Recipe, linear, scattered
 
 CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
 FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "learning_rate": 0.5, "average": 0.9}

@@ -15,9 +15,9 @@ from functools import partial
 from torch import nn
 
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments import best
-from torch_privacy.experiments.best import Recipe, linear, scattered
 from torch_privacy.experiments.models.augmentation import cropped
+from torch_privacy.experiments.papers.best import common as best
+from torch_privacy.experiments.papers.best.common import Recipe, linear, scattered
 
 SHIFT = 2  # pixels, at most
 CONVOLUTIONS = {

@@ -3,8 +3,8 @@
 
 from functools import partial
 
-from torch_privacy.experiments import best_mnist
-from torch_privacy.experiments.best_mnist import EXPERIMENT
+from torch_privacy.experiments.papers.best import mnist as best_mnist
+from torch_privacy.experiments.papers.best.mnist import EXPERIMENT
 
 Settings, COLUMNS, NOTES = best_mnist.Settings, best_mnist.COLUMNS, best_mnist.NOTES
 build_task, rows = EXPERIMENT.build_task, partial(EXPERIMENT.rows, of=["convolutions"])
