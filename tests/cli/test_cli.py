@@ -331,7 +331,7 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     run(["train", "--help"])
     shown = capsys.readouterr().out
-    settings = load_trainable("adult").Settings()
+    settings = load_trainable("adult").settings()
     for option, value in {
         "noise-multiplier": settings.noise_multiplier,
         "delta": settings.delta,

@@ -2,6 +2,7 @@
 """abadi-mnist: the paper's settings, and one ledger for components and training; on images made up here."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments.papers.abadi2016 import mnist as abadi_mnist
 from torch_privacy.experiments.papers.abadi2016.mnist import (
+    DEFAULTS,
     LEVELS,
-    Settings,
     build_task,
     new_model,
     new_scheduler,
@@ -63,7 +64,7 @@ def test_certified_epochs_reach_the_epsilon_and_do_not_exceed_it(level):
 def test_noise_of_each_layer_is_that_of_the_paper():
     """Standard deviation 4 sigma, as rows give it."""
     for row, level in zip(rows(quick=True), LEVELS, strict=True):
-        settings = Settings(**row.settings)
+        settings = replace(DEFAULTS, **row.settings)
         rule = build_task(settings).private(torch.nn.Module())["clipping"].bind(["2.weight", "4.weight"])
         sensitivity = rule.sensitivity(privacy.NeighboringRelation.ADD_OR_REMOVE_ONE)
         assert settings.noise_multiplier * sensitivity == pytest.approx(4 * level.noise)
@@ -92,7 +93,7 @@ def test_weights_are_normal_and_cut_at_two_deviations():
 
 
 def test_components_and_training_share_one_epsilon():
-    settings = Settings(**SMALL)
+    settings = replace(DEFAULTS, **SMALL)
     task = build_task(settings)
     training = training_of(task, settings)
     for x, y in training:
@@ -102,7 +103,7 @@ def test_components_and_training_share_one_epsilon():
 
 
 def test_resumed_run_keeps_the_components_that_were_released():
-    settings = Settings(**SMALL)
+    settings = replace(DEFAULTS, **SMALL)
     task = build_task(settings)
     saved = io.BytesIO()
     torch.save(dict(task.released), saved)
@@ -118,4 +119,4 @@ def test_resumed_run_keeps_the_components_that_were_released():
 @pytest.mark.parametrize("name", ["num_components", "hidden_units"])
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=f"{name}=0 must be an integer of at least 1"):
-        build_task(Settings(**{**SMALL, name: 0}))
+        build_task(replace(DEFAULTS, **{**SMALL, name: 0}))

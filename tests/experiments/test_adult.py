@@ -60,14 +60,14 @@ def finished(tmp_path_factory):
 
 
 def test_settings_are_the_papers():
-    settings = adult.Settings()
+    settings = adult.DEFAULTS
     assert (settings.noise_multiplier, settings.expected_batch_size, settings.learning_rate) == (0.55, 256, 0.15)
     assert (settings.clip_norm, settings.epochs, settings.hidden_units, settings.delta) == (1.0, 18, 16, 1e-5)
     assert number_of_steps(settings, 29305) == 2061  # 18 * 29305 / 256 = 2060.5
 
 
 def test_task_has_the_papers_split_and_network():
-    task = adult.build_task(adult.Settings())
+    task = adult.build_task(adult.DEFAULTS)
     assert (len(task.train), len(task.test)) == (29305, 3256)
     model = task.new_model()
     assert sum(p.numel() for p in model.parameters()) == 123 * 16 + 16 + 16 * 2 + 2
@@ -119,7 +119,7 @@ def test_finished_run_states_its_privacy(finished):
 
 
 def test_finished_run_saved_the_model_whose_accuracy_it_reports(finished):
-    task = adult.build_task(adult.Settings())
+    task = adult.build_task(adult.DEFAULTS)
     model = task.new_model()
     model.load_state_dict(safetensors.torch.load_file(finished.model))
     inputs, targets = task.test.tensors

@@ -14,7 +14,7 @@ from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.models.wide_resnet import StandardizedConv2d, WideResNet
 from torch_privacy.experiments.papers.abadi2016 import cifar10 as abadi_cifar10
 from torch_privacy.experiments.papers.abadi2016 import sweep as abadi_sweep
-from torch_privacy.experiments.papers.abadi2016.sweep import EPSILON, FACTORS, Settings, epochs_within_budget
+from torch_privacy.experiments.papers.abadi2016.sweep import DEFAULTS, EPSILON, FACTORS, epochs_within_budget
 from torch_privacy.experiments.papers.best import cifar10 as best_cifar10
 from torch_privacy.experiments.papers.best import common as best
 from torch_privacy.experiments.papers.best import mnist as best_mnist
@@ -28,7 +28,7 @@ SMALL = {"expected_batch_size": 4, "epochs": 0.2, "microbatch_size": 4, "delta":
 def single_precision():
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    best.as_seen.cache_clear()
+    best.with_inputs.cache_clear()
 
 
 def made_up(channels, size):
@@ -40,17 +40,17 @@ def made_up(channels, size):
 @pytest.mark.parametrize(
     ("module", "shape", "recipe"),
     [
-        *((best_mnist, (1, 28), recipe) for recipe in best_mnist.EXPERIMENT.recipes),
-        *((best_cifar10, (3, 32), recipe) for recipe in best_cifar10.EXPERIMENT.recipes),
+        *((best_mnist, (1, 28), recipe) for recipe in best_mnist.RECIPES.recipes),
+        *((best_cifar10, (3, 32), recipe) for recipe in best_cifar10.RECIPES.recipes),
     ],
 )
 def test_every_recipe_trains_privately(module, shape, recipe):
-    recipes = {**module.EXPERIMENT.recipes}
+    recipes = {**module.RECIPES.recipes}
     if recipe.startswith("WRN"):
         recipes[recipe] = replace(recipes[recipe], new_model=partial(WideResNet, 10, 1))  # seconds instead of minutes
-    experiment = best.Experiment(module.Settings, made_up(*shape), recipes, {})
-    settings = module.Settings(**{**experiment.rows(False)[0].settings, **SMALL, "recipe": recipe, "views": 2})
-    task = experiment.build_task(settings)
+    study = replace(module.RECIPES, load=made_up(*shape), recipes=recipes).study(recipe)
+    settings = study.settings(**{**study.rows(False)[0].settings, **SMALL, "views": 2})
+    task = study.task(settings)
     training = new_training(settings, task, None)
     average = new_average(task, training.model, training.optimizer)
     for batch in training:
@@ -66,13 +66,13 @@ def test_every_recipe_trains_privately(module, shape, recipe):
 
 def test_features_are_normalized_scattering_coefficients():
     load = made_up(1, 28)
-    data = best.as_seen(load, best.scattered, None, 7)
+    data = best.with_inputs(load, best.scattered, None, 7)
     assert [len(data.train), len(data.test)] == [7, 7]
     coefficients = scattering(load(None).train.tensors[0][:7]).view(7, best.GROUPS, -1)
     deviation = (coefficients.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
     expected = (coefficients - coefficients.mean(2, keepdim=True)) / deviation
     torch.testing.assert_close(data.train.tensors[0].view(7, best.GROUPS, -1), expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(best.as_seen(load, None, None, None).train.tensors[0], load(None).train.tensors[0])
+    assert torch.equal(best.with_inputs(load, None, None, None).train.tensors[0], load(None).train.tensors[0])
 
 
 def test_standardized_weights_ignore_shift_and_scale():
@@ -91,8 +91,8 @@ def test_wide_network_has_the_published_size():
 @pytest.mark.parametrize("factor", FACTORS, ids=lambda factor: factor.setting)
 def test_sweep_ends_when_epsilon_is_spent_and_not_later(factor):
     for value in factor.values[:: len(factor.values) - 1]:
-        kind = type(getattr(Settings(), factor.setting))
-        settings = Settings(**{factor.setting: kind(value * factor.unit)})
+        kind = type(getattr(DEFAULTS, factor.setting))
+        settings = replace(DEFAULTS, **{factor.setting: kind(value * factor.unit)})
         probability = settings.expected_batch_size / 60_000
         steps = round(epochs_within_budget(settings) / probability)
         step = SubsampledGaussian(settings.noise_multiplier, probability)
@@ -119,7 +119,7 @@ def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     monkeypatch.setattr(abadi_cifar10, "load_public_images", lambda folder: public)
     monkeypatch.setattr(abadi_cifar10, "load_cifar10", made_up(3, 32))
     abadi_cifar10.pretrained.cache_clear()
-    settings = abadi_cifar10.Settings(expected_batch_size=4, epochs=0.1, pretraining_steps=2, delta=1e-3)
+    settings = replace(abadi_cifar10.DEFAULTS, expected_batch_size=4, epochs=0.1, pretraining_steps=2, delta=1e-3)
     task = abadi_cifar10.build_task(settings)
     training = new_training(settings, task, None)
     model, learnt = training.model, abadi_cifar10.pretrained(None, 2)

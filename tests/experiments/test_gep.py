@@ -2,7 +2,6 @@
 """The experiments on gradient embedding perturbation: what each method releases, and what its anchors may know."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments import runner
 from torch_privacy.experiments.papers.yu2021 import ablations as gep_ablations
+from torch_privacy.experiments.papers.yu2021 import cifar10 as gep_cifar10
 from torch_privacy.experiments.papers.yu2021 import common as gep
 from torch_privacy.experiments.papers.yu2021 import figures as gep_figures
 from torch_privacy.experiments.papers.yu2021 import linear as gep_linear
 from torch_privacy.experiments.papers.yu2021 import mnist as gep_mnist
-from torch_privacy.experiments.papers.yu2021 import svhn as gep_svhn
 from torch_privacy.experiments.runner import new_training
 
 SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}
@@ -41,7 +40,7 @@ def made_up(has_labels=False):
     images = torch.rand(40, 1, 28, 28)
     examples = TensorDataset(images, torch.arange(40) % 10) if has_labels else images
     found = digits(), gep.Public(examples, {"c": "d"}, has_labels)
-    return replace(gep_mnist.EXPERIMENT, load=lambda settings: found[0], load_public=lambda settings: found[1])
+    return replace(gep_mnist.COMPARISON, load=lambda settings: found[0], load_public=lambda settings: found[1])
 
 
 @pytest.mark.parametrize("method", EVENTS)
@@ -49,7 +48,7 @@ def test_every_method_is_one_event_within_its_epsilon(method):
     experiment = made_up()
     for epsilon in gep.EPSILONS:
         (row,) = (row for row in experiment.rows(quick=True) if row.name == f"{method}, epsilon {epsilon:g}")
-        settings = gep_mnist.Settings(**{**row.settings, **SMALL, "baseline": False})
+        settings = replace(gep_mnist.DEFAULTS, **{**row.settings, **SMALL, "baseline": False})
         training = new_training(settings, experiment.build_task(settings), None)
         assert type(training.event) is EVENTS[method]
         spent = privacy.compose([(training.event, training.num_steps)]).epsilon(settings.delta)
@@ -57,13 +56,12 @@ def test_every_method_is_one_event_within_its_epsilon(method):
 
 
 def test_equal_split_is_the_papers_event():
-    settings = gep_mnist.Settings(**SMALL, embedding_share=0.5)
+    settings = replace(gep_mnist.DEFAULTS, **SMALL, embedding_share=0.5)
     assert isinstance(new_training(settings, made_up().build_task(settings), None).event, privacy.SubsampledGEP)
 
 
 def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path):
-    module = SimpleNamespace(Settings=gep_mnist.Settings, build_task=made_up().build_task)
-    monkeypatch.setattr(runner, "load_trainable", lambda name: module)
+    monkeypatch.setattr(runner, "load_trainable", lambda name: made_up().study())
     run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
     assert run.settings.target_epsilon is None
     assert run.training.noise_multiplier == 3.0
@@ -72,7 +70,7 @@ def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_anchors_have_the_labels_of_the_data_only_if_these_are_meant(has_labels):
-    settings = gep_mnist.Settings(**SMALL)
+    settings = replace(gep_mnist.DEFAULTS, **SMALL)
     training = new_training(settings, made_up(has_labels).build_task(settings), None)
     assert isinstance(training.perturbation, tp.GEP)
     taken = training.perturbation.subspace.labels((None, torch.arange(5)), torch.zeros(5, 10), torch.Generator())
@@ -80,7 +78,7 @@ def test_anchors_have_the_labels_of_the_data_only_if_these_are_meant(has_labels)
 
 
 def test_learning_rate_falls_to_zero_and_training_goes_through():
-    settings = gep_mnist.Settings(**SMALL)
+    settings = replace(gep_mnist.DEFAULTS, **SMALL)
     task = made_up().build_task(settings)
     training = new_training(settings, task, None)
     rates = []
@@ -93,7 +91,7 @@ def test_learning_rate_falls_to_zero_and_training_goes_through():
 def test_anchors_are_not_in_the_test_set(monkeypatch):
     data = digits(2500)
     monkeypatch.setattr(gep_ablations, "load_mnist", lambda folder: data)
-    settings = gep_ablations.Settings(auxiliary="digits")
+    settings = replace(gep_ablations.DEFAULTS, auxiliary="digits")
     images, _ = gep_ablations.load_public(settings).examples.tensors  # type: ignore[union-attr]
     tested = gep_ablations.load(settings).test
     assert len(images) + len(tested) == 2500
@@ -107,12 +105,14 @@ def test_house_numbers_train_as_small_photographs_do(monkeypatch):
     asked, part = [], TensorDataset(torch.rand(300, 3, 32, 32), torch.randint(10, (300,)))
     data = Data("SVHN", part, part, tuple(range(10)), "none", {"a": "b"})
     public = gep.Public(torch.rand(70, 3, 32, 32), {"c": "d"})
-    monkeypatch.setattr(gep_svhn, "_load_once", lambda folder, extra: asked.append(extra) or data)
-    experiment = replace(gep_svhn.EXPERIMENT, load_public=lambda settings: public)
+    monkeypatch.setattr(gep_cifar10, "_svhn", lambda folder, extra: asked.append(extra) or data)
+    experiment = replace(gep_cifar10.ON_SVHN, load_public=lambda settings: public)
     for quick in (True, False):
         (row,) = (row for row in experiment.rows(quick) if row.name == "GEP, epsilon 8")
         assert row.paper["score"] == 0.951
-        settings = gep_svhn.Settings(**{**row.settings, "epochs": 0.1, "expected_batch_size": 10, "num_anchors": 60})
+        settings = replace(
+            gep_cifar10.SVHN_DEFAULTS, **{**row.settings, "epochs": 0.1, "expected_batch_size": 10, "num_anchors": 60}
+        )
         task = experiment.build_task(replace(settings, num_basis=20, num_test_examples=7))
         training = new_training(replace(settings, num_basis=20), task, None)
         assert (training.delta, len(task.test), asked[-1]) == (1e-6, 7, not quick)

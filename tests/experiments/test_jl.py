@@ -101,7 +101,7 @@ def test_a_refusal_for_want_of_memory_counts_as_that(monkeypatch):
 
     monkeypatch.setitem(jl.UNSPLIT, "multiple", refused)
     with pytest.raises(MemoryError, match="alloc"):
-        jl._try_size(jl_mnist.EXPERIMENT, "multiple", TensorDataset(torch.zeros(2, 1, 28, 28), torch.zeros(2)), 1)
+        jl._try_size(jl_mnist.ON_MNIST, "multiple", TensorDataset(torch.zeros(2, 1, 28, 28), torch.zeros(2)), 1)
 
 
 def test_a_method_that_cannot_be_had_has_no_numbers(monkeypatch):
@@ -124,8 +124,8 @@ def test_rows_that_memory_cannot_hold_are_not_begun(monkeypatch):
 
 
 def test_large_networks_have_the_paper_s_sizes_and_methods():
-    experiments = jl_large.ALEXNET, jl_large.VGG, jl_large.DENSER
-    sizes = [sum(p.numel() for p in experiment.new_model().parameters()) for experiment in experiments]
+    comparisons = jl_large.ALEXNET, jl_large.VGG, jl_large.DENSER
+    sizes = [sum(p.numel() for p in comparison.new_model().parameters()) for comparison in comparisons]
     assert sizes[:2] == [21_598_922, 32_394_562]
     assert sizes[2] == pytest.approx(17_146_938, rel=1.1e-4)
     rows = {row.name: row for row in jl_large.rows(quick=False)}
@@ -153,7 +153,7 @@ def test_figures_draw_epsilon_over_time(monkeypatch, tmp_path):
             "trained, JL(5)": np.array([100.0, np.inf]),
         }.items()
     }
-    monkeypatch.setattr(jl, "courses", lambda *_: course)
+    monkeypatch.setattr(jl, "learning_curves", lambda *_: course)
     runs = {"ours, exact": (7.0, 1), "JL(1)": (9.0, 1), **dict.fromkeys(course, (None, 30))}
     results = {
         "quick": False,
@@ -163,7 +163,7 @@ def test_figures_draw_epsilon_over_time(monkeypatch, tmp_path):
             for name, (seconds, spent) in runs.items()
         ],
     }
-    drawn = jl_mnist.EXPERIMENT.figures(results, tmp_path)
+    drawn = jl_mnist.ON_MNIST.figures(results, tmp_path)
     lines = {key: {line.get_label(): line for line in figure.axes[0].lines} for key, figure in drawn.items()}
     assert lines["epsilon"]["trained, JL(1)"].get_ydata().tolist() == [1e10, 4e11]
     np.testing.assert_array_equal(lines["epsilon"]["trained, JL(5)"].get_ydata(), [100.0, np.nan])

@@ -59,12 +59,11 @@ def few_digits(monkeypatch):
     class Data:
         train, test, files, not_covered = TensorDataset(x, y), TensorDataset(-x, y), {}, ()
 
-    load = replace(jl_mnist.EXPERIMENT, load=lambda folder: Data)
-    monkeypatch.setattr(jl_mnist, "build_task", load.build_task)
+    monkeypatch.setattr(jl_accuracy, "ON_MNIST", replace(jl_mnist.ON_MNIST, load=lambda folder: Data))
 
 
 def test_trainings_see_the_first_digits_alone(few_digits):
-    task: Task = jl_accuracy.build_task(jl_accuracy.Settings(num_examples=1500))
+    task: Task = jl_accuracy.build_task(replace(jl_accuracy.DEFAULTS, num_examples=1500))
     (train, _), (test, _) = task.train[:], task.test[:]
     assert (len(train), len(test)) == (1500, jl_accuracy.TESTED)
     assert float(train.max()) < 0.3
@@ -73,7 +72,7 @@ def test_trainings_see_the_first_digits_alone(few_digits):
 
 @pytest.mark.parametrize(("projections", "not_for_release"), [(1, True), (3, True), (20, False)])
 def test_few_projections_are_not_private(projections, not_for_release, few_digits):
-    task = jl_accuracy.build_task(jl_accuracy.Settings(num_projections=projections))
+    task = jl_accuracy.build_task(replace(jl_accuracy.DEFAULTS, num_projections=projections))
     assert task.private(task.new_model())["not_for_release"] is not_for_release
 
 

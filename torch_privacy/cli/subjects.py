@@ -47,9 +47,9 @@ def load_subject(name: str) -> Subject:
 
 
 def _of_experiment(name: str) -> Subject:
-    module = load_trainable(name)
-    settings = module.Settings()
-    task = module.build_task(settings)
+    study = load_trainable(name)
+    settings = study.settings()
+    task = study.task(settings)
     examples = (task.train[i] for i in range(len(task.train)))  # type: ignore[arg-type]
     batch = default_collate(list(islice(examples, settings.expected_batch_size)))
     return Subject(task.new_model(), lambda model, batch: task.losses(model(batch[0]), batch[1]), batch)

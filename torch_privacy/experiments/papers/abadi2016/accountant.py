@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epsilon over epochs: Abadi et al. (2016), Figure 2, with what composition really costs beside it.
+"""Computes epsilon over epochs by several accountants and exactly: Abadi et al. (2016), Figure 2.
 
 ``torch-privacy reproduce accountant-q0.01`` prices noise multiplier 4 at sampling probability 0.01 and delta = 1e-5.
 The paper: 9.34 by strong composition and 1.26 by the moments accountant after 100 epochs, 24.22 and 2.55 after 400.
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
+from torch_privacy.experiments.study import Study
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
 
 NOISE, PROBABILITY, DELTA = 4.0, 0.01, 1e-5
-EPOCHS = 100, 400  # where the paper quotes numbers
+EPOCHS = 100, 400  # at which the paper quotes numbers
 STRONG, STRONG_VALID = "strong", "strong_valid"
 COLUMNS = {
     STRONG: Column("strong, as in 2016", digits=2),
@@ -26,19 +27,19 @@ COLUMNS = {
 }
 PAPER = {100: {STRONG: 9.34, MOMENTS: 1.26}, 400: {STRONG: 24.22, MOMENTS: 2.55}}
 NOTES = (
-    "Strong composition gives the paper's numbers only if sampling is taken to shrink a step's epsilon to q epsilon, "
-    "which is too little; the valid log(1 + q (e^epsilon - 1)) stands beside it.",
+    "Strong composition gives the paper's numbers only if sampling is assumed to shrink a step's epsilon to q epsilon, "
+    "which is too small; the column beside it uses the valid log(1 + q (e^epsilon - 1)).",
     "CLT: the central limit theorem's approximation, which is no bound.",
 )
 
 
 def rows(quick: bool) -> Sequence[Computation]:
-    """The two points that the paper quotes."""
+    """Returns the two points that the paper quotes."""
     return [Computation(f"{epochs} epochs", partial(epsilons, epochs), PAPER[epochs]) for epochs in EPOCHS]
 
 
 def epsilons(epochs: float, context: Context) -> Numbers:
-    """Every accountant's epsilon after so many epochs."""
+    """Returns every accountant's epsilon after ``epochs`` epochs."""
     setting = NOISE, PROBABILITY, round(epochs / PROBABILITY)
     event, num_steps = privacy.SubsampledGaussian(NOISE, PROBABILITY), setting[2]
     return {
@@ -51,7 +52,7 @@ def epsilons(epochs: float, context: Context) -> Numbers:
 
 
 def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
-    """The paper's figure, and the certified curve in it."""
+    """Draws the paper's figure with the certified curve added."""
     epochs = np.linspace(5, 400, 20 if results["quick"] else 80).round()
     numbers = [epsilons(float(e), Context(results["quick"], 0, None)) for e in epochs]
     low, high = np.array([number[EXACT] for number in numbers], float).T
@@ -64,3 +65,6 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
         drawn[name] = epochs, np.array([number[key] for number in numbers], float)
     title = f"Noise multiplier {NOISE:g}, q = {PROBABILITY:g}, delta = {DELTA:g}"
     return {"figure-2": plots.epsilon_plot(drawn, title=title)}
+
+
+STUDY = Study(COLUMNS, rows, NOTES, delta=DELTA, figures=figures)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each setting does to private training on MNIST: Abadi et al. (2016), Figure 5.
+"""Varies one setting of private training on MNIST at a time: Abadi et al. (2016), Figure 5.
 
 ``torch-privacy reproduce abadi-sweep`` varies, one at a time, the number of components, hidden units, lot size,
 learning rate, clip norm and noise of ``abadi-mnist``. Every training ends before the certified epsilon would exceed 2,
-so that more noise and smaller lots allow more epochs. The paper has pictures of this, and 95 % at the reference.
+so that more noise and smaller lots allow more epochs. The paper shows plots, and reports 95 % at the reference.
 
 Source: M. Abadi et al., "Deep learning with differential privacy", CCS 2016, arXiv:1607.00133, section 5.2.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.experiments.papers.abadi2016 import mnist as abadi_mnist
-from torch_privacy.experiments.papers.abadi2016.mnist import LAYERS
+from torch_privacy.experiments.papers.abadi2016 import mnist
+from torch_privacy.experiments.papers.abadi2016.mnist import LAYERS, Settings
+from torch_privacy.experiments.study import Study
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
 
@@ -27,28 +28,21 @@ COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}
 NOTES = ("Each row is the reference with one setting replaced. Training ends before epsilon would exceed 2.",)
 
 
-@dataclass(frozen=True)
-class Settings(abadi_mnist.Settings):
-    """The reference: 60 components, 1,000 units, lots of 600, rate 0.1, clip norm 4, noise 4 and 7."""
-
-    baseline: bool = False
-
-
-build_task = abadi_mnist.build_task
+DEFAULTS = replace(mnist.DEFAULTS, baseline=False)  # the reference
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One panel of the figure: a setting, its name there, the reference and the other values."""
+    """One panel of the figure: a setting, its title, its reference value and the other values."""
 
     setting: str
     title: str
     reference: float
     values: tuple[float, ...]
-    unit: float = 1.0  # of the values, in the setting's
+    unit: float = 1.0  # of the values, in units of the setting
 
     def row_name(self, value: float) -> str:
-        """How the row of a value is called."""
+        """Returns the name of a value's row."""
         return f"{self.title} {value:g}"
 
 
@@ -64,25 +58,25 @@ REFERENCE = "reference"
 
 
 def rows(quick: bool) -> Sequence[Training]:
-    """The reference, and each setting's other values; a quick look has the extremes, for an epoch."""
+    """Returns the reference and each setting's other values; a quick look trains the extremes for one epoch."""
     chosen = [
         (factor.row_name(value), _settings(factor, value))
         for factor in FACTORS
         for value in (factor.values[:: len(factor.values) - 1] if quick else factor.values)
     ]
     epochs = {"epochs": 1.0} if quick else {}
-    reference = Training(REFERENCE, {"epochs": epochs_within_budget(Settings()), **epochs}, {SCORE: 0.95})
+    reference = Training(REFERENCE, {"epochs": epochs_within_budget(DEFAULTS), **epochs}, {SCORE: 0.95})
     return [reference, *(Training(name, {**settings, **epochs}) for name, settings in chosen)]
 
 
 def _settings(factor: Factor, value: float) -> dict[str, Any]:
-    kind = type(getattr(Settings(), factor.setting))
+    kind = type(getattr(DEFAULTS, factor.setting))
     changed = {factor.setting: kind(value * factor.unit)}
-    return {**changed, "epochs": epochs_within_budget(Settings(**changed))}
+    return {**changed, "epochs": epochs_within_budget(replace(DEFAULTS, **changed))}
 
 
 def epochs_within_budget(settings: Settings) -> float:
-    """How long a training may go on at epsilon 2, the components counted."""
+    """Returns the number of epochs within epsilon 2, the release of the components included."""
     assert settings.noise_multiplier is not None
     probability = settings.expected_batch_size / NUM_EXAMPLES
     return probability * _steps(settings.noise_multiplier, probability, settings.pca_noise_multiplier)
@@ -92,11 +86,11 @@ def epochs_within_budget(settings: Settings) -> float:
 def _steps(noise: float, probability: float, pca_noise: float) -> int:
     before = [(privacy.NoisyCovariance(pca_noise), 1)]
     step = privacy.SubsampledGaussian(noise, probability)
-    return privacy.Budget(EPSILON, Settings().delta).remaining(step, after=before)
+    return privacy.Budget(EPSILON, DEFAULTS.delta).remaining(step, after=before)
 
 
 def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
-    """Accuracy over each setting, the others at their reference."""
+    """Draws the accuracy over each setting, with the others at their reference."""
     reached = {row["row"]: 100 * np.mean([run["numbers"][SCORE] for run in row["runs"]]) for row in results["rows"]}
     panels = {}
     for factor in FACTORS:
@@ -105,3 +99,6 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
         known = sorted((value, score) for value, score in points.items() if score is not None)
         panels[factor.title] = tuple(np.array(column, float) for column in zip(*known, strict=True))
     return {"figure-5": plots.panels_plot(panels, title="One setting varies", ylabel="test accuracy (%)")}
+
+
+STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, mnist.build_task, figures=figures)

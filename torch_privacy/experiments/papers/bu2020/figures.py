@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Privacy in pictures: Bu, Dong, Long and Su (2020), Figures 2, 3 and A.1, with the truth drawn into them.
+"""Draws the privacy of the trainings of Table 1: Bu, Dong, Long and Su (2020), Figures 2, 3 and A.1.
 
 ``torch-privacy reproduce gdp-figures`` draws epsilon against delta, epochs and noise (Figure 2), the trade-off function
 of each line of Table 1 (Figure 3), and the composed trade-off function of one epoch against its Gaussian limit (Figure
 A.1). The paper: for mu = 0.57 type I and type II errors add to at least 77.6 % by the central limit theorem and to
-9.4 % by the moments accountant; after one epoch function and limit are "almost identical".
+9.4 % by the moments accountant; after one epoch function and limit are "almost identical". Certified curves are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.papers.bu2020.table1 import DELTA, PROBABILITY, TABLE, Setting
+from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket, tradeoff
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.report import figures as plots
@@ -33,8 +34,8 @@ COLUMNS = {
 }
 PAPER_SUMS = {1.1: {SUM_CLT: 0.776, SUM_MOMENTS: 0.094}}
 NOTES = (
-    "errors: the least that false alarms and missed members add up to, whatever the attack; 100 % is blind guessing.",
-    "off its limit: how far the composed trade-off function of one epoch is from G_mu at most; the sampling "
+    "errors: the smallest sum of false positive and false negative rate of any attack; 100 % is blind guessing.",
+    "off its limit: the largest distance of the composed trade-off function of one epoch from G_mu; the sampling "
     "probability is enlarged so that mu is that of all 60 epochs.",
 )
 ONE_EPOCH = 234  # steps
@@ -42,7 +43,7 @@ NOISE_OF_FIGURE_2, EPOCHS_OF_FIGURE_2 = 0.7, 45
 
 
 def rows(quick: bool) -> Sequence[Computation]:
-    """The six lines of Table 1, and the early limit of the second."""
+    """Returns the six lines of Table 1, and the second after one epoch."""
     lines = [
         Computation(
             line.name,
@@ -55,7 +56,7 @@ def rows(quick: bool) -> Sequence[Computation]:
 
 
 def errors_of(line: Setting, context: Context) -> Numbers:
-    """Epsilons of a line of Table 1, and the smallest sum of errors that follows from each accountant."""
+    """Returns the epsilons of a line of Table 1, and the smallest sum of errors by each accountant."""
     setting = line.noise_multiplier, PROBABILITY, line.num_steps
     limit, moments, profile = privacy.clt(*setting), privacy.moments(*setting, DELTA), compose_steps(*setting)
     advantage = profile.advantage()
@@ -71,33 +72,33 @@ def errors_of(line: Setting, context: Context) -> Numbers:
 
 
 def least_sum(curve: tradeoff.TradeOff) -> float:
-    """The smallest sum of both errors: one less the largest delta at epsilon 0."""
+    """Returns the smallest sum of both errors, 1 - delta(0)."""
     return 1 - float(curve.delta(0.0))
 
 
 def early() -> tuple[privacy.Profile, tradeoff.Gaussian]:
-    """One epoch of the second line with its sampling enlarged to the mu of all epochs, and the limit."""
+    """Returns one epoch of the second line, with more sampling to reach the mu of all epochs, and its limit."""
     setting = 1.1, sqrt(60) * PROBABILITY, ONE_EPOCH
     return compose_steps(*setting), tradeoff.Gaussian(privacy.clt(*setting).mu)
 
 
 def distance_from_limit(context: Context) -> Numbers:
-    """The largest distance between the composed trade-off function in the paper's direction and its limit."""
+    """Returns the largest distance of the composed trade-off function, in the paper's direction, from its limit."""
     profile, limit = early()
     alpha = np.linspace(0, 1, 1001)
     low, high = profile.tradeoff(alpha, "remove")
-    apart = np.abs(np.array([low, high]) - limit(alpha))
-    inside = np.where((low <= limit(alpha)) & (limit(alpha) <= high), 0.0, apart.min(0))
-    return {MU: limit.mu, GAP: Bracket(float(inside.max()), float(apart.max()))}
+    distances = np.abs(np.array([low, high]) - limit(alpha))
+    inside = np.where((low <= limit(alpha)) & (limit(alpha) <= high), 0.0, distances.min(0))
+    return {MU: limit.mu, GAP: Bracket(float(inside.max()), float(distances.max()))}
 
 
 def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
-    """Figures 2, 3 and A.1."""
+    """Draws Figures 2, 3 and A.1."""
     return {**_figure_2(results["quick"]), **_figure_3(), "figure-A1": _figure_a1()}
 
 
 def _figure_2(quick: bool) -> dict[str, plots.Figure]:
-    """Epsilon of the third line against delta, epochs and noise."""
+    """Draws epsilon of the third line against delta, epochs and noise."""
     points = 10 if quick else 30
     deltas, epochs = np.geomspace(1e-10, 1e-2, points), np.linspace(1, EPOCHS_OF_FIGURE_2, points)
     noises, last = np.geomspace(0.55, 1.5, points), round(EPOCHS_OF_FIGURE_2 / PROBABILITY)
@@ -116,7 +117,7 @@ def _figure_2(quick: bool) -> dict[str, plots.Figure]:
 
 
 def _curves(x: np.ndarray, settings: Sequence[tuple[float, int, float]]) -> dict[str, Any]:
-    """Epsilon by every accountant, for each (noise multiplier, steps, delta)."""
+    """Returns epsilon by every accountant for each (noise multiplier, steps, delta)."""
     exact = [compose_steps(s, PROBABILITY, t).epsilon(d) for s, t, d in settings]
     low, high = np.array(exact, float).T
     return {
@@ -129,7 +130,7 @@ def _curves(x: np.ndarray, settings: Sequence[tuple[float, int, float]]) -> dict
 
 
 def _figure_3() -> dict[str, plots.Figure]:
-    """The trade-off function of every line: certified, by CLT, and by moments at one delta or at all of them."""
+    """Draws every line's trade-off function: certified, by CLT, and by moments at one delta or at all deltas."""
     at_one, at_all = {}, {}
     for line in TABLE:
         setting = line.noise_multiplier, PROBABILITY, line.num_steps
@@ -150,13 +151,16 @@ def _figure_3() -> dict[str, plots.Figure]:
 
 
 def _highest(curves: Sequence[tradeoff.TradeOff]) -> tradeoff.TradeOff:
-    """The largest of several trade-off functions, on a fine grid: what holds if all of them do."""
+    """Returns the pointwise maximum of several trade-off functions on a fine grid; it holds if all of them do."""
     alpha = np.unique(np.concatenate([np.geomspace(1e-6, 1, 400), np.linspace(0, 1, 400)]))
     return tradeoff.PiecewiseLinear(alpha, np.max([np.asarray(curve(alpha)) for curve in curves], axis=0))
 
 
 def _figure_a1() -> plots.Figure:
-    """One epoch against its limit."""
+    """Draws one epoch and its limit."""
     profile, limit = early()
     curves = {f"{ONE_EPOCH} steps, composed": profile.tradeoffs["remove"], f"G_mu, mu = {limit.mu:.2f}": limit}
     return plots.tradeoff_plot(curves, title="The limit after one epoch")
+
+
+STUDY = Study(COLUMNS, rows, NOTES, delta=DELTA, figures=figures)

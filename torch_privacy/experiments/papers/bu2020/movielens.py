@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Film ratings with NoisyAdam: Bu, Dong, Long and Su (2020), Table 4.
+"""Predicts film ratings with NoisyAdam: Bu, Dong, Long and Su (2020), Table 4.
 
-``torch-privacy reproduce gdp-movielens`` trains neural collaborative filtering, simplified: a product of five factors
-beside ten more for user and film, into one dense layer. The paper reports a root mean squared error of 0.915 at mu =
-1.94 on MovieLens 1M, where the global average has 1.117 and nearest users 0.923.
+``torch-privacy reproduce gdp-movielens`` trains simplified neural collaborative filtering: one dense layer on the
+product of five factors and ten more factors for user and film. The paper reports a root mean squared error of 0.915 at
+mu = 1.94 on MovieLens 1M, where the global average has 1.117 and nearest users 0.923.
 
-MovieLens 1M is taken where it is found. Else it is latest-small, a tenth of the ratings by a tenth of the users in half
-stars: its numbers stand beside the paper's, but are of another task.
+MovieLens 1M is used if it is found, else latest-small: a tenth of the ratings, by a tenth of the users, in half stars.
+Its numbers stand beside the paper's, but belong to another task.
 
 Source: Z. Bu, J. Dong, Q. Long, W. Su, "Deep learning with Gaussian differential privacy", Harvard Data Science Review
 2(3), 2020, arXiv:1911.11607.
@@ -19,10 +19,11 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_privacy.data import Data, load_movielens
+from torch_privacy.experiments import task
 from torch_privacy.experiments.models.networks import Recommender
+from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Score, Task, seeded
 from torch_privacy.runs.rows import (
     BASELINE,
@@ -41,60 +42,58 @@ TEST_FRACTION = 0.2
 SAMPLING_PROBABILITY = 1 / 80
 COLUMNS = {SCORE: Column("RMSE"), BASELINE: Column("not private"), **PRIVACY_COLUMNS}
 NOTES = (
-    "The paper's numbers are for MovieLens 1M. Without it in the folder of data, ours are for latest-small, which has "
+    "The paper's numbers are for MovieLens 1M. If it is not in the data folder, ours are for latest-small, which has "
     "a tenth of the ratings.",
     "The other methods use scikit-learn, without privacy: the mean, ridge regression on user and film, the same with "
-    "10 factors of what it leaves over by a truncated singular value decomposition, and the mean over the 40 users "
-    "whose ratings are most alike.",
+    "10 factors of its residuals by a truncated singular value decomposition, and the mean over the 40 users with "
+    "the most similar ratings.",
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The paper's settings; a batch of 1,008 is its q = 1/80 for latest-small, and see ``settings_of_data``."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(task.Settings):
+    """The settings of a training on film ratings."""
 
-    noise_multiplier: float | None = 0.6  # None with a target_epsilon, and only then
-    target_epsilon: float | None = None
-    delta: float = 1e-6
-    expected_batch_size: int = 1008
-    learning_rate: float = 0.01
-    clip_norm: float = 5.0
-    epochs: float = 20
     test_fraction: float = TEST_FRACTION
-    seed: int = 0  # public: the split, the initial weights, the baseline's shuffling; never the noise
-    baseline: bool = True
-    data: str | None = None
+
+
+DEFAULTS = Settings(  # the paper's
+    noise_multiplier=0.6,
+    delta=1e-6,
+    expected_batch_size=1008,  # q = 1/80 for latest-small; see settings_of_data
+    learning_rate=0.01,
+    clip_norm=5.0,
+    epochs=20,
+    baseline=True,
+)
 
 
 def settings_of_data(folder: str | None) -> dict[str, int]:
-    """The expected batch size that makes q = 1/80 of the ratings that are there: 1,008, or 10,002 of MovieLens 1M."""
+    """Returns the expected batch size for q = 1/80 of the ratings found: 1,008, or 10,002 for MovieLens 1M."""
     data = load_movielens(folder, test_fraction=TEST_FRACTION, seed=0)
     return {"expected_batch_size": round(len(data.train) * SAMPLING_PROBABILITY)}
 
 
 def build_task(settings: Settings) -> Task:
-    """The random split of the ratings, and the network to be trained on it."""
+    """Returns a random split of the ratings and a recommender network."""
     data = load_movielens(settings.data, test_fraction=settings.test_fraction, seed=settings.seed)
     stars = torch.tensor(data.classes, dtype=torch.float32)
-    return Task(
-        train=data.train,
-        test=data.test,
-        new_model=partial(seeded, partial(Recommender, *data.num_ids, data.num_classes), settings.seed),
+    return task.classification(
+        data,
+        partial(seeded, partial(Recommender, *data.num_ids, data.num_classes), settings.seed),
+        settings,
         new_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
-        losses=partial(F.cross_entropy, reduction="none"),
         score=Score(RMSE.measure, partial(squared_stars, stars), RMSE.of_mean),
-        not_covered=data.not_covered,
-        data_files=data.files,
     )
 
 
 def squared_stars(stars: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
-    """Squared differences (n,) of the mean rating under the softmax of the outputs (n, ratings) from the true one."""
+    """Returns the squared differences (n,) of the mean rating under softmax outputs (n, ratings) from the label's."""
     return (outputs.softmax(1) @ stars - stars[labels]).square()
 
 
 def rows(quick: bool) -> Sequence[Row]:
-    """The paper's Table 4, as far as libraries give the other methods."""
+    """Returns the rows of the paper's Table 4, with the other methods that libraries provide."""
     others = {
         "global average": {SCORE: 1.117},
         "user and film": {},
@@ -108,7 +107,7 @@ def rows(quick: bool) -> Sequence[Row]:
 
 
 def other_method(name: str, context: Context) -> Numbers:
-    """RMSE of a method of scikit-learn, without privacy, on the same split; unknown where it is not installed."""
+    """Returns a scikit-learn method's RMSE on the same split, without privacy; None without scikit-learn."""
     methods = {
         "global average": _mean,
         "user and film": _biases,
@@ -125,32 +124,32 @@ def other_method(name: str, context: Context) -> Numbers:
 
 
 def _mean(data: Data) -> np.ndarray:
-    """The mean training rating for every test rating."""
+    """Predicts the mean training rating."""
     stars = np.array(data.classes)
     return np.full(len(data.test), stars[data.train.tensors[1].numpy()].mean())
 
 
 def _biases(data: Data) -> np.ndarray:
-    """A number for each user and each film, by ridge regression."""
+    """Predicts by a bias for each user and film, fitted by ridge regression."""
     return _fitted_biases(data)(data.test.tensors[0].numpy())
 
 
 def _factors(data: Data, num_factors: int = 10) -> np.ndarray:
-    """What these numbers leave over, as a table of users and films in few dimensions; ratings not given count as 0."""
+    """Adds a low-rank fit of the residuals to the biases; missing ratings count as residuals of 0."""
     from scipy.sparse import csr_array
     from sklearn.decomposition import TruncatedSVD
 
     pairs, labels = (tensor.numpy() for tensor in data.train.tensors)
     predict = _fitted_biases(data)
-    left_over = csr_array((np.array(data.classes)[labels] - predict(pairs), tuple(pairs.T)), shape=data.num_ids)
+    residuals = csr_array((np.array(data.classes)[labels] - predict(pairs), tuple(pairs.T)), shape=data.num_ids)
     decomposition = TruncatedSVD(num_factors, random_state=0)
-    low_rank = decomposition.inverse_transform(decomposition.fit_transform(left_over))
+    low_rank = decomposition.inverse_transform(decomposition.fit_transform(residuals))
     users, films = data.test.tensors[0].numpy().T
     return _biases(data) + low_rank[users, films]
 
 
 def _fitted_biases(data: Data) -> Callable[[np.ndarray], np.ndarray]:
-    """Pairs of user and film -> a number for both, by ridge regression on the training ratings."""
+    """Returns a function from pairs (user, film) to the sum of their biases, fitted on the training ratings."""
     from scipy.sparse import csr_array
     from sklearn.linear_model import Ridge
 
@@ -164,17 +163,20 @@ def _fitted_biases(data: Data) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _nearest(data: Data) -> np.ndarray:
-    """A film's mean rating by the 40 users with the most similar ratings, of those who rated it."""
+    """Predicts a film's mean rating by the 40 most similar users among those who rated it."""
     from sklearn.metrics.pairwise import cosine_similarity
 
     pairs, labels = (tensor.numpy() for tensor in data.train.tensors)
     table = np.zeros(data.num_ids)
     table[pairs[:, 0], pairs[:, 1]] = np.array(data.classes)[labels]
-    alike, rated = cosine_similarity(table), table > 0
+    similarity, rated = cosine_similarity(table), table > 0
     mean, predicted = table[rated].mean(), []
     for user, film in data.test.tensors[0].numpy():
         raters = np.flatnonzero(rated[:, film])
-        nearest = raters[np.argsort(-alike[user, raters])[:40]]
-        weights = alike[user, nearest]
+        nearest = raters[np.argsort(-similarity[user, raters])[:40]]
+        weights = similarity[user, nearest]
         predicted.append(weights @ table[nearest, film] / weights.sum() if weights.sum() > 0 else mean)
     return np.array(predicted)
+
+
+STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, build_task, settings_of_data=settings_of_data)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The film reviews of Bu, Dong et al. (2020) with norms as their code takes them, which are too small: not private.
+"""Trains on film reviews with the norms of the code of Bu, Dong et al. (2020), which are too small: not private.
 
-TensorFlow keeps an embedding's gradient as one row for each position of a text (``IndexedSlices``), and
-``tf.clip_by_global_norm``, which their optimizer calls, squares these rows one by one. A word that stands k times in a
-text, and padding is such a word, then counts k times its square instead of the square of k times: norms come out too
-small, and what is added up exceeds the clip norm. The noise is that of the clip norm, so the stated mu does not hold.
+TensorFlow stores an embedding's gradient as one row for each position of a text (``IndexedSlices``), and
+``tf.clip_by_global_norm``, which their optimizer calls, squares these rows one by one. A word that occurs k times in a
+text, such as padding, contributes the sum of k squares instead of the square of the sum. Norms are too small, so that
+the "clipped" gradients exceed the clip norm, and the stated mu does not hold.
 
 Source: tensorflow/privacy, research/GDP_2019/imdb_tutorial.py with privacy/optimizers/dp_optimizer.py, as of 2020.
 """
@@ -20,7 +20,7 @@ from torch_privacy.experiments.models.networks import AveragedWords
 
 
 def train(model: AveragedWords, words: Tensor, labels: Tensor, settings: Any, num_steps: int) -> None:
-    """NoisyAdam with these norms and ordinary random numbers; nothing it gives may be released."""
+    """Trains by NoisyAdam with these norms and ordinary random numbers; its model must not be released."""
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     generator = np.random.default_rng(settings.seed)
     for _ in range(num_steps):
@@ -34,9 +34,9 @@ def train(model: AveragedWords, words: Tensor, labels: Tensor, settings: Any, nu
 
 
 def clipped_sums(model: AveragedWords, words: Tensor, labels: Tensor, clip_norm: float) -> list[Tensor]:
-    """Sums of the examples' gradients, "clipped" by their norms over positions, in the order of the parameters.
+    """Returns the sums of the gradients, "clipped" by their norms over positions, in the order of the parameters.
 
-    Position t of example i has b_i / length, the gradient of the averaged words.
+    Position t of example i has the gradient b_i / length.
     """
     first, _, last = model.dense
     averaged = model.embedding(words).mean(1).detach().requires_grad_()

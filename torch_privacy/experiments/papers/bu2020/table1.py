@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The six settings of Bu, Dong, Long and Su (2020), Table 1: MNIST, q = 256 / 60000, delta = 1e-5.
+"""Lists the six settings of Bu, Dong, Long and Su (2020), Table 1: MNIST, q = 256 / 60000, delta = 1e-5.
 
 The cells are those of the published article, as the authors rounded them; 96.6 %, 97.0 %, mu = 0.57 and 1.13, and the
-epsilons of the third row are in its running text, too.
+epsilons of the third row are also in its running text.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ DELTA = 1e-5
 
 
 class Setting(NamedTuple):
-    """A line of the table: how it was trained, and what came out."""
+    """A line of the table: the settings of a training and its results."""
 
     learning_rate: float
     noise_multiplier: float
@@ -26,12 +26,12 @@ class Setting(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Epochs in steps."""
+        """Returns the epochs in steps."""
         return round(self.epochs / PROBABILITY)
 
     @property
     def name(self) -> str:
-        """How the line is called here."""
+        """Returns the name of the line's row."""
         return f"sigma {self.noise_multiplier:g}, {self.epochs} epochs"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experiments of the DP-SGD-JL papers share: time, memory and largest batch of each method; trainings.
+"""Measures time, memory and largest batch of each method in the DP-SGD-JL papers, and trains with some of them.
 
-Every method is timed in one process, by turns. Vanilla is timed on few of its backwards, whose number the rest of its
-time is proportional to. Memory is what tensors take; the largest batch is the largest of 64, 128, 256, ... whose step
-ends under a limit of 2 GiB that the system enforces.
+The methods are timed alternately in one process. Vanilla is timed with few backward passes and extrapolated, since its
+time is linear in their number. Memory is that of tensors; the largest batch is the largest of 64, 128, 256, ... with
+which a step completes under a limit of 2 GiB that the system enforces.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.data import Data
+from torch_privacy.experiments import task
 from torch_privacy.experiments.papers.bu2021.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
 from torch_privacy.experiments.papers.bu2021.methods import (
     Maker,
@@ -33,7 +33,8 @@ from torch_privacy.experiments.papers.bu2021.methods import (
     vanilla,
     vanilla_seconds,
 )
-from torch_privacy.experiments.task import Task, seeded
+from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
@@ -63,15 +64,15 @@ COLUMNS = {
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
-    "Times of the paper are of a P100 GPU; compare the ratios.",
-    "Vanilla: one backward for each example. Multiple: vmap, 256 MiB of rows at a time. Outer product: Opacus, with "
-    "its own layer for an LSTM. JL(r): r projections.",
-    "Largest batch: of 64, 128, 256, ... the largest that ends within 2 GiB beyond the loaded program; none is split, "
+    "The paper's times are from a P100 GPU; compare the ratios.",
+    "Vanilla: one backward pass for each example. Multiple: vmap, 256 MiB of rows at a time. Outer product: Opacus, "
+    "with its own layer for an LSTM. JL(r): r projections.",
+    "Largest batch: the largest of 64, 128, 256, ... that fits into 2 GiB beyond the loaded program; none is split, "
     "so multiple has all rows at once here.",
-    "JL with fewer than 16 projections gives no privacy to speak of: the epsilons are certified, and so large.",
+    "JL with fewer than 16 projections gives no useful privacy: the certified epsilons are huge.",
 )
 PROJECTIONS = 1, 5, 10, 30
-FEW = 2, 6  # backwards by which vanilla is timed
+FEW = 2, 6  # numbers of backward passes with which vanilla is timed
 LIMIT = 2**31
 ACCURACY = "test accuracy (%)"
 METHODS: dict[str, Maker] = {
@@ -84,44 +85,34 @@ METHODS: dict[str, Maker] = {
 }
 UNSPLIT = METHODS | {"vanilla": partial(vanilla, only=1), "multiple": partial(multiple, at_once=True)}
 TRAINED = "trained, "
-LIKE_OTHERS = "JL(5)", "JL(30)"  # these take what JL(10) takes
+LIKE_OTHERS = "JL(5)", "JL(30)"  # these need as much memory as JL(10)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What each of the experiments fills in."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(task.Settings):
+    """The settings of a training with exact or estimated norms."""
 
-    noise_multiplier: float | None = None  # None with a target_epsilon, and only then
-    target_epsilon: float | None = None
-    delta: float = 1e-5
-    expected_batch_size: int = 256
-    learning_rate: float = 0.1
-    clip_norm: float = 1.0
-    epochs: float = 1
     num_projections: int = 0  # 0 for exact norms
-    seed: int = 0  # public: the initial weights; never the noise
-    baseline: bool = False
-    data: str | None = None
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """One of the experiments: what it trains, and the paper's numbers.
+class Comparison:
+    """Compares the methods on one network and data set, and holds the paper's numbers.
 
     Args:
-        settings: the paper's, as defaults.
-        load: folder or None -> the data.
-        new_model: the network.
-        new_optimizer: (parameters, lr=) -> the optimizer.
+        defaults: the paper's settings.
+        load: ``load(folder)`` returns the data.
+        new_model: returns the network.
+        new_optimizer: ``new_optimizer(parameters, lr=...)`` returns the optimizer.
         methods: method -> the paper's numbers.
         trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
-        quick_epochs: of a quick look.
-        quick_model: what a quick look times in the network's place; None for the same.
-        projections: numbers of them that are timed.
-        prefix: what the names of the methods' rows begin with.
+        quick_epochs: epochs of a quick look's trainings.
+        quick_model: the network that a quick look times; None for the same.
+        projections: numbers of projections that are timed.
+        prefix: the beginning of the names of the methods' rows.
     """
 
-    settings: Callable[..., Settings]
+    defaults: Settings
     load: Callable[[str | None], Data]
     new_model: Callable[[], nn.Module]
     new_optimizer: Callable[..., Optimizer]
@@ -132,23 +123,23 @@ class Experiment:
     projections: Sequence[int] = PROJECTIONS
     prefix: str = ""
 
+    def study(self, *notes: str) -> Study:
+        """Returns the study of this comparison; ``notes`` are added to those of all."""
+        return Study(COLUMNS, self.rows, (*NOTES, *notes), self.defaults, self.build_task, figures=self.figures)
+
     def build_task(self, settings: Settings) -> Task:
-        """The data's own split, and the network to be trained on it."""
-        data = loaded(self.load, settings.data)
-        return Task(
-            train=data.train,
-            test=data.test,
-            new_model=partial(seeded, self.new_model, settings.seed),
+        """Returns the data's own split and the network."""
+        return task.classification(
+            loaded(self.load, settings.data),
+            partial(task.seeded, self.new_model, settings.seed),
+            settings,
             new_optimizer=partial(self._optimizer, settings.learning_rate),
-            losses=partial(F.cross_entropy, reduction="none"),
             private=partial(_arguments, settings.num_projections),
-            not_covered=data.not_covered,
-            data_files=data.files,
         )
 
     def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> Problem:
-        """What every method trains. A quick look takes an eighth of the batch."""
-        settings = self.settings()
+        """Returns what every method trains; a quick look has an eighth of the batch size."""
+        settings = self.defaults
         assert settings.noise_multiplier is not None
         return Problem(
             self.quick_model or self.new_model if quick else self.new_model,
@@ -160,7 +151,7 @@ class Experiment:
         )
 
     def rows(self, quick: bool) -> Sequence[Row]:
-        """One row for each method, then the trainings."""
+        """Returns one row for each method, then the trainings."""
         measured = [
             Computation(self.prefix + name, partial(_numbers, self, name), self._said(name)) for name in self.timed
         ]
@@ -168,20 +159,20 @@ class Experiment:
 
     @property
     def timed(self) -> list[str]:
-        """The methods, by name."""
+        """Returns the names of the methods that are timed."""
         projected = {method_name(r) for r in PROJECTIONS} - {method_name(r) for r in self.projections}
         return [name for name in METHODS if name not in projected]
 
     def _said(self, method: str) -> dict[str, float]:
-        """The paper's numbers of a method, and its ratio to the one without privacy."""
+        """Returns the paper's numbers of a method, with its ratio to the non-private one."""
         numbers = dict(self.methods.get(method, {}))
         if SECONDS in numbers:
             numbers[RATIO] = numbers[SECONDS] / self.methods["non-private"][SECONDS]
         return numbers
 
     def trainings(self, quick: bool) -> list[Training]:
-        """With exact norms and by projections; a quick look makes a part of an epoch of two of them."""
-        epochs = self.quick_epochs if quick else self.settings().epochs
+        """Returns the trainings; a quick look has two of them, for a part of an epoch."""
+        epochs = self.quick_epochs if quick else self.defaults.epochs
         return [
             Training(f"{TRAINED}{method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
             for r, paper in self.trained.items()
@@ -189,11 +180,11 @@ class Experiment:
         ]
 
     def figures(self, results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
-        """Epsilon and accuracy over epochs for each number of projections, and accuracy over time and over epsilon.
+        """Draws epsilon and accuracy over epochs for each number of projections, and accuracy over time and epsilon.
 
-        Time is that of the methods' rows, whose methods took turns; an infinite epsilon has no place.
+        Times are those of the methods' rows, which were measured alternately; infinite epsilons are left out.
         """
-        found = courses(folder, self.trainings(results["quick"]), results["seeds"][0])
+        found = learning_curves(folder, self.trainings(results["quick"]), results["seeds"][0])
         runs = {row["row"]: row["runs"][0] for row in results["rows"]}
         accuracy = {name: (epochs, 100 * scores) for name, (epochs, scores, _) in found.items()}
         epsilon = {name: (epochs, np.where(np.isfinite(e), e, np.nan)) for name, (epochs, _, e) in found.items()}
@@ -211,57 +202,56 @@ class Experiment:
         }
 
     def _optimizer(self, learning_rate: float, model: nn.Module) -> Optimizer:
-        trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        return self.new_optimizer(trained, lr=learning_rate)
+        return self.new_optimizer(task.trainable(model), lr=learning_rate)
 
 
-@lru_cache(maxsize=1)  # unpacking photographs takes 12 seconds, and all rows share them
+@lru_cache(maxsize=1)  # unpacking CIFAR-10 takes 12 seconds, and all rows share it
 def loaded(load: Callable[[str | None], Data], folder: str | None) -> Data:
-    """The data of a folder."""
+    """Returns the data of a folder."""
     return load(folder)
 
 
 def _seconds_per_epoch(runs: Mapping[str, Any], name: str, epochs: float) -> float:
-    """Of a training: as its method was timed, or as it took itself where that was not."""
+    """Returns a training's time per epoch: that of its method's row, or its own if the method was not timed."""
     method = name.removeprefix(TRAINED)
     timed = runs.get(method if method in METHODS else f"ours, {method}", {"numbers": {}})
     return timed["numbers"].get(SECONDS) or runs[name]["seconds"] / epochs
 
 
 def method_name(num_projections: int) -> str:
-    """What training by so many projections is called; 0 are exact norms."""
+    """Returns the name of a method by its number of projections, 0 for exact norms."""
     return f"JL({num_projections})" if num_projections else "exact"
 
 
 def _arguments(num_projections: int, model: nn.Module) -> dict[str, Any]:
-    """Further arguments of `PrivateTraining`: norms by so many projections, or exactly with 0 of them."""
+    """Returns the arguments of `PrivateTraining` for norms by projections; none for exact norms."""
     if not num_projections:
         return {}
     return {"jacobian": tp.Sketched(num_projections), "not_for_release": num_projections < 16}
 
 
-def _numbers(experiment: Experiment, method: str, context: Context) -> Numbers:
-    """One method's row: of all methods, timed together once."""
-    seconds, peaks = _measured(experiment, context)
+def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
+    """Returns one method's numbers; the first call measures all methods."""
+    seconds, peaks = _measured(comparison, context)
     if method not in seconds:
         return {}
     numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
     numbers[MEMORY] = peaks[method] / 2**20
-    if (method not in LIKE_OTHERS or LARGEST in experiment.methods.get(method, {})) and not context.quick:
-        train = loaded(experiment.load, context.data).train  # in memory that the processes share
-        numbers[LARGEST] = largest_that_fits(partial(_try_size, experiment, method, train), LIMIT, len(train))
+    if (method not in LIKE_OTHERS or LARGEST in comparison.methods.get(method, {})) and not context.quick:
+        train = loaded(comparison.load, context.data).train  # in memory shared by the processes
+        numbers[LARGEST] = largest_that_fits(partial(_try_size, comparison, method, train), LIMIT, len(train))
     return numbers
 
 
 MEASURED: dict[Any, tuple[dict[str, float], dict[str, int]]] = {}
 
 
-def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds per epoch, and bytes at the peak of a step, of every method that can be had; kept for the next row."""
-    key = experiment.new_model, context
+def _measured(comparison: Comparison, context: Context) -> tuple[dict[str, float], dict[str, int]]:
+    """Measures seconds per epoch and peak bytes of a step for every available method; keeps them for other rows."""
+    key = comparison.new_model, context
     if key not in MEASURED:
-        problem = experiment.problem(loaded(experiment.load, context.data).train, quick=context.quick)
-        steps = _steps(problem, experiment.timed, quick=context.quick)
+        problem = comparison.problem(loaded(comparison.load, context.data).train, quick=context.quick)
+        steps = _steps(problem, comparison.timed, quick=context.quick)
         seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
         seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
         peaks = {name: peak_bytes(step) for name, step in steps.items()}
@@ -272,7 +262,7 @@ def _measured(experiment: Experiment, context: Context) -> tuple[dict[str, float
 
 
 def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
-    """Every method's step; that of vanilla twice, with few backwards. One that cannot be had is left out."""
+    """Returns every available method's step; that of vanilla twice, with few backward passes."""
     makers = {f"vanilla {only}": partial(vanilla, only=only) for only in FEW}
     makers |= {name: METHODS[name] for name in timed if name != "vanilla"}
     steps: dict[str, Step] = {}
@@ -283,24 +273,24 @@ def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, 
             step = maker(problem)
             step()
         except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError):
-            continue  # Opacus is not installed, or the method does not take this network, or not as many rows
+            continue  # Opacus is not installed, or the method does not support this network or so many rows
         steps[name] = step
     return steps
 
 
-def _try_size(experiment: Experiment, method: str, data: TensorDataset, size: int) -> None:
-    """Some steps with a batch size; raises where memory runs out."""
-    problem = experiment.problem(data, size)
+def _try_size(comparison: Comparison, method: str, data: TensorDataset, size: int) -> None:
+    """Makes three steps with a batch size; raises an error if memory does not suffice."""
+    problem = comparison.problem(data, size)
     step = UNSPLIT[method](problem)
     try:
         for _ in range(3):
             step()
-    except tp.Refused as error:  # vmap says so of memory, too
+    except tp.Refused as error:  # vmap raises it where memory does not suffice
         raise MemoryError(str(error)) from error
 
 
-def courses(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
-    """Epochs, test scores and certified epsilons of each training."""
+def learning_curves(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
+    """Returns the epochs, test scores and certified epsilons of each training."""
     found = {}
     for row in trainings:
         metrics = RunFolder(rows_folder(folder) / folder_name(row.name, seed)).read_metrics()

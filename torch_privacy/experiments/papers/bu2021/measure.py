@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of training steps, measured in one process by turns, or under a limit in one of its own."""
+"""Measures time, memory and largest batch size of training steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before the first profile: else each one prints two lines
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # set before the first profile; otherwise each profile prints two lines
 
 Step = Callable[[], object]
 
-WARM_UP = 2  # steps of each contender that do not count: ours measures layouts in these
+WARM_UP = 2  # untimed steps of each contender; ours measures layouts in them
 
 
 def seconds_by_turns(steps: Mapping[str, Step], budget: float) -> dict[str, float]:
-    """Median seconds of each step, taken in turns until the time is up, three rounds at least.
+    """Returns the median seconds of each step, measured alternately in at least three rounds.
 
     Args:
-        steps: contenders by name.
+        steps: steps to compare, by name.
         budget: seconds for all rounds together.
     """
     for step in steps.values():
@@ -43,9 +43,9 @@ def seconds_by_turns(steps: Mapping[str, Step], budget: float) -> dict[str, floa
 
 
 def peak_bytes(step: Step) -> int:
-    """Bytes that a step takes at most beyond what it began with, as torch's allocator is asked for them on a CPU.
+    """Returns the peak of a step's memory beyond its start, in bytes requested from torch's CPU allocator.
 
-    The same on every run, whatever malloc makes of it.
+    The number is the same in every run, since it does not depend on malloc.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -59,22 +59,22 @@ def peak_bytes(step: Step) -> int:
 
 
 def memory_bytes() -> int:
-    """Of this machine."""
+    """Returns the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def largest_that_fits(try_size: Callable[[int], None], limit: int, most: int, least: int = 64) -> int:
-    """The largest of ``least``, 2 ``least``, .. and ``most`` with which a call succeeds under a limit of memory.
+    """Returns the largest of ``least``, 2 ``least``, .. and ``most`` with which a call fits into a memory limit.
 
     Args:
-        try_size: a function of a module and picklable arguments; it is called in a process of its own, with larger and
-            larger sizes, and raises where memory runs out.
-        limit: bytes beyond what that process has before the first call.
+        try_size: a picklable function; it is called in a process of its own with increasing sizes, and raises where
+            memory runs out.
+        limit: bytes beyond the memory of that process before the first call.
         most: largest size.
         least: smallest size; 0 is returned where even this one fails.
 
     Raises:
-        Exception: that of a call, unless it is one of memory.
+        Exception: If a call raises an error that is not about memory.
     """
     sizes = [min(least << k, most) for k in range(max(0, -(-most // least) - 1).bit_length() + 1)]
     context = multiprocessing.get_context("spawn")
@@ -89,14 +89,14 @@ def largest_that_fits(try_size: Callable[[int], None], limit: int, most: int, le
             if isinstance(answer, Exception):
                 raise answer
             found = answer
-    except EOFError:  # it came to its end, or was ended
+    except EOFError:  # the process has finished or was killed
         return found
     finally:
         process.join()
 
 
 def _try_sizes(try_size: Callable[[int], None], sizes: Sequence[int], limit: int, sender: Connection) -> None:
-    """Send every size that succeeds, until one does not."""
+    """Sends every size that succeeds, until one fails."""
     _limit_memory(limit)
     for size in sizes:
         try:
@@ -110,7 +110,7 @@ def _try_sizes(try_size: Callable[[int], None], sizes: Sequence[int], limit: int
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have so many bytes of data more than it has now, enforced by the system (Linux)."""
+    """Limits this process to ``more`` bytes of data beyond its present use, enforced by the system (Linux)."""
     line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmData"))
     now = 1024 * int(line.split()[1])
     resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that the papers on DP-SGD-JL compare, each as a step of training on the same network and data."""
+"""Provides the methods that the papers on DP-SGD-JL compare, each as a training step on the same problem."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.experiments.papers.bu2021.measure import Step, memory_bytes
+from torch_privacy.experiments.task import trainable
 
 CHUNK_BYTES = 2**28  # of rows that vmap holds at once
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained: a network, data in tensors, and the settings that all methods share."""
+    """A network, data in tensors, and the settings that all methods share."""
 
     new_model: Callable[[], nn.Module]
     new_optimizer: Callable[[nn.Module], Optimizer]
@@ -33,7 +34,7 @@ class Problem:
     noise_multiplier: float
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """As many examples as a batch has, at random."""
+        """Returns a random batch."""
         chosen = torch.randint(len(self.data), (self.batch_size,))
         inputs, targets = self.data.tensors
         return inputs[chosen], targets[chosen]
@@ -43,7 +44,7 @@ Maker = Callable[[Problem], Step]
 
 
 def non_private(problem: Problem) -> Step:
-    """The mean gradient."""
+    """Returns a step with the mean gradient, without privacy."""
     model = problem.new_model()
     optimizer = problem.new_optimizer(model)
 
@@ -57,9 +58,9 @@ def non_private(problem: Problem) -> Step:
 
 
 def vanilla(problem: Problem, only: int | None = None) -> Step:
-    """One backward for each example (``only``: for so many of them), clipped and added up; then noise."""
+    """Returns a step with one backward pass for each example, or for the first ``only``; then clipping and noise."""
     model = problem.new_model()
-    optimizer, parameters = problem.new_optimizer(model), trained(model)
+    optimizer, parameters = problem.new_optimizer(model), trainable(model)
 
     def step() -> None:
         x, y = problem.batch()
@@ -76,15 +77,15 @@ def vanilla(problem: Problem, only: int | None = None) -> Step:
 
 
 def multiple(problem: Problem, *, at_once: bool = False) -> Step:
-    """All rows by ``torch.func.vmap``, in chunks that are fastest or at once, clipped and added up; then noise."""
+    """Returns a step with all rows by ``torch.func.vmap``, in chunks or at once; then clipping and noise."""
     model = problem.new_model()
-    optimizer, parameters = problem.new_optimizer(model), trained(model)
+    optimizer, parameters = problem.new_optimizer(model), trainable(model)
     size = problem.batch_size if at_once else max(1, CHUNK_BYTES // sum(p.nbytes for p in parameters))
 
     def step() -> None:
         total = [torch.zeros_like(p) for p in parameters]
         for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
-            with _without_warnings():  # torch's own about layers that it takes one example at a time
+            with _without_warnings():  # by torch, about layers without a batching rule
                 rows = tp.vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
             norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
             c = clip_factors(norms, problem.clip_norm)
@@ -96,19 +97,19 @@ def multiple(problem: Problem, *, at_once: bool = False) -> Step:
 
 
 def outer_product(problem: Problem) -> Step:
-    """Opacus: rows from every layer's input and output gradient, by hooks. Its own layer stands in for ``nn.LSTM``.
+    """Returns a step of Opacus, which computes rows in hooks and replaces ``nn.LSTM`` by its own layer.
 
     Raises:
-        ModuleNotFoundError: Opacus is not installed.
-        MemoryError: the rows of a batch, which it holds all at once, are larger than half of this machine's memory.
+        ModuleNotFoundError: If Opacus is not installed.
+        MemoryError: If a batch's rows, all held at once, take more than half of this machine's memory.
     """
     plain = problem.new_model()
-    rows = problem.batch_size * sum(p.nbytes for p in trained(plain))
-    if rows > memory_bytes() // 2:  # else the system would end this process
+    rows = problem.batch_size * sum(p.nbytes for p in trainable(plain))
+    if rows > memory_bytes() // 2:  # the system would kill this process
         raise MemoryError(f"{rows / 2**30:.0f} GiB of rows")
     engine, validators = import_module("opacus"), import_module("opacus.validators")
     model = validators.ModuleValidator.fix(plain)
-    with _without_warnings():  # that its noise is no secret
+    with _without_warnings():  # that its noise is not secure
         private, optimizer, _ = engine.PrivacyEngine().make_private(
             module=model,
             optimizer=problem.new_optimizer(model),
@@ -121,7 +122,7 @@ def outer_product(problem: Problem) -> Step:
     def step() -> None:
         x, y = problem.batch()
         optimizer.zero_grad()
-        with _without_warnings():  # torch's own about its hooks
+        with _without_warnings():  # by torch, about its hooks
             F.cross_entropy(private(x), y).backward()
         optimizer.step()
 
@@ -136,7 +137,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def ours(projections: int, problem: Problem) -> Step:
-    """`PrivateTraining` with everything: exact norms, or with ``projections`` above 0 by so many directions."""
+    """Returns a step of `PrivateTraining` with exact norms, or with ``projections`` > 0 random directions."""
     model = problem.new_model()
     sketch = {"jacobian": tp.Sketched(projections), "not_for_release": True} if projections else {}
     training = tp.PrivateTraining(
@@ -152,7 +153,7 @@ def ours(projections: int, problem: Problem) -> Step:
     batches = iter(training)
 
     def step() -> None:
-        """A step and its rehearsals, if it has some."""
+        """Makes one step, rehearsals included."""
         made = training.step_count
         while training.step_count == made:
             x, y = next(batches)
@@ -162,23 +163,18 @@ def ours(projections: int, problem: Problem) -> Step:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """(n,) losses, as `vmapped_jacobian` asks for them."""
+    """Returns the losses (n,), with the signature that `vmapped_jacobian` needs."""
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def trained(model: nn.Module) -> list[Tensor]:
-    """The parameters that are trained."""
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
-    """``min(1, clip_norm / norm)``."""
+    """Returns ``min(1, clip_norm / norm)``."""
     return (clip_norm / norms).clamp(max=1)
 
 
-def update(problem: Problem, optimizer: Optimizer, parameters: list[Tensor], total: list[Tensor]) -> None:
-    """Noise by torch's generator, for time's sake only: nothing made with it is released."""
+def update(problem: Problem, optimizer: Optimizer, parameters: list[nn.Parameter], total: list[Tensor]) -> None:
+    """Adds noise by torch's generator and updates; only for measurements, the model must not be released."""
     stddev = problem.noise_multiplier * problem.clip_norm
     for p, sum_ in zip(parameters, total, strict=True):
         p.grad = (sum_ + stddev * torch.randn_like(sum_)) / problem.batch_size
@@ -186,6 +182,6 @@ def update(problem: Problem, optimizer: Optimizer, parameters: list[Tensor], tot
 
 
 def vanilla_seconds(few: Mapping[int, float], batch_size: int) -> float:
-    """Of a whole batch, from the seconds with two numbers of backwards: they grow evenly."""
+    """Returns the seconds for a whole batch, by linear extrapolation from two numbers of backward passes."""
     (less, first), (more, second) = sorted(few.items())
     return first + (batch_size - less) * max(second - first, 0) / (more - less)

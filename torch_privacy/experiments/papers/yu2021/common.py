@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experiments on gradient embedding perturbation share: GP, B-GEP and GEP at three epsilons.
+"""Compares GP, B-GEP and GEP (gradient embedding perturbation) at three epsilons.
 
-GP is ordinary clipping and noise. Each row's noise is the least that stays within its epsilon by exact accounting: the
-published epsilons of B-GEP and GEP rest on another accountant, which is no bound for GEP (see docs/gep.md).
+GP is ordinary clipping and noise. Each row has the least noise that stays within its epsilon by exact accounting. The
+published epsilons of B-GEP and GEP are by another accountant, which is no bound for GEP (see docs/gep.md).
 """
 
 from __future__ import annotations
@@ -14,22 +14,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data
-from torch_privacy.experiments.task import Task, seeded
+from torch_privacy.experiments import task
+from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import Task
 from torch_privacy.gep.settings import random_labels
-from torch_privacy.runs.rows import ACCURACY_COLUMN, BASELINE, EXACT, MOMENTS, PRIVACY_COLUMNS, SCORE, Column, Training
+from torch_privacy.runs.rows import (
+    ACCURACY_COLUMN,
+    BASELINE,
+    BASELINE_COLUMN,
+    EXACT,
+    MOMENTS,
+    PRIVACY_COLUMNS,
+    SCORE,
+    Training,
+)
 
 EPSILONS = 2.0, 5.0, 8.0
-CHUNK = 250  # anchors that go through a network at once
+CHUNK = 250  # anchors that pass through a network at once
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
-    BASELINE: Column("not private", digits=1, percent=True),
+    BASELINE: BASELINE_COLUMN,
     **{key: PRIVACY_COLUMNS[key] for key in (MOMENTS, EXACT)},
 }
 NOTES = (
@@ -39,53 +49,55 @@ NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What each of the experiments fills in."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(task.Settings):
+    """The settings of a training by one of the methods; ``clip_norm`` bounds embeddings if there are directions."""
 
-    noise_multiplier: float | None = None  # None with a target_epsilon, and only then
-    target_epsilon: float | None = EPSILONS[-1]
-    delta: float = 1e-5
-    expected_batch_size: int = 1000
-    learning_rate: float = 0.1  # at the start; it falls linearly to zero
-    baseline_learning_rate: float = 0.1  # the same without privacy, where gradients are not clipped
+    baseline_learning_rate: float = 0.1  # at the start, without privacy, where gradients are not clipped
     momentum: float = 0.9
-    clip_norm: float = 1.0  # of gradients; of embeddings if there are directions
-    residual_clip_norm: float = 0.2  # 0 leaves residuals out, as B-GEP does
+    residual_clip_norm: float = 0.2  # 0 leaves out residuals, as B-GEP does
     embedding_share: float | None = None  # of the budget; None for the least noise, 0.5 in the paper
     num_basis: int = 0  # directions k; 0 for plain gradient perturbation
     num_anchors: int = 2000  # m, drawn anew for every step
     power_iterations: int = 1  # 0 for random directions
-    epochs: float = 1.0
-    seed: int = 0  # public: the initial weights, the baseline's shuffling; never noise, batches or anchors
-    baseline: bool = False
-    data: str | None = None
+
+
+DEFAULTS = Settings(
+    target_epsilon=EPSILONS[-1],
+    expected_batch_size=1000,
+    learning_rate=0.1,  # at the start; it decays linearly to zero
+    clip_norm=1.0,
+    epochs=1.0,
+)
 
 
 @dataclass(frozen=True)
 class Public:
-    """The auxiliary data of the anchors: inputs, or a data set of inputs and labels, and the files that they are in."""
+    """The auxiliary data of the anchors: inputs, or a data set of inputs and labels, and their files."""
 
     examples: Tensor | Dataset[Any]
     files: Mapping[str, str]
-    has_labels: bool = False  # which are taken then; else random ones
+    has_labels: bool = False  # whether anchors use the data's labels in place of random ones
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """One of the experiments: what it trains, and the paper's numbers.
+class Comparison:
+    """Compares the methods on one network and data set, and holds the paper's numbers.
 
     Args:
+        defaults: settings of every training.
         load: settings -> the data.
         load_public: settings -> the auxiliary data.
-        new_model: the network.
+        new_model: returns the network.
         groups: prefixes of the parameters' names, one for each group of directions.
-        methods: name -> its settings, which go before those of the level.
+        methods: name -> its settings, which override those of the level.
         levels: epsilon -> settings at that epsilon.
-        paper: (method, epsilon) -> accuracy; ``baseline`` is that without privacy.
-        quick: settings of a quick look; those of a method go before.
+        paper: (method, epsilon) -> the paper's accuracy.
+        baseline: the paper's accuracy without privacy, if known.
+        quick: settings of a quick look, which those of a method override.
     """
 
+    defaults: Settings
     load: Callable[[Any], Data]
     load_public: Callable[[Any], Public]
     new_model: Callable[[], nn.Module]
@@ -96,26 +108,28 @@ class Experiment:
     baseline: float | None
     quick: Mapping[str, Any]
 
+    def study(self, *notes: str) -> Study:
+        """Returns the study of this comparison; ``notes`` are added to those of all."""
+        return Study(COLUMNS, self.rows, (*NOTES, *notes), self.defaults, self.build_task)
+
     def build_task(self, settings: Settings) -> Task:
-        """The data's own split, the network, and how its gradients are perturbed."""
+        """Returns the data's own split, the network, and the perturbation of its gradients."""
         _check.whole("train", num_basis=settings.num_basis, power_iterations=settings.power_iterations)
         data, public = self.load(settings), self.load_public(settings)
-        return Task(
-            train=data.train,
-            test=data.test,
-            new_model=partial(seeded, self.new_model, settings.seed),
-            new_optimizer=partial(_optimizer, settings.learning_rate, settings.momentum),
-            new_baseline_optimizer=partial(_optimizer, settings.baseline_learning_rate, settings.momentum),
-            new_scheduler=_falling,
-            losses=partial(F.cross_entropy, reduction="none"),
+        return task.classification(
+            data,
+            partial(task.seeded, self.new_model, settings.seed),
+            settings,
+            new_optimizer=partial(task.sgd, settings.learning_rate, momentum=settings.momentum),
+            new_baseline_optimizer=partial(task.sgd, settings.baseline_learning_rate, momentum=settings.momentum),
+            new_scheduler=_linear_decay,
             private=partial(_arguments, settings, public, self.groups),
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            not_covered=data.not_covered,
+            device=task.gpu_if_any(),
             data_files={**data.files, **public.files},
         )
 
     def rows(self, quick: bool) -> Sequence[Training]:
-        """Every method at every epsilon; with the last the network without privacy."""
+        """Returns every method at every epsilon; the last row also trains the non-private baseline."""
         rows = [self._row(method, epsilon, quick) for epsilon in EPSILONS for method in self.methods]
         last = rows.pop()
         known = {} if self.baseline is None else {BASELINE: self.baseline}
@@ -127,17 +141,12 @@ class Experiment:
         return Training(f"{method}, epsilon {epsilon:g}", {"target_epsilon": epsilon, **chosen}, paper)
 
 
-def _optimizer(learning_rate: float, momentum: float, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=learning_rate, momentum=momentum)
-
-
-def _falling(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
+def _linear_decay(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 1 - step / num_steps)
 
 
 def _arguments(settings: Settings, public: Public, groups: Sequence[str], model: nn.Module) -> dict[str, Any]:
-    """Further arguments of `PrivateTraining`: the perturbation, if there are directions."""
+    """Returns the arguments of `PrivateTraining` for a perturbation; none if there are no directions."""
     if not settings.num_basis:
         return {}
     subspace = tp.AnchorSubspace(
@@ -157,5 +166,5 @@ def _arguments(settings: Settings, public: Public, groups: Sequence[str], model:
 
 
 def labels_of_the_data(batch: Any, outputs: Tensor, generator: torch.Generator) -> Tensor:
-    """The labels that the auxiliary examples come with."""
+    """Returns the labels of the auxiliary examples."""
     return batch[1]

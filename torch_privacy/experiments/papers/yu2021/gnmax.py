@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers' votes made private: noise on every count, and an answer only where the teachers agree.
+"""Provides GNMax and confident GNMax, which release the winner of teachers' votes with noise on every count.
 
 Source: N. Papernot, S. Song, I. Mironov, A. Raghunathan, K. Talwar, Ú. Erlingsson (2018), arXiv:1802.08908.
 """
@@ -19,14 +19,14 @@ from torch_privacy.privacy.events.pate import ThresholdTests, data_dependent_eps
 
 @dataclass(frozen=True)
 class GNMax:
-    """What is asked, what may be answered, and with how much noise; all of it is fixed before anybody votes.
+    """A mechanism that answers queries by vote; its settings are fixed before the votes are known.
 
-    With ``tests``, confident GNMax: query by query the largest count, with noise, is held against ``threshold``, and
-    where it reaches it the query is answered, until ``answers`` are given or the tests are used up. Without, the first
-    ``answers`` queries are all answered.
+    With ``tests``, this is confident GNMax: query by query it compares the largest count, with noise, with
+    ``threshold``, and answers the query if the count reaches it, until ``answers`` answers are given or all tests are
+    used. Without ``tests`` it answers the first ``answers`` queries.
 
-    Guarantees: whatever the votes, no more is released than `events` has. So its price holds for every outcome, that
-    of a run which gives fewer answers as well.
+    Guarantees: For any votes it releases no more than `events` lists, so that their price holds for every outcome,
+    including a run with fewer answers.
     """
 
     answers: int
@@ -39,9 +39,9 @@ class GNMax:
     def within(
         cls, epsilon: float, delta: float, answers: int, *, tests: int = 0, threshold: float = 0.0, share: float = 0.5
     ) -> "GNMax":
-        """As little noise as (epsilon, delta) allows; ``share`` of the budget pays for the tests, if there are any.
+        """Returns a mechanism with the least noise within (epsilon, delta); tests use ``share`` of the budget.
 
-        The budget is in squares of 1 / noise multiplier, which add up.
+        The budget is the sum of the squares of 1 / noise multiplier.
         """
         budget = privacy.calibrate(epsilon, delta, sampling_probability=1.0, num_steps=1) ** -2
         share = share if tests else 0.0
@@ -49,12 +49,12 @@ class GNMax:
         return cls(answers, noise, tests, threshold, sqrt(tests / (budget * share)) if tests else 0.0)
 
     def events(self) -> Sequence[tuple[Gaussian, int]]:
-        """What is paid for, used or not."""
+        """Returns the releases to account for, whether or not all of them are used."""
         tested = [(threshold_event(self.test_noise_stddev), self.tests)] if self.tests else []
         return [*tested, (votes_event(self.noise_stddev), self.answers)]
 
     def released(self, votes: Tensor) -> "Answers":
-        """Answers to queries with these votes (queries, classes), in their order; noise from a fresh secret key."""
+        """Answers queries with these votes (queries, classes) in order, with noise from a new secret key."""
         asked = votes[: self.tests or self.answers].float()
         noisy = {"counts": asked.clone(), "largest": asked.amax(1)}
         Noise(None).add_to(0, noisy, {"counts": self.noise_stddev, "largest": self.test_noise_stddev})
@@ -65,7 +65,7 @@ class GNMax:
         return Answers(answered, noisy["counts"][answered].argmax(1), tested)
 
     def epsilon_of_these_votes(self, votes: Tensor, answers: "Answers", delta: float) -> float:
-        """What the tests made and the answers given cost with these votes: **private itself**, no guarantee."""
+        """Returns the data-dependent epsilon of the tests and answers: **private itself**, not a guarantee."""
         counts = votes.double().numpy()
         made = ThresholdTests(counts[: answers.tested].max(1), self.threshold, self.test_noise_stddev)
         tests = made if answers.tested else None
@@ -74,7 +74,7 @@ class GNMax:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What was released: which queries were answered, with what, and how many were tested for it."""
+    """The release: the answered queries, their labels, and the number of tested queries."""
 
     queries: Tensor  # (answers,)
     labels: Tensor  # (answers,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning without training: ridge regression in a Gaussian kernel, and labels that spread to a graph's other points.
+"""Provides ridge regression with a Gaussian kernel, and label propagation on a graph of neighbors.
 
 Points are float32 of shape (n, d); labels are scores (n, classes).
 """
@@ -16,21 +16,21 @@ NEIGHBORS, SPREAD, ROUNDS = 10, 0.9, 50
 
 
 def principal(points: Tensor, components: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Mean (d,) and principal directions (d, components) of the points."""
+    """Returns the mean (d,) and the principal directions (d, components) of the points."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of a randomized algorithm
+        torch.manual_seed(seed)  # the algorithm is randomized
         mean = points.mean(0)
         return mean, torch.svd_lowrank(points - mean, q=min(components, *points.shape), niter=3)[2]
 
 
 def width(points: Tensor) -> float:
-    """The median distance between points, of the first thousand: how wide a kernel on them should be."""
+    """Returns the kernel's width: the median distance between the first thousand points."""
     return float(torch.pdist(points[:1000]).median())
 
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """Scores ``k(x, X) (k(X, X) + RIDGE I)^-1 Y`` with the kernel ``exp(-|x - y|² / width²)``."""
+    """Ridge regression: scores ``k(x, X) (k(X, X) + RIDGE I)^-1 Y`` with the kernel ``exp(-|x - y|² / width²)``."""
 
     points: Tensor
     weights: Tensor
@@ -38,14 +38,14 @@ class Ridge:
 
     @classmethod
     def fitted(cls, points: Tensor, labels: Tensor, width: float, classes: int = 10) -> "Ridge":
-        """To points (n, d) and their classes (n,)."""
+        """Returns the regression fitted to points (n, d) and their classes (n,)."""
         targets = torch.nn.functional.one_hot(labels, classes).to(points) - 1 / classes
         kernel = _kernel(points, points, width)
         kernel.diagonal().add_(RIDGE)
         return cls(points, torch.cholesky_solve(targets, torch.linalg.cholesky(kernel)), width)
 
     def predicted(self, points: Tensor) -> Tensor:
-        """The class (m,) with the largest score."""
+        """Returns the class with the largest score, (m,)."""
         parts = [_kernel(part, self.points, self.width) @ self.weights for part in points.split(1000)]
         return torch.cat(parts).argmax(1)
 
@@ -55,7 +55,7 @@ def _kernel(x: Tensor, y: Tensor, width: float) -> Tensor:
 
 
 def neighborhood(points: Tensor) -> sparse.csr_array:
-    """(n, n): the symmetric graph of nearest neighbors, nearer ones weighing more, divided by the roots of degrees."""
+    """Returns the symmetric graph (n, n) of nearest neighbors, weighted by distance and normalized by degrees."""
     distances, nearest = _nearest(points)
     weights = torch.exp(-distances.square() / distances[:, -1:].square()).flatten().numpy()
     rows = np.repeat(np.arange(len(points)), NEIGHBORS)
@@ -66,16 +66,16 @@ def neighborhood(points: Tensor) -> sparse.csr_array:
 
 
 def _nearest(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances and numbers (n, NEIGHBORS) of every point's nearest others."""
+    """Returns the distances and indices (n, NEIGHBORS) of every point's nearest neighbors."""
     found = [torch.cdist(part, points).topk(NEIGHBORS + 1, largest=False) for part in points.split(1000)]
     distances, nearest = (torch.cat(parts)[:, 1:] for parts in zip(*found, strict=True))
     return distances, nearest
 
 
 def spread(graph: sparse.csr_array, known: Tensor, labels: Tensor, classes: int = 10) -> Tensor:
-    """The class (n,) of every point, from those (m,) of known ones: each round takes scores over from the neighbors.
+    """Returns the class (n,) of every point, propagated from the labels (m,) of the known ones.
 
-    ``F <- SPREAD S F + (1 - SPREAD) Y``, and all classes count as equally frequent at the end.
+    Each round sets ``F <- SPREAD S F + (1 - SPREAD) Y``; at the end all classes are weighted as equally frequent.
 
     Source: D. Zhou, O. Bousquet, T. Lal, J. Weston, B. Schölkopf, "Learning with local and global consistency", 2004.
     """

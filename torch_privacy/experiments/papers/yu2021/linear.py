@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear classifier with gradient embedding perturbation: Yu, Zhang, Chen and Liu (2021), Appendix A.
+"""Trains a linear classifier with gradient embedding perturbation: Yu, Zhang, Chen and Liu (2021), Appendix A.
 
 ``torch-privacy reproduce gep-linear`` trains one dense layer (40,960 weights, as in the paper, and no biases) on 4,096
 features of CIFAR-10. The paper's features are those of a large network, trained on unlabeled ImageNet: it reports
-94.8 % test accuracy with GEP at epsilon 2. Ours know no more than 2,000 public photographs of CIFAR-100 without labels:
-random patches of these, whitened, are the filters of one convolution, rectified at both signs and pooled. So compare
-the methods with each other, not with the paper.
+94.8 % test accuracy with GEP at epsilon 2. Ours come from only 2,000 public photographs of CIFAR-100 without labels:
+random patches of these, whitened, are the filters of one convolution, rectified at both signs and pooled. Therefore
+compare the methods with each other, not with the paper.
 
-Learning rate and the residuals' bound were looked for in 80 steps at epsilon 2 on 20,000 images, one seed. At rates of
+The learning rate and the residuals' bound were tuned with 80 steps at epsilon 2 on 20,000 images, one seed. At rates of
 2, 4, 8, 16, 32 and 64 plain clipping has 37.7, 41.1, 43.0, 46.5, 47.4 and 43.2 %, GEP at 8 and 16 43.0 and 46.1 %.
-The full run, of 6 to 12 times as many steps, takes 8; nothing was tried on it.
+The full run, with 6 to 12 times as many steps, uses 8; it was not tuned.
 
 Source: D. Yu et al. (2021), arXiv:2102.12677; features after A. Coates and A. Ng, "The importance of encoding versus
 training with sparse coding and vector quantization", ICML 2011.
@@ -26,33 +26,41 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
-from torch_privacy.experiments.papers.yu2021 import common as gep
+from torch_privacy.experiments.papers.yu2021 import common
+from torch_privacy.experiments.papers.yu2021.common import Comparison, Public
 
 FILTERS, SIZE, STRIDE, CELLS = 512, 6, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
-NUM_PATCHES = 50_000  # of which the variances are taken
-LEAST_VARIANCE = 0.1  # added to those of the whitened directions
+NUM_PATCHES = 50_000  # from which the covariance is estimated
+LEAST_VARIANCE = 0.1  # added to the variances of the whitened directions
 FLAT = 1e-3  # added to the variance of a patch of pixels in [0, 1]
-THRESHOLD = 0.25  # that a response must exceed; responses have a standard deviation of about 1
-CHUNK = 100  # images at a time: what they take stays in malloc's hands
+THRESHOLD = 0.25  # subtracted from responses, which have a standard deviation of about 1
+CHUNK = 100  # images at a time, few enough for malloc to reuse their memory
 
 
-@dataclass(frozen=True)
-class Settings(gep.Settings):
-    """The paper's k; the rest tuned."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(common.Settings):
+    """The settings of a training on features."""
 
-    learning_rate: float = 8.0
-    baseline_learning_rate: float = 8.0
-    clip_norm: float = 1.0
-    residual_clip_norm: float = 0.2
-    num_basis: int = 200
-    num_anchors: int = 500
-    num_examples: int = 50_000  # of the training images, and a fifth as many test images; the first
+    num_examples: int = 50_000  # of the training images, and a fifth as many test images, from the first
+
+
+DEFAULTS = Settings(  # the paper's k; the others were tuned
+    target_epsilon=8.0,
+    expected_batch_size=1000,
+    learning_rate=8.0,
+    baseline_learning_rate=8.0,
+    clip_norm=1.0,
+    residual_clip_norm=0.2,
+    num_basis=200,
+    num_anchors=500,
+    epochs=1.0,
+)
 
 
 class Features:
-    """4,096 numbers of length one for every image, (n, 3, 32, 32) -> (n, 4096): fixed by public images.
+    """Maps images (n, 3, 32, 32) to features (n, 4096) of norm 1, determined by public images alone.
 
-    Patches are centered, scaled and whitened by what those of the public images are like; filters are some of these.
+    Patches are centered, scaled and whitened with the covariance of the public patches; some of these are the filters.
     """
 
     def __init__(self, images: Tensor):
@@ -66,12 +74,12 @@ class Features:
         covariance = patches.T @ patches / NUM_PATCHES
         variances, directions = torch.linalg.eigh(covariance)
         whitening = directions / (variances + LEAST_VARIANCE).sqrt() @ directions.T
-        filters = F.normalize(patches[:FILTERS] @ whitening) @ whitening  # of patches that are not white
-        filters -= filters.mean(1, keepdim=True)  # hence of patches that are not centered
+        filters = F.normalize(patches[:FILTERS] @ whitening) @ whitening  # to be applied to patches before whitening
+        filters -= filters.mean(1, keepdim=True)  # and before centering
         self._filters = filters.view(FILTERS, -1, SIZE, SIZE)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """In chunks."""
+        """Returns the features, computed in chunks."""
         return torch.cat([self._of_few(part) for part in images.split(CHUNK)])
 
     def _of_few(self, images: Tensor) -> Tensor:
@@ -83,41 +91,42 @@ class Features:
 
 
 def _normalized(patches: Tensor) -> Tensor:
-    """Every patch with mean 0 and, unless it is flat, variance 1."""
+    """Returns every patch with mean 0 and, unless it is constant, variance about 1."""
     centered = patches - patches.mean(-1, keepdim=True)
     return centered / (centered.square().mean(-1, keepdim=True) + FLAT).sqrt()
 
 
 @cache
-def load_features(folder: str | None, num_examples: int) -> tuple[Data, gep.Public]:
-    """CIFAR-10 and the public images, both as features."""
+def load_features(folder: str | None, num_examples: int) -> tuple[Data, Public]:
+    """Returns CIFAR-10 and the public images, both as features."""
     _check.whole("train", at_least=5, num_examples=num_examples)
     public, data = load_public_images(folder), load_cifar10(folder)
     features = Features(public.images)
     sizes = (data.train, num_examples), (data.test, num_examples // 5)
     train, test = (TensorDataset(features(part.tensors[0][:n]), part.tensors[1][:n]) for part, n in sizes)
     found = Data(data.name, train, test, data.classes, data.licence, data.files)
-    return found, gep.Public(features(public.images), public.files)
+    return found, Public(features(public.images), public.files)
 
 
 def load(settings: Any) -> Data:
-    """CIFAR-10 as features."""
+    """Returns CIFAR-10 as features."""
     return load_features(settings.data, settings.num_examples)[0]
 
 
-def load_public(settings: Any) -> gep.Public:
-    """The public photographs as features."""
+def load_public(settings: Any) -> Public:
+    """Returns the public photographs as features."""
     return load_features(settings.data, settings.num_examples)[1]
 
 
 def new_model() -> nn.Module:
-    """One dense layer that begins at zero."""
+    """Returns one dense layer without biases, with initial weights 0."""
     layer = nn.Linear(2 * FILTERS * CELLS**2, 10, bias=False)
     nn.init.zeros_(layer.weight)
     return layer
 
 
-EXPERIMENT = gep.Experiment(
+COMPARISON = Comparison(
+    DEFAULTS,
     load,
     load_public,
     new_model,
@@ -128,5 +137,4 @@ EXPERIMENT = gep.Experiment(
     baseline=None,
     quick={"epochs": 1, "num_examples": 5_000},
 )
-COLUMNS, NOTES = gep.COLUMNS, (*gep.NOTES, "The paper's features come from a far larger network and far more images.")
-build_task, rows = EXPERIMENT.build_task, EXPERIMENT.rows
+STUDY = COMPARISON.study("The paper's features come from a far larger network and far more images.")

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digits learnt from the noisy votes of teachers (PATE): the baseline that Yu et al. (2021) compare GEP to, Table 1.
+"""Trains on MNIST with noisy votes of teachers (PATE), the baseline of GEP in Yu et al. (2021), Table 1.
 
-``torch-privacy reproduce pate-mnist`` gives each of 250 teachers about 240 digits of its own. Whose an image is
-hangs on the image alone, so that one more or less is known to one teacher, and changes nothing for the others. They
-vote on some of 9,000 test images that count as public, and a student learns from the noisy answers and all 9,000
-images. It is scored on the 1,000 that are left, as in the papers on PATE. Answers come by GNMax, or by confident GNMax,
-which first tests whether the teachers agree.
+``torch-privacy reproduce pate-mnist`` gives each of 250 teachers about 240 digits of its own. An image's teacher
+depends on the image alone, so that adding or removing an image affects one teacher only. The teachers vote on some of
+9,000 test images that count as public, and a student learns from the noisy answers and all 9,000 images. It is scored
+on the remaining 1,000, as in the papers on PATE. Answers come from GNMax, or from confident GNMax, which first tests
+whether the teachers agree.
 
-The certified epsilon holds whatever the votes: it is what may be reported. The data-dependent one, which the papers
-report, is itself a function of the private data and must not be published; it stands there to compare.
+The certified epsilon holds for all votes and may be reported. The data-dependent epsilon that the papers report is a
+function of the private data and must not be published; it is shown for comparison only.
 
-Source: N. Papernot, S. Song, I. Mironov, A. Raghunathan, K. Talwar, Ú. Erlingsson (2018), arXiv:1802.08908. Where
-theirs are networks and a generative one, ours look at scattering coefficients: teachers by ridge regression in a
-kernel, the student by answers that spread to similar images.
+Source: N. Papernot, S. Song, I. Mironov, A. Raghunathan, K. Talwar, Ú. Erlingsson (2018), arXiv:1802.08908. Their
+teachers are networks and their student is a generative one; ours use scattering coefficients: kernel ridge regression
+for the teachers, label propagation to similar images for the student.
 """
 
 import hashlib
@@ -27,9 +27,10 @@ from torch import Tensor
 
 from torch_privacy import privacy
 from torch_privacy.data import load_mnist
-from torch_privacy.experiments.papers.best.common import as_seen, scattered
+from torch_privacy.experiments.papers.best.common import scattered, with_inputs
 from torch_privacy.experiments.papers.yu2021.gnmax import GNMax
 from torch_privacy.experiments.papers.yu2021.kernels import Ridge, neighborhood, principal, spread, width
+from torch_privacy.experiments.study import Study
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     EXACT,
@@ -43,8 +44,8 @@ from torch_privacy.runs.rows import (
 
 DELTA = 1e-5
 NUM_SCORED = 1000  # of the test images; the others are public
-TESTS_PER_ANSWER = 2  # of confident GNMax, at most
-COMPONENTS = 300  # principal ones of the public images' features
+TESTS_PER_ANSWER = 2  # at most, for confident GNMax
+COMPONENTS = 300  # principal components of the public images' features
 TESTED, ANSWERED, NOISE = "tests", "queries", "noise_stddev"
 RIGHT, DEPENDENT = "labels_right", "epsilon_data_dependent"
 COLUMNS = {
@@ -57,29 +58,29 @@ COLUMNS = {
     DEPENDENT: Column("eps of these votes", digits=2),
 }
 NOTES = (
-    "Labels right: the share of the teachers' noisy answers that are true. Scored on 1,000 test images.",
-    "Eps of these votes is data-dependent, the kind that the papers report: it is private itself, and no guarantee to "
-    "be published. The certified one holds whatever the votes.",
-    "Kernel and graph were chosen by a look at the public images' labels.",
+    "Labels right: the fraction of correct noisy answers of the teachers. Scored on 1,000 test images.",
+    "Eps of these votes is data-dependent, as in the papers: it is private itself and must not be published. The "
+    "certified one holds for all votes.",
+    "Kernel and graph were chosen with the public images' labels.",
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Size:
-    """How large everything is; None for all images."""
+    """The size of the experiment; ``num_examples`` is None for all images."""
 
     teachers: int
     threshold: float  # of confident GNMax, in votes
-    answers: Mapping[int, int]  # epsilon -> how many labels are asked for
+    answers: Mapping[int, int]  # epsilon -> number of labels to ask for
     num_examples: int | None = None
 
     @property
     def questions(self) -> int:
-        """How many public images the teachers look at, at most."""
+        """Returns the largest number of public images that the teachers label."""
         return TESTS_PER_ANSWER * max(self.answers.values())
 
     def mechanism(self, epsilon: int, confident: bool) -> GNMax:
-        """How answers are given at one epsilon."""
+        """Returns the mechanism that answers at one epsilon."""
         answers = self.answers[epsilon]
         tests = TESTS_PER_ANSWER * answers if confident else 0
         return GNMax.within(epsilon, DELTA, answers, tests=tests, threshold=self.threshold)
@@ -91,7 +92,7 @@ PAPER = {2: 0.985, 5: 0.985, 8: 0.986}
 
 
 def rows(quick: bool) -> Sequence[Computation]:
-    """Both ways to answer, and a student each, at each of the paper's epsilons."""
+    """Returns a student for both mechanisms at each of the paper's epsilons."""
     size = QUICK if quick else FULL
     return [
         Computation(
@@ -106,7 +107,7 @@ def rows(quick: bool) -> Sequence[Computation]:
 
 
 def student_numbers(size: Size, epsilon: int, confident: bool, context: Context) -> Numbers:
-    """Answers at one epsilon, and the student that learns from them."""
+    """Returns the numbers of the answers at one epsilon and of the student that learns from them."""
     images, votes = images_seen(size, context.data), votes_of_teachers(size, context.seed, context.data)
     mechanism = size.mechanism(epsilon, confident)
     released = mechanism.released(votes)
@@ -126,22 +127,22 @@ def student_numbers(size: Size, epsilon: int, confident: bool, context: Context)
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Features of the private, the public and the scored images, and what is known of the public ones."""
+    """Features and digits of the private, public and scored images, and a graph of the public ones."""
 
     private: Tensor
     digits: Tensor
     public: Tensor
-    public_digits: Tensor  # only to say how many answers are right
+    public_digits: Tensor  # used only to count correct answers
     scored: Tensor
     scored_digits: Tensor
     width: float  # of the kernel
     graph: Any  # of public images and their neighbors
 
 
-@lru_cache(maxsize=1)  # all rows see the same
+@lru_cache(maxsize=1)  # shared by all rows
 def images_seen(size: Size, folder: str | None) -> Images:
-    """Scattering coefficients on the principal components of the public images: no private image has a say in these."""
-    data = as_seen(load_mnist, scattered, folder, size.num_examples)
+    """Returns scattering coefficients, projected onto the principal components of the public images alone."""
+    data = with_inputs(load_mnist, scattered, folder, size.num_examples)
     (private, digits), (others, other_digits) = data.train.tensors, data.test.tensors
     mean, directions = principal(others[:-NUM_SCORED].flatten(1), COMPONENTS)
     private, others = (
@@ -153,31 +154,34 @@ def images_seen(size: Size, folder: str | None) -> Images:
 
 
 def questions(size: Size, seed: int, num_public: int) -> Tensor:
-    """The public images that the teachers look at, in the order in which labels are asked for; fewer are the first."""
+    """Returns the public images to be labeled, in this order; fewer questions are a prefix of more."""
     chosen = np.random.default_rng(seed).permutation(num_public)[: size.questions]
     return torch.from_numpy(chosen)
 
 
-@lru_cache(maxsize=16)  # seeds; all rows ask the same teachers
+@lru_cache(maxsize=16)  # number of seeds; all rows ask the same teachers
 def votes_of_teachers(size: Size, seed: int, folder: str | None) -> Tensor:
-    """(questions, 10): how many teachers vote for each digit; secret."""
+    """Returns the numbers of teachers that vote for each digit, (questions, 10); secret."""
     images = images_seen(size, folder)
-    whose = teachers_of(load_mnist(folder).train.tensors[0][: len(images.private)], size.teachers, seed)
+    teacher_of = teachers_of(load_mnist(folder).train.tensors[0][: len(images.private)], size.teachers, seed)
     asked = images.public[questions(size, seed, len(images.public))]
     votes = torch.zeros(len(asked), 10)
     for number in range(size.teachers):
-        own = (whose == number).nonzero().flatten()
-        if len(own):  # one with nothing to learn from has no vote
+        own = (teacher_of == number).nonzero().flatten()
+        if len(own):  # a teacher without images has no vote
             teacher = Ridge.fitted(images.private[own], images.digits[own], images.width)
             votes[torch.arange(len(asked)), teacher.predicted(asked)] += 1
     return votes
 
 
 def teachers_of(images: Tensor, count: int, seed: int) -> Tensor:
-    """(n,): the number of each image's teacher, a function of that image and the seed alone.
+    """Returns the number of each image's teacher (n,), a function of that image and the seed alone.
 
-    Were it drawn for all together, one image less would give most of the others to another teacher.
+    If the teachers were drawn for all images together, removing one image would change the teachers of most others.
     """
     key = seed.to_bytes(8, "big")
     digests = (hashlib.blake2b(image.numpy().tobytes(), key=key, digest_size=8).digest() for image in images)
     return torch.tensor([int.from_bytes(digest, "big") % count for digest in digests])
+
+
+STUDY = Study(COLUMNS, rows, NOTES, delta=DELTA)
