@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
 from torch_privacy.experiments.catalog import GDP, Experiment
-from torch_privacy.experiments.papers.bu2020.movielens import squared_stars
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
@@ -165,9 +164,3 @@ def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regressio
     saved = safetensors.torch.load_file(stopped.folder.model)
     assert all(torch.equal(saved[name], value) for name, value in stopped.average.model.state_dict().items())
     assert not torch.equal(saved["0.weight"], stopped.model.state_dict()["0.weight"])
-
-
-def test_stars_are_the_mean_under_the_softmax():
-    stars, outputs = torch.tensor([0.5, 1.0, 5.0]), torch.tensor([[0.0, 0.0, 0.0], [100.0, 0.0, 0.0]])
-    errors = squared_stars(stars, outputs, torch.tensor([1, 2]))
-    assert errors.tolist() == pytest.approx([(6.5 / 3 - 1) ** 2, 4.5**2])

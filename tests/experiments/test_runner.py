@@ -24,7 +24,7 @@ from torch_privacy.experiments import runner
 from torch_privacy.experiments.models.networks import adult_perceptron
 from torch_privacy.experiments.papers.bu2020 import adult as adult
 from torch_privacy.experiments.runner import Run
-from torch_privacy.experiments.task import number_of_steps, seeded
+from torch_privacy.experiments.task import seeded
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
 
@@ -57,21 +57,6 @@ def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "tiny"
     assert command(["train", "adult", "--run", str(path), "--epochs", "1.5", "--batch-size", "2000", "--quiet"]) == 0
     return RunFolder(path)
-
-
-def test_settings_are_the_papers():
-    settings = adult.DEFAULTS
-    assert (settings.noise_multiplier, settings.expected_batch_size, settings.learning_rate) == (0.55, 256, 0.15)
-    assert (settings.clip_norm, settings.epochs, settings.hidden_units, settings.delta) == (1.0, 18, 16, 1e-5)
-    assert number_of_steps(settings, 29305) == 2061  # 18 * 29305 / 256 = 2060.5
-
-
-def test_task_has_the_papers_split_and_network():
-    task = adult.build_task(adult.DEFAULTS)
-    assert (len(task.train), len(task.test)) == (29305, 3256)
-    model = task.new_model()
-    assert sum(p.numel() for p in model.parameters()) == 123 * 16 + 16 + 16 * 2 + 2
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), task.new_model().parameters(), strict=True))
 
 
 def test_seeded_network_leaves_the_random_state_alone():

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments.papers.abadi2016 import mnist as abadi_mnist
+from torch_privacy.experiments.papers.abadi2016 import mnist
 from torch_privacy.experiments.papers.abadi2016.mnist import (
     DEFAULTS,
     LEVELS,
@@ -29,7 +29,7 @@ def made_up_images(monkeypatch):
     torch.set_default_dtype(torch.float32)
     part = TensorDataset(torch.rand(200, 1, 28, 28), torch.randint(10, (200,)))
     data = Data("MNIST", part, part, tuple(range(10)), "none", {"a": "b"})
-    monkeypatch.setattr(abadi_mnist, "load_mnist", lambda folder: data)
+    monkeypatch.setattr(mnist, "load_mnist", lambda folder: data)
 
 
 def training_of(task, settings) -> tp.PrivateTraining:
