@@ -21,7 +21,6 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
-from torch_privacy.cli._training import see_through
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 
@@ -137,6 +136,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
 
 def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
     """One row, to its end or to a stop; without a heading silently."""
+    from torch_privacy.cli.progress import run_to_end
     from torch_privacy.runs.rows import Computation
 
     if isinstance(job.row, Computation):
@@ -147,5 +147,5 @@ def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
     with closing(work.training(job)) as training:
         if heading:  # not before the data are there
             say(heading)
-        if see_through(training, signals, silent=not heading):
+        if run_to_end(training, signals, silent=not heading):
             training.finish()

@@ -20,7 +20,6 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
-from torch_privacy.cli._training import see_through
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import TRAININGS
 
@@ -141,6 +140,7 @@ def train_in(
     ``more`` is printed with the results, for a program.
     """
     with DeferredSignals() as signals:
+        from torch_privacy.cli.progress import run_to_end
         from torch_privacy.experiments.runner import Run
         from torch_privacy.privacy.summary import privacy_lines
         from torch_privacy.runs.table import score_lines
@@ -149,7 +149,7 @@ def train_in(
             naming(folder),
             closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
         ):
-            if not see_through(job, signals, silent=quiet or as_json):
+            if not run_to_end(job, signals, silent=quiet or as_json):
                 say(f"stopped after step {job.training.step_count} of {job.training.num_steps}; continue with")
                 say(f"  torch-privacy train --resume {folder}")
                 raise typer.Exit(128 + (signals.received or 0))

@@ -78,7 +78,7 @@ def test_principal_components_see_public_images_only(made_up):
     before = pate_mnist.images_seen(TINY, None)
     made_up.zero_()
     pate_mnist.images_seen.cache_clear()
-    pate_mnist.as_seen.cache_clear()
+    pate_mnist.with_inputs.cache_clear()
     after = pate_mnist.images_seen(TINY, None)
     assert not torch.equal(before.private, after.private)
     assert torch.equal(before.public, after.public)
