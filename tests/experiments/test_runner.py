@@ -335,10 +335,10 @@ def test_truncated_checkpoint_is_refused(stopped, capfd):
 @pytest.mark.parametrize(
     ("edit", "words"),
     {
-        "learning rate": (lambda old: {**old, "learning_rate": 0.3}, "began with in learning_rate."),
-        "empty": (lambda old: {}, "began with in experiment, "),
-        "unknown key": (lambda old: {**old, "momentum": 0.9}, "began with in momentum."),
-        "missing key": (lambda old: {key: old[key] for key in old if key != "data"}, "began with in data."),
+        "learning rate": (lambda old: {**old, "learning_rate": 0.3}, "was started with in learning_rate."),
+        "empty": (lambda old: {}, "was started with in experiment, "),
+        "unknown key": (lambda old: {**old, "momentum": 0.9}, "was started with in momentum."),
+        "missing key": (lambda old: {key: old[key] for key in old if key != "data"}, "was started with in data."),
         "list": (lambda old: [1], "not a JSON object"),
     }.values(),
     ids=["learning rate", "empty", "unknown key", "missing key", "list"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``epsilon``, ``delta``, ``calibrate``, ``tradeoff`` and ``compare``: accounting, without torch."""
+"""Provides ``epsilon``, ``delta``, ``calibrate``, ``tradeoff`` and ``compare``: accounting, without torch."""
 
 import logging
 import warnings
@@ -13,7 +13,7 @@ import typer
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
-Probability = Annotated[float, typer.Option(help="Chance of an example to join a step, batch size / n; in (0, 1].")]
+Probability = Annotated[float, typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].")]
 Steps = Annotated[int, typer.Option(help="Number of noisy steps: epochs / sampling probability, an integer.")]
 Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta), a probability; well below 1/n for n examples.")]
 Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
@@ -23,8 +23,8 @@ Alphas = Annotated[
 ]
 
 
-def _picture(text: str) -> Path:
-    """A file to draw into, its format known."""
+def _figure_path(text: str) -> Path:
+    """Returns the path of a figure; refuses an unknown format."""
     if Path(text).suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"{text!r} must end in {', '.join(PICTURES)}")
     return Path(text)
@@ -34,8 +34,8 @@ PICTURES = (".svg", ".png", ".pdf")
 Plot = Annotated[
     Path | None,
     typer.Option(
-        parser=_picture,
-        help="Also draw a picture into this file: .svg, .png or .pdf.",
+        parser=_figure_path,
+        help="Also draw a figure into this file: .svg, .png or .pdf.",
         metavar="FILE",
         show_default=False,
     ),
@@ -51,7 +51,7 @@ def epsilon(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Epsilon of a private training, as a certified bracket, beside what other accountants say.
+    """Print epsilon of a private training as a certified bracket, beside the values of other accountants.
 
     Poisson sampling; neighboring data sets differ by one example, added or removed.
     """
@@ -61,10 +61,10 @@ def epsilon(
     summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
     if plot is not None:
         from torch_privacy import privacy
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        mark = _pictures.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
-        _draw(_pictures.profile_picture(noise_multiplier, sampling_probability, steps, mark), plot)
+        mark = accounting_plots.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
+        _draw(accounting_plots.profile_picture(noise_multiplier, sampling_probability, steps, mark), plot)
     print_result(summary.as_json(), privacy_lines(summary), as_json)
 
 
@@ -77,7 +77,7 @@ def delta(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delta of a private training at an epsilon, as a certified bracket."""
+    """Print delta of a private training at an epsilon, as a certified bracket."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 
@@ -85,9 +85,9 @@ def delta(
     setting = noise_multiplier, sampling_probability, steps
     bracket = compose_steps(*setting).delta(epsilon)
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.profile_picture(*setting, _pictures.delta_mark(epsilon, bracket)), plot)
+        _draw(accounting_plots.profile_picture(*setting, accounting_plots.delta_mark(epsilon, bracket)), plot)
     content = {
         "noise_multiplier": noise_multiplier,
         "sampling_probability": sampling_probability,
@@ -108,7 +108,7 @@ def calibrate(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """The smallest noise multiplier whose certified epsilon does not exceed a target."""
+    """Print the smallest noise multiplier with a certified epsilon of at most a target."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
@@ -117,9 +117,9 @@ def calibrate(
     summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
     lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.calibration_picture(noise, sampling_probability, steps, delta, epsilon), plot)
+        _draw(accounting_plots.calibration_picture(noise, sampling_probability, steps, delta, epsilon), plot)
     print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
 
 
@@ -132,7 +132,7 @@ def tradeoff(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """What an attacker can do at best: how many members are missed at each rate of false positives."""
+    """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy.cli.tables import tradeoff_view
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
@@ -141,9 +141,9 @@ def tradeoff(
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.tradeoff_picture(noise_multiplier, sampling_probability, steps), plot)
+        _draw(accounting_plots.tradeoff_picture(noise_multiplier, sampling_probability, steps), plot)
     print_result({"tradeoff": points, **attacker}, tradeoff_view(points, attacker_lines(attacker)), as_json)
 
 
@@ -156,9 +156,9 @@ def compare(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """What every accountant says of one training, which claims are true, and how long each took.
+    """Compare the accountants on one training: their epsilons, whether these are true, and their running times.
 
-    dp-accounting and prv-accountant are asked if they are installed.
+    Includes dp-accounting and prv-accountant if they are installed.
     """
     from torch_privacy.cli.tables import claims_table
     from torch_privacy.privacy import comparison
@@ -170,25 +170,25 @@ def compare(
         f"{steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {sampling_probability:.4g}, delta = {delta:g}"
     )
     if plot is not None:
-        from torch_privacy.report import accounting_plots as _pictures
+        from torch_privacy.report import accounting_plots
 
-        _draw(_pictures.claims_picture(claims, setting), plot)
+        _draw(accounting_plots.claims_picture(claims, setting), plot)
     content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
     print_result({**content, "delta": delta, "claims": comparison.as_json(claims)}, claims_table(claims), as_json)
 
 
 def _draw(figure: Any, path: Path) -> None:
-    """Write a picture and say so."""
-    from torch_privacy.report import figures as plots
+    """Writes a figure and reports its path."""
+    from torch_privacy.report import figures
 
     with naming(path):
-        plots.save(figure, path)
+        figures.save(figure, path)
     say(f"picture: {path}")
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Other accountants' warnings and logs stay out of the table."""
+    """Suppresses warnings and logs of other accountants."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -199,7 +199,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _check_steps(where: str, steps: int) -> None:
-    """Raise a ``ValueError`` unless there is a step."""
+    """Raises a ``ValueError`` unless there is at least one step."""
     from torch_privacy import _validate as _check
 
     _check.whole(where, at_least=1, num_steps=steps)

@@ -38,15 +38,15 @@ def run_to_end(run: Run, signals: DeferredSignals, *, silent: bool) -> bool:
 
 
 class LiveBar(Progress):
-    """A progress bar that never fills its line to the end."""
+    """A progress bar that leaves the end of its line free."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for renderable in super().get_renderables():
-            yield _Narrowed(renderable)
+            yield _Narrower(renderable)
 
 
-class _Narrowed:
-    """What is shown, in a line that is ``MARGIN`` columns shorter."""
+class _Narrower:
+    """Renders its content ``MARGIN`` columns narrower."""
 
     def __init__(self, inner: RenderableType):
         self._inner = inner
@@ -56,19 +56,23 @@ class _Narrowed:
 
 
 class EpsilonAhead:
-    """An upper bound on epsilon for the step shown, computed for a later one so that it holds in between.
+    """An upper bound on epsilon of the step shown, computed for a later step so that it holds in between.
 
     Guarantees:
-        - The bound is never below the certified epsilon of the step that it is asked for.
-        - Computing it takes about ``SHARE`` of the time, and no more once the speed is known.
+        - The bound is never below the certified epsilon of the given step.
+        - Its computation takes about ``SHARE`` of the time, and at most that once the speed is known.
     """
 
     def __init__(self) -> None:
-        self._step, self._epsilon = 0, 0.0  # priced last
-        self._asked, self._time, self._cost = 0, 0.0, 0.0  # of that pricing: asked for which step, when, how long
+        self._step, self._epsilon = 0, 0.0  # of the last computation
+        self._asked, self._time, self._cost = (
+            0,
+            0.0,
+            0.0,
+        )  # given step, end and seconds of the last computation
 
     def bound(self, step: int, num_steps: int, price: Price) -> float:
-        """Epsilon of all steps up to ``step``, or somewhat more, but no more than of all ``num_steps``."""
+        """Returns a bound on epsilon of the first ``step`` steps, at most that of all ``num_steps``."""
         if step > self._step:
             start = monotonic()
             self._step = min(num_steps, step + self._ahead(step, num_steps, start))
@@ -77,7 +81,7 @@ class EpsilonAhead:
         return self._epsilon
 
     def _ahead(self, step: int, num_steps: int, now: float) -> int:
-        """How many steps are likely made until a new price is due; a hundredth of all while the speed is unknown."""
+        """Returns how many steps ahead to compute epsilon; a hundredth of all while the speed is unknown."""
         if self._asked == 0:
             return num_steps // 100
         speed = (step - self._asked) / max(now - self._time, 1e-6)
@@ -85,7 +89,7 @@ class EpsilonAhead:
 
 
 class TrainingDisplay:
-    """Shows a training's steps; epsilon is computed ahead of them, never for every step."""
+    """Shows a training's steps, with epsilon computed ahead of them."""
 
     def __init__(self, console: Console, *, silent: bool):
         self._console = console
@@ -102,7 +106,7 @@ class TrainingDisplay:
         self._live.stop()
 
     def show(self, step: Step, price: Price) -> None:
-        """Show one step; ``price`` tells what so many steps cost at most."""
+        """Shows one step; ``price`` maps a number of steps to a bound on epsilon."""
         if self._silent:
             return
         if self._console.is_terminal:
@@ -117,7 +121,7 @@ class TrainingDisplay:
         self._live.update(self._bars[step.training], completed=step.step, state=self._state(step, price))
 
     def _state(self, step: Step, price: Price) -> str:
-        """Epsilon first, and alone where there is no room for more."""
+        """Returns epsilon, loss and score, or epsilon alone on a narrow terminal."""
         parts = [f"loss {step.loss:.3f}", f"{step.measure.name} {step.measure.text(step.score)}"]
         if step.training == "private":
             parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, step.num_steps, price))}")
@@ -126,7 +130,7 @@ class TrainingDisplay:
 
 
 def _columns(width: int) -> tuple[ProgressColumn, ...]:
-    """What a terminal of so many columns has room for; steps and epsilon always."""
+    """Returns the columns that fit into ``width``; steps and epsilon are always among them."""
     name, steps, state = TextColumn("{task.description:<11}"), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
     if width < ROOM_FOR_BAR:
         return name, steps, state

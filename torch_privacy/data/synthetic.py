@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that nobody is behind, of the shape of real ones: to try settings on before private data are touched."""
+"""Draws synthetic data in the format of real ones, to try settings without private data."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ UNDECIDED = 0.7  # standard deviation of what answers do not tell, relative to w
 
 
 def synthetic_adult(num_train: int = 29_305, num_test: int = 3_256, seed: int = 0) -> Data:
-    """People who never were: one answer to each question of `load_adult`, and an income that depends on some of them.
+    """Returns synthetic people: one answer to each question of `load_adult`, and an income that depends on some.
 
     Only published facts enter: the questions, how many answers each has, and the share of large incomes.
 
