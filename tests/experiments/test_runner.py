@@ -26,7 +26,6 @@ from torch_privacy.experiments.papers.bu2020 import adult as adult
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.task import seeded
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.metrics import Metrics
 
 FILES = {
     "settings.json",
@@ -381,12 +380,6 @@ def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
     assert command(arguments) == 0
     assert re.search(r"DIVERGED +private training: the loss", capfd.readouterr().out)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["diverged"] == ["private"]
-
-
-def test_log_has_diverged_when_a_loss_is_not_finite():
-    for loss, diverged in [(0.3, False), (float("nan"), True), (float("inf"), True)]:
-        rows = [Metrics("private", 1.0, 5, loss, 0.8, 0.8), Metrics("private", 2.0, 10, 0.3, 0.8, 0.8)]
-        assert runner.Log("private", 10, 2, rows).has_diverged() == diverged
 
 
 def test_failing_summary_does_not_lose_the_model(tmp_path, monkeypatch):

@@ -128,14 +128,14 @@ def load_public_images(
 
     Args:
         folder: The folder of all data, with ``cifar100_auxiliary/images_2000.u8.xz`` or ``cifar-100-python/train``.
-        num_images: How many to take, from the first.
+        num_images: Number of images to take, from the first.
         size: Height and width, by bilinear interpolation with antialiasing; 28 for networks of MNIST.
         gray: Whether to mix the colors into one channel, 0.299 R + 0.587 G + 0.114 B.
         verify: Whether the file must be the published one.
 
     Raises:
         DataError: If the file is missing, truncated, changed or malformed; the message says where to get it.
-        ValueError: If there are not so many images.
+        ValueError: If there are fewer images.
     """
     _check.whole("load_public_images", at_least=1, num_images=num_images, size=size)
     place, compact = (source.folder(folder, verify=verify) for source in (CIFAR100, AUXILIARY))

@@ -21,7 +21,7 @@ SOURCE = Source(
         "imdb_train.tsv.xz": "sha256:fb5475bb69320751fef173b473de4cbe5a5b368cdf29807b627e7e9b987e4cf2",
         "imdb_test.tsv.xz": "sha256:b7c215fff1f30a0b86df603069840f0b3fb670038fcbedfb8dfeb3fcfa7d2a9b",
     },
-    origin="https://ai.stanford.edu/~amaas/data/sentiment/, whose folder aclImdb is read as well",
+    origin="https://ai.stanford.edu/~amaas/data/sentiment/, or its folder aclImdb",
     licence="none stated by A. L. Maas et al., who ask to be cited; research use",
 )
 CLASSES = ("negative", "positive")
@@ -58,7 +58,7 @@ def load_imdb(
         verify: Whether the reviews must be the published ones.
 
     Returns:
-        Data whose ``num_ids`` is the size of the vocabulary.
+        Data with the size of the vocabulary in ``num_ids``.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.

@@ -55,8 +55,8 @@ def load_movielens(
         verify: Whether the files must be the published ones. Off, the other data sets in these formats are read.
 
     Returns:
-        Data whose ``classes`` are the stars that a label stands for and whose ``num_ids`` are the numbers of users and
-        of movies. Movies are numbered in the order of the catalog, so that nothing about them comes from ratings.
+        Data with the stars of each label in ``classes``, and the numbers of users and of movies in ``num_ids``.
+        Movies are numbered in the order of the catalog, so that nothing about them comes from ratings.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.

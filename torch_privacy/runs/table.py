@@ -7,9 +7,9 @@ from decimal import ROUND_FLOOR
 from statistics import mean, stdev
 from typing import Any
 
+from torch_privacy.privacy.summary import round_down, round_up, scientific
 from torch_privacy.runs.metrics import Measure
 from torch_privacy.runs.rows import Column
-from torch_privacy.privacy.summary import round_down, round_up, scientific
 
 MISSING = "-"
 

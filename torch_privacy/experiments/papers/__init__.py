@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments, in a folder for each paper: one file for each table or figure."""
+"""Provides the experiments: a folder for each paper, a file for each table or figure."""

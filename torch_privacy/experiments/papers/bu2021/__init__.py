@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments of Bu, Gopi et al. (2021), "Fast and memory efficient DP-SGD via JL projections", arXiv:2102.03013."""
+"""Provides the experiments of Bu, Gopi et al. (2021) on DP-SGD with JL projections, arXiv:2102.03013."""

@@ -273,7 +273,7 @@ def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, 
             step = maker(problem)
             step()
         except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError):
-            continue  # Opacus is not installed, or the method does not support this network or so many rows
+            continue  # Opacus is not installed, or the method does not support this network or runs out of memory
         steps[name] = step
     return steps
 
