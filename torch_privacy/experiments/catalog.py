@@ -73,7 +73,7 @@ CATALOG = (
     ),
     Experiment(
         "abadi-cifar10", ABADI, "abadi2016.cifar10:STUDY",
-        "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
+        "Figure 6", "small photographs behind public convolutions; needs a GPU", 30_000, 30,
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
@@ -83,7 +83,7 @@ CATALOG = (
     ),
     Experiment(
         "gdp-calibration", GDP, "bu2020.calibration:STUDY",
-        "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
+        "Section 4.2", "less noise at equal epsilon: claimed by the CLT, and certified", 5, 5
     ),
     Experiment(
         "gdp-mnist", GDP, "bu2020.mnist:STUDY",
@@ -106,7 +106,7 @@ CATALOG = (
     ),
     Experiment(
         "jl-accuracy", JL, "bu2021.accuracy:STUDY",
-        "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
+        "Figure 4", "digits: accuracy with few projections and with exact norms", 90, 40, "MNIST",
         trains=True,
     ),
     Experiment(
@@ -135,12 +135,12 @@ CATALOG = (
     ),
     Experiment(
         "gep-cifar10", GEP, "yu2021.cifar10:CIFAR10",
-        "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
+        "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; needs a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-svhn", GEP, "yu2021.cifar10:SVHN",
-        "Table 1, SVHN", "the same for house numbers, which are not at hand; wants a GPU",
+        "Table 1, SVHN", "the same for house numbers, which the user must fetch; needs a GPU",
         600_000, 120, "SVHN, CIFAR-100", trains=True,
     ),
     Experiment(
@@ -155,31 +155,31 @@ CATALOG = (
     ),
     Experiment(
         "gep-figures", GEP, "yu2021.figures:STUDY",
-        "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
+        "Figures 1, 2, 4, 5, 7", "properties of gradients: stable ranks, projection errors, noise",
         600, 100, "CIFAR-100",
     ),
     Experiment(
         "pate-mnist", GEP, "yu2021.pate_mnist:STUDY",
-        "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
+        "Table 1, PATE", "digits learned from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(
         "best-mnist", TRAMER, "best.mnist:SCATTERING",
-        "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
+        "Table 1, MNIST", "digits, the best known accuracy: scattering coefficients, averaged weights",
         440, 80, "MNIST", trains=True,
     ),
     Experiment(
         "best-mnist-cnn", TRAMER, "best.mnist:CONVOLUTIONS",
-        "Table 1, MNIST", "the same by convolutions that see several views of an example",
+        "Table 1, MNIST", "the same by convolutions on several views of an example",
         2300, 40, "MNIST", trains=True,
     ),
     Experiment(
         "best-cifar10", TRAMER, "best.cifar10:SCATTERING",
-        "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
+        "Table 1, CIFAR-10", "small photographs by scattering coefficients, as in best-mnist",
         5400, 60, "CIFAR-10", trains=True,
     ),
     Experiment(
         "best-cifar10-wide", DE, "best.cifar10:WIDE",
-        "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
+        "tables, CIFAR-10", "the same by a wide network, in 16 views; needs a GPU",
         200_000, 45, "CIFAR-10", trains=True,
     ),
 )  # fmt: skip
