@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from torch_privacy.cli.tables import SHARE, EpsilonAhead
+from torch_privacy.cli.progress import SHARE, EpsilonAhead
 from torch_privacy.experiments.runner import Run
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import step
 from models import MODELS
 
-from torch_privacy.experiments.measure import peak_bytes
+from torch_privacy.experiments.papers.bu2021.measure import peak_bytes
 from torch_privacy.jacobian.tape import MEMORY_BUDGET
 
 NETWORKS = ["adult", "mlp", "mnist_cnn", "cifar_cnn", "resnet20_gn", "gpt", "bilstm_imdb", "gpt2_small"]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import builtins
-import io
 import json
 import re
 import subprocess
@@ -8,16 +7,13 @@ import sys
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from torch_privacy import privacy
 from torch_privacy.cli import run
-from torch_privacy.cli import tables as _display
 from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.privacy import comparison
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.metrics import Metrics, Progress
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
 PROFILE = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 100)])
@@ -331,7 +327,7 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     run(["train", "--help"])
     shown = capsys.readouterr().out
-    settings = load_trainable("adult").Settings()
+    settings = load_trainable("adult").settings()
     for option, value in {
         "noise-multiplier": settings.noise_multiplier,
         "delta": settings.delta,
@@ -348,89 +344,6 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
     assert all(name in shown for name in TRAININGS)
 
 
-def steps(num_steps, training="private"):
-    for step in range(1, num_steps + 1):
-        metrics = Metrics(training, 1.0, step, 0.345, 0.8, 0.8, 0.1, 0.1) if step % 50 == 0 else None
-        yield Progress(training, step, num_steps, 0.345, 0.843, metrics)
-
-
-def lines_of(text):
-    """The lines that a terminal shows in the end, one after the other, of all that was written to it."""
-    return [re.split(r"[\r]|\x1b\[2K|\x1b\[1A", line)[-1] for line in text.split("\n")]
-
-
-def shown_on_a_terminal(width, progress, price=lambda step: step / 8):
-    """What the display writes for one step."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    with _display.TrainingDisplay(console, silent=False) as display:
-        display.show(progress, price)
-    return console.file.getvalue()
-
-
-def certified(step):
-    return float(privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), step)]).epsilon(1e-5).high)
-
-
-@pytest.mark.parametrize("slow_from", [0, 100, 10**9], ids=["slow", "slowing down", "fast"])
-def test_bar_epsilon_is_never_below_that_of_the_step_shown(slow_from, monkeypatch):
-    now = 0.0
-
-    def price(step):
-        nonlocal now
-        now += 0.005
-        priced.append(step)
-        return certified(step)
-
-    monkeypatch.setattr(_display, "monotonic", lambda: now)
-    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
-    display, priced = _display.TrainingDisplay(console, silent=False), []
-    for progress in steps(400):
-        now += 0.3 if progress.step > slow_from else 0.001
-        display.show(progress, price)
-        shown = float(re.search(r"ε ≤ (\S+)", display._live.tasks[0].fields["state"])[1])
-        if progress.step % 20 == 1 or progress.step % 50 == 0:
-            truth = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), progress.step)]).epsilon(1e-5)
-            assert shown >= truth.high
-    assert max(priced) <= 400
-
-
-def test_bar_prices_ahead_for_less_than_a_hundredth_of_the_time(monkeypatch):
-    now, spent = 0.0, 0.0
-
-    def price(step):
-        nonlocal now, spent
-        now, spent = now + 0.1, spent + 0.1
-        return step
-
-    monkeypatch.setattr(_display, "monotonic", lambda: now)
-    ahead = _display.EpsilonAhead()
-    for step in range(1, 100_001):
-        now += 0.002
-        assert ahead.bound(step, 100_000, price) >= step
-    assert spent < 0.01 * now + 0.2  # two prices before the speed is known
-
-
-@pytest.mark.parametrize("width", [60, 69, 70, 80, 89, 90, 120, 200])
-def test_bar_shows_steps_epsilon_loss_and_accuracy(width):
-    text = lines_of(shown_on_a_terminal(width, Progress("private", 1234, 2061, 0.345, 0.843)))[-2]
-    for part in ("private", "1234/2061", "ε ≤ 156.750", "0.345", "84.3 %"):
-        assert part in text
-    assert ("loss 0.345" in text, "accuracy 84.3 %" in text) == (True, width >= 70)
-    assert len(text.rstrip()) <= width - 4  # the terminal's ^C has room
-
-
-def test_bar_keeps_steps_and_epsilon_in_the_narrowest_terminal():
-    text = lines_of(shown_on_a_terminal(40, Progress("private", 1234, 2061, 0.345, 0.843)))[-2]
-    assert "1234/2061" in text
-    assert "ε ≤ 156.750" in text
-
-
-def test_bar_of_the_baseline_has_no_epsilon():
-    text = lines_of(shown_on_a_terminal(80, Progress("non-private", 12, 2061, 0.345, 0.843)))[-2]
-    assert "ε" not in text
-    assert "loss 0.345" in text
-
-
 def test_price_out_of_range_of_floats_is_one_sentence(capsys, monkeypatch):
     def overflow(*_):
         raise OverflowError(34, "Numerical result out of range")
@@ -438,112 +351,3 @@ def test_price_out_of_range_of_floats_is_one_sentence(capsys, monkeypatch):
     monkeypatch.setattr("torch_privacy.privacy.summary.summarize", overflow)
     assert run(["epsilon", *EVENTS]) == 2
     assert re.fullmatch(r"torch-privacy: a number given is too large or too small [^\n]*\.\n", capsys.readouterr().err)
-
-
-MODELS = """
-from collections import OrderedDict
-
-import torch
-from torch import nn
-
-def good():
-    return nn.Linear(3, 2), lambda model, x: model(x).square().sum(1), torch.randn(4, 3)
-
-def classifier():
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-
-def with_batch_norm():
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8)), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-
-def named():
-    block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    model = nn.Sequential(OrderedDict(a_block_with_a_name_that_is_rather_long=block))
-    return model, (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-
-def nothing():
-    return nn.Linear(3, 2)
-
-def unlabeled():
-    return nn.Linear(3, 2), torch.randn(4, 3)
-
-number = 3
-"""
-NO_MODELS = {
-    "unknown": ("adlut", "'adlut' must be one of 'adult', "),
-    "no factory": ("models:", "'models:' must be one of 'adult', "),
-    "unknown module": ("nowhere.models:make", "'nowhere.models:make' names no module 'nowhere'"),
-    "unknown submodule": ("torch.nowhere:make", "'torch.nowhere:make' names no module 'torch.nowhere'"),
-    "unknown factory": ("models_of_test:bad", "models_of_test has none called 'bad'"),
-    "not a function": ("models_of_test:number", "must name a function"),
-    "no batch": ("models_of_test:nothing", "gave (Linear): must be (model, loss_fn, batch)"),
-    "no losses": ("models_of_test:unlabeled", "gave a batch without a loss_fn: must be (x, labels)"),
-}
-
-
-@pytest.fixture
-def models(tmp_path, monkeypatch):
-    (tmp_path / "models_of_test.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "models_of_test", raising=False)
-    return "models_of_test"
-
-
-def test_explain_shows_the_plan_of_an_experiment(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(["explain", "adult"]) == 0
-    shown = capsys.readouterr().out
-    heading, *rows = shown.splitlines()[:5]
-    assert re.split(r"  +", heading.rstrip()) == [
-        *("parameter", "op", "output", "norms by", "sum from", "flops", "memory", "verdict")
-    ]
-    assert [row.split()[0] for row in rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert all(row.split()[1] == "linear" and row.split()[-1] == "exact" for row in rows)
-    assert "4 parameters, a batch of 256 examples: no problem found" in shown
-
-
-def test_explain_json_has_every_verdict_and_problem(models, capsys):
-    assert run(["explain", f"{models}:good", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["ok"] is True
-    assert [verdict["name"] for verdict in shown["verdicts"]] == ["weight", "bias"]
-    assert shown["verdicts"][0]["meetings"][0]["layout"] == "(n, 2)"
-    assert shown["verdicts"][0]["plan"][0]["norms_by"] == "outer product"
-    assert run(["explain", f"{models}:with_batch_norm", "--json"]) == 1
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["ok"] is False
-    assert shown["problems"][0]["names"] == ["1.weight", "1.bias"]
-
-
-def test_explain_scores_a_classifier_without_losses_of_its_own(models, capsys):
-    assert run(["explain", f"{models}:classifier"]) == 0
-    assert "no problem found" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("width", [60, 80, 140])
-def test_explain_cuts_nothing_off(models, width, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert run(["explain", f"{models}:named"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= width and "…" not in line for line in lines)
-    for name in ("0.weight", "0.bias", "1.weight"):
-        name = f"a_block_with_a_name_that_is_rather_long.{name}"
-        assert sum(name in line for line in lines) == 1
-    words = " ".join(" ".join(lines).split())
-    assert words.count("layer_norm") == 2
-    assert words.count("outer product") == 1
-
-
-@pytest.mark.parametrize(("name", "words"), NO_MODELS.values(), ids=NO_MODELS)
-def test_explain_answers_a_wrong_name_with_one_sentence_and_code_2(name, words, models, capsys):
-    assert run(["explain", name]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert words in shown.err
-    assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err)
-
-
-def test_explain_passes_on_the_error_of_a_failing_import(tmp_path, monkeypatch):
-    (tmp_path / "broken_models_of_test.py").write_text("import a_module_that_nobody_has")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
-        run(["explain", "broken_models_of_test:make"])

@@ -8,9 +8,10 @@ import pytest
 
 from torch_privacy import experiments, privacy
 from torch_privacy.cli import run as command
-from torch_privacy.experiments import CATALOG, load_reproducible
+from torch_privacy.experiments import CATALOG, load_study
 from torch_privacy.experiments.catalog import Experiment, Paper
 from torch_privacy.experiments.reproduction import Reproduction
+from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket
 from torch_privacy.report import figures as plots
 from torch_privacy.runs import table
@@ -36,33 +37,33 @@ def tiny(monkeypatch):
         calls.append((name, context.seed))
         return {"value": 3.0 + context.seed, "share": 0.5, "bracket": Bracket(0.12345, 0.12346)}
 
-    module = SimpleNamespace(
-        COLUMNS=COLUMNS,
+    study = Study(
+        columns=COLUMNS,
         rows=lambda quick: [
             Computation("first", lambda context: compute("first", context), {"value": 3.14}),
             Computation("second row", lambda context: compute("second", context), seeded=True),
         ],
         figures=lambda results, folder: {"curve": plots.tradeoff_plot({"one": privacy.tradeoff.Gaussian(1.0)})},
-        NOTES=("a <note> on `it`",),
+        notes=("a <note> on `it`",),
     )
-    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.tiny_one", module)
-    described = Experiment("tiny-one", PAPER, "Table 0", "nothing at all", 1, 1)
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.tiny_one", SimpleNamespace(STUDY=study))
+    described = Experiment("tiny-one", PAPER, "tiny_one:STUDY", "Table 0", "nothing at all", 1, 1)
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny-one", described)
     return calls
 
 
 @pytest.mark.parametrize("experiment", CATALOG, ids=lambda experiment: experiment.name)
 def test_experiment_keeps_the_shape_that_all_have(experiment):
-    _, module = load_reproducible(experiment.name)
+    study = load_study(experiment.name)
     for quick in (False, True):
-        rows = module.rows(quick)
+        rows = study.rows(quick)
         assert len({folder_name(row.name, 0) for row in rows}) == len(rows)
         for row in rows:
-            assert set(row.paper) <= set(module.COLUMNS)
+            assert set(row.paper) <= set(study.columns)
             if isinstance(row, Training):
-                module.Settings(**row.settings)  # pyright: ignore[reportAttributeAccessIssue]
-    assert any(row.paper for row in module.rows(False)) or experiment.name in PICTURES
-    assert experiment.trains == hasattr(module, "build_task")
+                assert set(row.settings) <= set(vars(study.settings(**row.settings)))
+    assert any(row.paper for row in study.rows(False)) or experiment.name in PICTURES
+    assert experiment.trains == (study.build_task is not None) == (study.defaults is not None)
     assert experiment.quick_seconds < 180
 
 

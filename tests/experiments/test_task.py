@@ -4,7 +4,7 @@
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,25 +16,22 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
 from torch_privacy.experiments.catalog import GDP, Experiment
-from torch_privacy.experiments.gdp_movielens import squared_stars
 from torch_privacy.experiments.runner import Run
-from torch_privacy.experiments.task import RMSE, Task, seeded
+from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
 
 PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
 
 
-@dataclass(frozen=True)
-class Settings:
-    noise_multiplier: float | None = 1.0
-    target_epsilon: float | None = None
-    delta: float = 1e-4
-    expected_batch_size: int = 20
-    learning_rate: float = 0.05
-    clip_norm: float = 1.0
-    epochs: float = 2
-    seed: int = 0
-    baseline: bool = True
-    data: str | None = None
+DEFAULTS = Settings(
+    noise_multiplier=1.0,
+    delta=1e-4,
+    expected_batch_size=20,
+    learning_rate=0.05,
+    clip_norm=1.0,
+    epochs=2,
+    baseline=True,
+)
 
 
 def build_task(settings, released=None):
@@ -70,12 +67,18 @@ def in_views(settings, released=None):
 
 @pytest.fixture
 def regression(monkeypatch):
-    """The experiment ``regression``, for as long as the test lasts."""
-    module = SimpleNamespace(Settings=Settings, build_task=build_task)
-    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.regression", module)
-    monkeypatch.setitem(experiments.EXPERIMENTS, "regression", Experiment("regression", GDP, "", "", 1, 1, trains=True))
+    """Sets the task of the experiment ``regression``, which exists during the test."""
+    module = SimpleNamespace()
+
+    def offer(build):
+        module.STUDY = Study({}, lambda quick: [], defaults=DEFAULTS, build_task=build)
+
+    offer(build_task)
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.regression", module)
+    described = Experiment("regression", GDP, "regression:STUDY", "", "", 1, 1, trains=True)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "regression", described)
     monkeypatch.setattr(experiments, "TRAININGS", ("regression",))
-    return module
+    return offer
 
 
 def finish(run):
@@ -105,7 +108,7 @@ def test_baseline_has_its_own_optimizer_where_the_task_says_so(regression, tmp_p
     def idle(model):
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
-    regression.build_task = lambda settings: replace(build_task(settings), new_baseline_optimizer=idle)
+    regression(lambda settings: replace(build_task(settings), new_baseline_optimizer=idle))
     results = finish(run := Run.start(tmp_path / "r", "regression"))
     x, y = run.task.test.tensors
     untrained = (run.task.new_model()(x).detach() - y).square().mean().sqrt()
@@ -141,7 +144,7 @@ def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regressi
 
 
 def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regression, tmp_path):
-    regression.build_task = in_views
+    regression(in_views)
     run = Run.start(tmp_path / "stopped", "regression")
     shutil.copytree(tmp_path / "stopped", tmp_path / "whole")
     for _ in zip(range(7), run.steps(), strict=False):
@@ -161,9 +164,3 @@ def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regressio
     saved = safetensors.torch.load_file(stopped.folder.model)
     assert all(torch.equal(saved[name], value) for name, value in stopped.average.model.state_dict().items())
     assert not torch.equal(saved["0.weight"], stopped.model.state_dict()["0.weight"])
-
-
-def test_stars_are_the_mean_under_the_softmax():
-    stars, outputs = torch.tensor([0.5, 1.0, 5.0]), torch.tensor([[0.0, 0.0, 0.0], [100.0, 0.0, 0.0]])
-    errors = squared_stars(stars, outputs, torch.tensor([1, 2]))
-    assert errors.tolist() == pytest.approx([(6.5 / 3 - 1) ** 2, 4.5**2])

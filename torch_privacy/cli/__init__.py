@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``torch-privacy``: parses, calls the library, prints. Accounting and lists do not wait for torch."""
+"""Provides the command ``torch-privacy``. Accounting and lists start without importing torch."""
 
 import re
 import sys
@@ -29,19 +29,20 @@ OPTIONS = {  # names that differ between library and command
 
 
 def _with_option_names(message: str) -> str:
-    """The library's words for what is wrong, with its arguments by the names that they have on the command line."""
+    """Replaces the names of arguments in a message by the names of the command's options."""
     return re.sub(rf"(?<![\w(])({'|'.join(OPTIONS)})=", lambda found: f"{OPTIONS[found[1]]} ", message)
 
 
 def _complain(message: str) -> int:
-    """One line on stderr, and the exit code of a user's mistake."""
+    """Prints one line on stderr and returns the exit code of a user's mistake."""
     say(f"torch-privacy: {' '.join(message.split())}")
     return USER_MISTAKE
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line: 0, 1 if ``explain`` found a problem, 2 after a mistake of the user's, 130 or
-    143 when interrupted.
+    """Runs one command line and returns its exit code.
+
+    The code is 0, 1 if ``explain`` found a problem, 2 after a user's mistake, and 130 or 143 after an interruption.
     """
     try:
         return app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout = None
         return 0
     except TyperException as error:
-        return _complain(f"{error.format_message().rstrip('.')}; torch-privacy --help lists what there is.")
+        return _complain(f"{error.format_message().rstrip('.')}; torch-privacy --help lists the commands and options.")
     except OSError as error:
         return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
     except ValueError as error:
@@ -61,5 +62,5 @@ def run(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Runs the command; its entry point."""
     sys.exit(run(sys.argv[1:]))

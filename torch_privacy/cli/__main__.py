@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m torch_privacy.cli``."""
+"""Runs the command as ``python -m torch_privacy.cli``."""
 
 from torch_privacy.cli import main
 

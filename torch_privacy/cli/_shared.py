@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: the app, options that several take, and how a result is printed."""
+"""Provides the app, the options that several commands share, and functions that print."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 def folder_named(text: str) -> Path:
-    """A path as given; the empty one, which would be the current folder, is refused."""
+    """Returns the path; refuses an empty one, which would mean the current folder."""
     if not text:
         raise typer.BadParameter("it is empty; name a folder")
     return Path(text)
@@ -35,7 +35,10 @@ RunPath = Annotated[
 ResumePath = Annotated[
     Path | None,
     typer.Option(
-        "--resume", parser=folder_named, help="Unfinished run's folder, to go on with its settings.", metavar="FOLDER"
+        "--resume",
+        parser=folder_named,
+        help="Unfinished run's folder, to continue with its settings.",
+        metavar="FOLDER",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -45,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 def check_alone(command: str, *others: Any) -> None:
-    """Raise a ``ValueError`` if anything was given beside --resume, which stands alone."""
+    """Raises a ``ValueError`` if --resume was combined with other options."""
     if any(other is not None for other in others):
         raise ValueError(
             f"{command}: --resume takes every setting from the run; give no experiment, --run or settings with it."
@@ -54,7 +57,7 @@ def check_alone(command: str, *others: Any) -> None:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """An ``OSError`` that does not say which file it is about, such as a full disk, names the folder."""
+    """Adds the folder to an ``OSError`` without a file name, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -64,7 +67,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:
-    """Print a result for a program or for people."""
+    """Prints a result as JSON or for people."""
     from torch_privacy.cli.tables import lines_table
 
     if as_json:
@@ -74,5 +77,5 @@ def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | Rendera
 
 
 def say(message: str) -> None:
-    """A line on stderr."""
+    """Prints a line on stderr."""
     typer.echo(message, err=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``epsilon``, ``delta``, ``calibrate``, ``tradeoff`` and ``compare``: accounting, without torch."""
+"""Provides ``epsilon``, ``delta``, ``calibrate``, ``tradeoff`` and ``compare``: accounting, without torch."""
 
 import logging
 import warnings
@@ -13,7 +13,7 @@ import typer
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
-Probability = Annotated[float, typer.Option(help="Chance of an example to join a step, batch size / n; in (0, 1].")]
+Probability = Annotated[float, typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].")]
 Steps = Annotated[int, typer.Option(help="Number of noisy steps: epochs / sampling probability, an integer.")]
 Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta), a probability; well below 1/n for n examples.")]
 Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
@@ -23,8 +23,8 @@ Alphas = Annotated[
 ]
 
 
-def _picture(text: str) -> Path:
-    """A file to draw into, its format known."""
+def _figure_path(text: str) -> Path:
+    """Returns the path of a figure; refuses an unknown format."""
     if Path(text).suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"{text!r} must end in {', '.join(PICTURES)}")
     return Path(text)
@@ -34,8 +34,8 @@ PICTURES = (".svg", ".png", ".pdf")
 Plot = Annotated[
     Path | None,
     typer.Option(
-        parser=_picture,
-        help="Also draw a picture into this file: .svg, .png or .pdf.",
+        parser=_figure_path,
+        help="Also draw a figure into this file: .svg, .png or .pdf.",
         metavar="FILE",
         show_default=False,
     ),
@@ -51,7 +51,7 @@ def epsilon(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Epsilon of a private training, as a certified bracket, beside what other accountants say.
+    """Print epsilon of a private training as a certified bracket, beside the values of other accountants.
 
     Poisson sampling; neighboring data sets differ by one example, added or removed.
     """
@@ -77,7 +77,7 @@ def delta(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delta of a private training at an epsilon, as a certified bracket."""
+    """Print delta of a private training at an epsilon, as a certified bracket."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 
@@ -108,7 +108,7 @@ def calibrate(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """The smallest noise multiplier whose certified epsilon does not exceed a target."""
+    """Print the smallest noise multiplier with a certified epsilon of at most a target."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
@@ -132,7 +132,7 @@ def tradeoff(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """What an attacker can do at best: how many members are missed at each rate of false positives."""
+    """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy.cli.tables import tradeoff_view
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
@@ -156,9 +156,9 @@ def compare(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """What every accountant says of one training, which claims are true, and how long each took.
+    """Compare the accountants on one training: their epsilons, whether these are true, and their running times.
 
-    dp-accounting and prv-accountant are asked if they are installed.
+    Includes dp-accounting and prv-accountant if they are installed.
     """
     from torch_privacy.cli.tables import claims_table
     from torch_privacy.privacy import comparison
@@ -178,17 +178,17 @@ def compare(
 
 
 def _draw(figure: Any, path: Path) -> None:
-    """Write a picture and say so."""
-    from torch_privacy.report import figures as plots
+    """Writes a figure and reports its path."""
+    from torch_privacy.report import figures
 
     with naming(path):
-        plots.save(figure, path)
+        figures.save(figure, path)
     say(f"picture: {path}")
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Other accountants' warnings and logs stay out of the table."""
+    """Suppresses warnings and logs of other accountants."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -199,7 +199,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _check_steps(where: str, steps: int) -> None:
-    """Raise a ``ValueError`` unless there is a step."""
+    """Raises a ``ValueError`` unless there is at least one step."""
     from torch_privacy import _validate as _check
 
     _check.whole(where, at_least=1, num_steps=steps)

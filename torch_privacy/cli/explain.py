@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: a model looked at before it is trained."""
+"""Provides ``explain``, which checks a model before training."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ ModelName = Annotated[
 
 @app.command()
 def explain(model: ModelName, as_json: AsJson = False) -> None:
-    """How the gradients of a model's parameters are bounded and summed, and what training would refuse.
+    """Explain how the gradients of a model are bounded and summed, and what training would refuse.
 
     Nothing is trained. The exit code is 1 if there is a problem.
     """

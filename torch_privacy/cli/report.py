@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report``: several runs in one page."""
+"""Provides ``report``, which writes one page on several runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ Out = Annotated[Path, typer.Option("--out", parser=folder_named, help="The page 
 
 @app.command()
 def report(runs: Runs, out: Out = Path("report.html"), as_json: AsJson = False) -> None:
-    """Draw several runs in one page: scores, epsilons and trade-off functions over one another, and their numbers."""
+    """Write one page on several runs: their scores, epsilons and trade-off functions, drawn together and in numbers."""
     from torch_privacy.report import render as page
     from torch_privacy.runs.folder import RunFolder
 

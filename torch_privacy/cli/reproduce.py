@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``reproduce``: the experiments of the papers, listed, or one of them run."""
+"""Provides ``reproduce``, which lists the experiments of the papers or runs one of them."""
 
 import os
 from contextlib import closing
@@ -21,15 +21,14 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
-from torch_privacy.cli._training import see_through
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 
 Name = Annotated[
     str | None,
-    typer.Argument(help="What to run; without it, what there is.", metavar="EXPERIMENT", show_default=False),
+    typer.Argument(help="Experiment to run; without it, all are listed.", metavar="EXPERIMENT", show_default=False),
 ]
-QuickLook = Annotated[bool, typer.Option("--quick", help="A smaller one, in less than three minutes.")]
+QuickLook = Annotated[bool, typer.Option("--quick", help="Run a smaller version, in less than three minutes.")]
 Data = Annotated[
     Path | None,
     typer.Option(parser=folder_named, help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA"),
@@ -37,7 +36,7 @@ Data = Annotated[
 
 
 def _seeds(text: str) -> list[int]:
-    """``0``, ``0,3,7`` or ``0-4``."""
+    """Parses ``0``, ``0,3,7`` or ``0-4``."""
     try:
         ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
         seeds = [seed for part in ends for seed in range(part[0], part[-1] + 1)]
@@ -64,7 +63,7 @@ Only = Annotated[
 Skip = Annotated[
     list[str] | None,
     typer.Option(
-        "--skip", help="Rows to leave out, as 'trained*'; may be repeated.", metavar="ROW", show_default="none"
+        "--skip", help="Rows to leave out, such as 'trained*'; may be repeated.", metavar="ROW", show_default="none"
     ),
 ]
 
@@ -82,9 +81,9 @@ def reproduce(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a table or figure of a paper anew, and show the paper's numbers beside ours.
+    """Reproduce a table or figure of a paper, and show the paper's numbers beside ours.
 
-    Without a name it lists all experiments. Ctrl-C leaves a run that --resume continues.
+    Without a name it lists all experiments. After Ctrl-C, --resume continues the run.
     """
     if resume is not None:
         check_alone("reproduce", experiment, run, seed, data, quick or None, only or None, skip or None)
@@ -92,7 +91,7 @@ def reproduce(
         return
     if experiment is None:
         if any(option is not None for option in (run, seed, data, quick or None, only or None, skip or None)):
-            raise ValueError("reproduce: name an experiment for these options; without any it lists what there is.")
+            raise ValueError("reproduce: name an experiment for these options; without them it lists all.")
         from torch_privacy.cli.tables import experiments_view
         from torch_privacy.experiments.catalog import as_json as listed
 
@@ -110,8 +109,8 @@ def reproduce(
 
 
 def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
-    """Start a run of an experiment, or resume one if none is named, and see it through or leave it resumable."""
-    # Read as torch is loaded, here first: its profiler warns of memory from before every measurement.
+    """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
+    # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with DeferredSignals() as signals:
         from torch_privacy.cli.tables import results_view
@@ -136,7 +135,8 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
 
 
 def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
-    """One row, to its end or to a stop; without a heading silently."""
+    """Does one row, until it ends or a signal stops it; silently if the heading is empty."""
+    from torch_privacy.cli.progress import run_to_end
     from torch_privacy.runs.rows import Computation
 
     if isinstance(job.row, Computation):
@@ -145,7 +145,7 @@ def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
         work.compute(job)
         return
     with closing(work.training(job)) as training:
-        if heading:  # not before the data are there
+        if heading:  # only after the data were found
             say(heading)
-        if see_through(training, signals, silent=not heading):
+        if run_to_end(training, signals, silent=not heading):
             training.finish()

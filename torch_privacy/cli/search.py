@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``search``: settings tried on stand-in data, then trained exactly; or searched for on the private data."""
+"""Provides ``search``, which chooses settings on stand-in data or, at a price, on the private data."""
 
 from datetime import datetime
 from pathlib import Path
@@ -13,29 +13,30 @@ from torch_privacy.cli.train import KNOWN, Data, Epochs, Seed, TrainDelta, Train
 Name = Annotated[str, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 Where = Annotated[
     Literal["synthetic", "public", "private"],
-    typer.Option("--on", help="Data on which settings are compared; on private ones choosing costs epsilon."),
+    typer.Option("--on", help="Data on which settings are compared; on private data the choice costs epsilon."),
 ]
 StandIn = Annotated[
     Path | None,
-    typer.Option(parser=folder_named, help="Public data in the same form, for --on public.", metavar="DIR"),
+    typer.Option(parser=folder_named, help="Public data in the same format, for --on public.", metavar="DIR"),
 ]
 LearningRates = Annotated[list[float] | None, typer.Option("--learning-rate", help="A step length; repeatable.")]
 ClipNorms = Annotated[list[float] | None, typer.Option("--clip-norm", help="A bound on gradients; repeatable.")]
 BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="A mean batch size; repeatable.")]
 Tries = Annotated[
-    int | None, typer.Option(help="Try so many combinations, drawn at random.", show_default="all of them")
+    int | None, typer.Option(help="Number of combinations to try, drawn at random.", show_default="all of them")
 ]
 Projections = Annotated[
     int, typer.Option(help="Random projections by which norms are estimated on stand-in data; 0 for exact norms.")
 ]
 MeanRuns = Annotated[float, typer.Option(help="Expected number of runs on private data; the number itself is secret.")]
 Stopping = Annotated[
-    Literal["logarithmic", "geometric", "poisson"], typer.Option(help="Law of the number of runs on private data.")
+    Literal["logarithmic", "geometric", "poisson"],
+    typer.Option(help="Law of the number of private runs."),
 ]
 ScoreNoise = Annotated[
     float, typer.Option(help="Noise on the count that ranks runs on private data; standard deviation in examples.")
 ]
-Train = Annotated[bool, typer.Option("--train/--no-train", help="Then train exactly with the best, on private data.")]
+Train = Annotated[bool, typer.Option("--train/--no-train", help="Then train with the best settings on private data.")]
 
 
 @app.command()
@@ -64,8 +65,9 @@ def search(
 ) -> None:
     """Choose learning rate, clip norm and batch size, and train with them.
 
-    On synthetic or public data trying costs no privacy, and the exact private training follows. On private data every
-    try is a private training; a secret number of them is made, only the best is released, and epsilon covers it all.
+    On synthetic or public data the search costs no privacy, and a private training with the best settings follows. On
+    private data every try is a private training; their number is secret, only the best is released, and epsilon covers
+    the whole search.
     """
     tried = {"learning_rate": learning_rate, "clip_norm": clip_norm, "expected_batch_size": batch_size}
     if not any(tried.values()):
@@ -78,16 +80,14 @@ def search(
         "noise_multiplier": noise_multiplier, "target_epsilon": epsilon, "delta": delta, "epochs": epochs, "seed": seed,
     }  # fmt: skip
     fixed = {name: value for name, value in options.items() if value is not None}
-    if epsilon is not None:
-        fixed["noise_multiplier"] = None
     private = {} if data is None else {"data": str(data.absolute())}
     folder = run or Path("runs") / f"search-{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
     from torch_privacy.experiments.search import grid
 
     candidates = grid({name: values for name, values in tried.items() if values}, tries, seed or 0)
     if on == "private":
-        law = {"mean_runs": mean_runs, "distribution": stopping, "score_noise": score_noise}
-        _search_privately(folder, experiment, candidates, law | fixed | private, quiet=quiet, as_json=as_json)
+        runs = {"mean_runs": mean_runs, "distribution": stopping, "score_noise": score_noise}
+        _search_privately(folder, experiment, candidates, runs | fixed | private, quiet=quiet, as_json=as_json)
         return
     public = None if stand_in is None else str(stand_in.absolute())
     best, content = _try(experiment, candidates, projections, public, fixed, quiet=quiet or as_json)
@@ -108,7 +108,7 @@ def _try(
     *,
     quiet: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The best candidate on stand-in data, and all of them with their scores."""
+    """Returns the best candidate on stand-in data, and all candidates with their scores."""
     from torch_privacy.experiments.search import best_of, on_stand_in
 
     trials = []
@@ -138,7 +138,7 @@ def _search_privately(
     place.check_new()
     job = PrivateSearch(experiment, candidates, **settings)
     if not quiet and not as_json:
-        say(f"searching among {len(candidates)} settings; how many runs are made is secret, and so is the progress")
+        say(f"searching among {len(candidates)} settings; the number of runs is secret, so no progress is shown")
     with naming(folder):
         results = job.run(place)
     low, high = (results["epsilon"][side] for side in ("low", "high"))

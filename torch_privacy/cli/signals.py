@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM, put off to a moment when everything is in order."""
+"""Defers Ctrl-C and SIGTERM until a run can stop safely."""
 
 import signal
 from types import FrameType
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Within the ``with`` block SIGINT and SIGTERM are only noted in ``received``; a second one acts at once."""
+    """Notes SIGINT and SIGTERM in ``received`` within the ``with`` block; a second signal acts at once."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``torch-privacy explain`` is asked about, by name: a model, its losses and a batch."""
+"""Loads the model, loss and batch that ``torch-privacy explain`` checks, by name."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """What a name stands for: an experiment, or ``package.module:factory``, looked for in the current folder, too.
+    """Loads an experiment or ``package.module:factory``, which may be in the current folder.
 
     The factory takes no arguments and returns (model, loss_fn, batch), or (model, (x, labels)) for a classifier.
 
     Raises:
-        ValueError: there is nothing of that name, or it gives something else; the message lists what there is.
+        ValueError: If nothing has that name, or it returns something else; the message lists the valid names.
     """
     if name in TRAININGS:
         return _of_experiment(name)
@@ -47,9 +47,9 @@ def load_subject(name: str) -> Subject:
 
 
 def _of_experiment(name: str) -> Subject:
-    module = load_trainable(name)
-    settings = module.Settings()
-    task = module.build_task(settings)
+    study = load_trainable(name)
+    settings = study.settings()
+    task = study.task(settings)
     examples = (task.train[i] for i in range(len(task.train)))  # type: ignore[arg-type]
     batch = default_collate(list(islice(examples, settings.expected_batch_size)))
     return Subject(task.new_model(), lambda model, batch: task.losses(model(batch[0]), batch[1]), batch)
@@ -62,9 +62,9 @@ def _import(name: str, module: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another one
+            raise  # the module was found, but one that it imports is missing
         raise ValueError(
-            f"explain: {name!r} names no module {error.name!r} in {here} or among the installed."
+            f"explain: {name!r} names no module {error.name!r} in {here} or among the installed packages."
         ) from None
     finally:
         sys.path.remove(here)
@@ -88,7 +88,7 @@ def _of_factory(name: str, module: Any, factory: str) -> Subject:
 
 
 def cross_entropies(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """(n,) cross-entropy of the outputs (n, classes, ...) and labels (n, ...), averaged over an example's positions."""
+    """Returns the cross-entropy (n,) of outputs (n, classes, ...) and labels (n, ...), averaged over positions."""
     x, labels = batch
     losses = F.cross_entropy(model(x), labels, reduction="none")
     return losses.reshape(len(losses), -1).mean(1)

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command shows: a live bar on a terminal, a line per epoch elsewhere, plain tables. For ``cli``."""
+"""Formats results as tables for the terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from itertools import groupby, repeat
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from torch_privacy.privacy.rounding import round_down, round_up
-from torch_privacy.runs.metrics import Progress as Step
 from torch_privacy.runs.table import MISSING, duration, headings, lines, summary, title, what
 
 if TYPE_CHECKING:
@@ -25,120 +22,11 @@ if TYPE_CHECKING:
     from torch_privacy.model_check import Checkup, Verdict
     from torch_privacy.privacy.comparison import Claim
 
-ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers alone
-MARGIN = 4  # columns kept free, so that the terminal's ^C does not wrap the line, of which then a copy would stay
 ANY_WIDTH = 10_000  # columns; wider than any table
-SHARE = 0.01  # of the time may go into pricing steps
-
-Price = Callable[[int], float]  # number of steps -> certified upper bound on epsilon
-
-
-class LiveBar(Progress):
-    """A progress bar that never fills its line to the end."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        for renderable in super().get_renderables():
-            yield _Narrowed(renderable)
-
-
-class _Narrowed:
-    """What is shown, in a line that is ``MARGIN`` columns shorter."""
-
-    def __init__(self, inner: RenderableType):
-        self._inner = inner
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(self._inner, options.update_width(max(options.max_width - MARGIN, 1)))
-
-
-class EpsilonAhead:
-    """An upper bound on epsilon for the step shown, computed for a later one so that it holds in between.
-
-    Guarantees:
-        - The bound is never below the certified epsilon of the step that it is asked for.
-        - Computing it takes about ``SHARE`` of the time, and no more once the speed is known.
-    """
-
-    def __init__(self) -> None:
-        self._step, self._epsilon = 0, 0.0  # priced last
-        self._asked, self._time, self._cost = 0, 0.0, 0.0  # of that pricing: asked for which step, when, how long
-
-    def bound(self, step: int, num_steps: int, price: Price) -> float:
-        """Epsilon of all steps up to ``step``, or somewhat more, but no more than of all ``num_steps``."""
-        if step > self._step:
-            start = monotonic()
-            self._step = min(num_steps, step + self._ahead(step, num_steps, start))
-            self._epsilon = price(self._step)
-            self._asked, self._time, self._cost = step, monotonic(), monotonic() - start
-        return self._epsilon
-
-    def _ahead(self, step: int, num_steps: int, now: float) -> int:
-        """How many steps are likely made until a new price is due; a hundredth of all while the speed is unknown."""
-        if self._asked == 0:
-            return num_steps // 100
-        speed = (step - self._asked) / max(now - self._time, 1e-6)
-        return math.ceil(speed * self._cost / SHARE)
-
-
-class TrainingDisplay:
-    """Shows a training's steps; epsilon is computed ahead of them, never for every step."""
-
-    def __init__(self, console: Console, *, silent: bool):
-        self._console = console
-        self._silent = silent
-        self._live = LiveBar(*_columns(console.width), console=console, disable=silent or not console.is_terminal)
-        self._bars: dict[str, TaskID] = {}
-        self._epsilon = EpsilonAhead()
-
-    def __enter__(self) -> TrainingDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def show(self, step: Step, price: Price) -> None:
-        """Show one step; ``price`` tells what so many steps cost at most."""
-        if self._silent:
-            return
-        if self._console.is_terminal:
-            self._move_bar(step, price)
-        elif step.metrics is not None:
-            self._console.print(_epoch_line(step), soft_wrap=True, highlight=False)
-
-    def _move_bar(self, step: Step, price: Price) -> None:
-        if step.training not in self._bars:
-            self._bars[step.training] = self._live.add_task(step.training, total=step.num_steps, state="")
-        self._live.columns = _columns(self._console.width)
-        self._live.update(self._bars[step.training], completed=step.step, state=self._state(step, price))
-
-    def _state(self, step: Step, price: Price) -> str:
-        """Epsilon first, and alone where there is no room for more."""
-        parts = [f"loss {step.loss:.3f}", f"{step.measure.name} {step.measure.text(step.score)}"]
-        if step.training == "private":
-            parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, step.num_steps, price))}")
-        state = "  ".join(parts if self._console.width >= 60 else parts[:1])
-        return state if self._console.width >= 70 else state.replace(f"{step.measure.name} ", "")
-
-
-def _columns(width: int) -> tuple[ProgressColumn, ...]:
-    """What a terminal of so many columns has room for; steps and epsilon always."""
-    name, steps, state = TextColumn("{task.description:<11}"), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    if width < ROOM_FOR_BAR:
-        return name, steps, state
-    return name, BarColumn(bar_width=None), steps, state, TimeElapsedColumn()
-
-
-def _epoch_line(step: Step) -> str:
-    row = step.metrics
-    assert row is not None
-    text = f"{row.training:<11} epoch {row.epoch:<4g} step {row.step:>5}/{step.num_steps}  loss {row.loss:.3f}"
-    text += f"  test {step.measure.name} {step.measure.text(row.test_score)}"
-    return text if row.epsilon_high is None else f"{text}  epsilon <= {round_up(row.epsilon_high)}"
 
 
 def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, side by side."""
+    """Returns a table of names and values."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -148,7 +36,7 @@ def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
 
 
 def tradeoff_table(points: Iterable[dict[str, float]]) -> Table:
-    """False positive rates, and the certified bracket of what is missed and what is caught."""
+    """Returns a table of false positive rates with certified bounds on missed and recognized members."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("false positives", "members missed, at least", "members recognized, at most"):
         table.add_column(heading, justify="right")
@@ -159,12 +47,12 @@ def tradeoff_table(points: Iterable[dict[str, float]]) -> Table:
 
 
 def tradeoff_view(points: Iterable[dict[str, float]], lines: Iterable[tuple[str, str]]) -> Group:
-    """The table of rates, then what follows from the whole curve."""
+    """Returns the table of rates, followed by lines about the whole curve."""
     return Group(tradeoff_table(points), Text(), lines_table(lines))
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """An accountant a line: its epsilon, what that is, the true delta there, and how long it took."""
+    """Returns a table of accountants: epsilon, its kind, the true delta there, and the running time."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("accountant")
     table.add_column("epsilon", justify="right", no_wrap=True)
@@ -192,19 +80,19 @@ def _epsilon_cell(claim: Claim) -> str:
 
 
 def checkup_view(checkup: Checkup, *, prices: bool = False) -> Group:
-    """A line per parameter, then the problems, then the notes; with ``prices`` also what the plan costs."""
+    """Returns a line per parameter, the problems and the notes; with ``prices`` also the costs of the plan."""
     n, count = checkup.num_examples, len(checkup.problems)
     of_what = f"{len(checkup.verdicts)} parameters" + (f", a batch of {n} examples" if n else "")
     outcome = f"{count or 'no'} problem{'s' * (count > 1)} found"
     generic = any(met.generic for verdict in checkup.verdicts for met in verdict.meetings)
-    footnote = [Text("* no rule of its own: rows by the function's own backward, which is slower")] * generic
+    footnote = [Text("* generic rule: rows by the function's own backward, which is slower")] * generic
     problems = [_paragraph(f"{i}. ", str(problem)) for i, problem in enumerate(checkup.problems, 1)]
     notes = [_paragraph("note: ", note) for note in checkup.notes]
     return Group(_Verdicts(checkup, prices), *footnote, Text(), Text(f"{of_what}: {outcome}"), *problems, *notes)
 
 
 class _Verdicts:
-    """A table where there is room for it; else the same in words, a paragraph for each parameter."""
+    """Renders a table if it fits, else a paragraph for each parameter."""
 
     def __init__(self, checkup: Checkup, prices: bool):
         self._rows = [_cells(checkup, verdict, prices) for verdict in checkup.verdicts]
@@ -231,7 +119,7 @@ class _Verdicts:
 
 
 def _cells(checkup: Checkup, verdict: Verdict, prices: bool) -> dict[str, tuple[str, ...]]:
-    """What there is to say of a parameter, by column; a cell may have several lines."""
+    """Returns the cells of a parameter's row by column; a cell may have several lines."""
     numbers = [i for i, problem in enumerate(checkup.problems, 1) if verdict.name in problem.names]
     outcome = verdict.verdict + (f" ({', '.join(map(str, numbers))})" if numbers else "")
     cells = {"parameter": (verdict.name,), "op": verdict.ops, "output": verdict.layouts, "norms by": verdict.methods}
@@ -243,13 +131,13 @@ def _cells(checkup: Checkup, verdict: Verdict, prices: bool) -> dict[str, tuple[
 
 
 def _si(number: float) -> str:
-    """Three digits and a prefix: 123, 12.3k, 1.23M."""
+    """Returns three digits and a prefix: 123, 12.3k, 1.23M."""
     power = min(4, max(0, math.floor(math.log10(max(number, 1)) / 3 + 1e-4)))
     return f"{number / 1000**power:.3g}{'kMGT'[power - 1] if power else ''}"
 
 
 def _paragraph(label: str, text: str) -> Table:
-    """Text behind a label, its further lines below the first."""
+    """Returns text behind a label, with further lines aligned."""
     grid = Table.grid()
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -258,7 +146,7 @@ def _paragraph(label: str, text: str) -> Table:
 
 
 def checkup_text(checkup: Checkup) -> str:
-    """The view in plain characters, for print and logs: 100 columns wide, or as wide as the table."""
+    """Returns the view as plain text for print and logs: 100 columns wide, or as wide as the table."""
     plain = {"color_system": None, "force_terminal": False, "legacy_windows": False}
     console = Console(file=StringIO(), width=ANY_WIDTH, **plain)
     table = _Verdicts(checkup, prices=False)
@@ -269,7 +157,7 @@ def checkup_text(checkup: Checkup) -> str:
 
 
 def experiments_view(experiments: Iterable[Experiment]) -> Group:
-    """An experiment a line, paper by paper: what it shows, on which data, and how long it takes."""
+    """Returns a table of experiments by paper: what each shows, its data, and its running times."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("experiment", no_wrap=True)
     table.add_column("what it shows", ratio=1)
@@ -288,7 +176,7 @@ def experiments_view(experiments: Iterable[Experiment]) -> Group:
 
 
 class ResultsTable:
-    """An experiment's table: a line for every row where they fit into the width, else one for every number."""
+    """Renders an experiment's table with a line for every row if it fits, else with a line for every number."""
 
     def __init__(self, results: Mapping[str, Any]):
         self._results = results
@@ -298,22 +186,22 @@ class ResultsTable:
         yield wide if Measurement.get(console, options, wide).maximum < options.max_width else self._long()
 
     def _wide(self) -> Table:
-        """Ours above the paper's."""
+        """Returns the table with our numbers above the paper's."""
         table = _plain_table(2)
         for heading in headings(self._results):
             table.add_column(heading, justify="right", no_wrap=True)
         for line in lines(self._results):
-            paper = line.whose == "paper"
-            table.add_row("" if paper else line.row, line.whose, *line.cells, style="dim" if paper else "")
+            paper = line.source == "paper"
+            table.add_row("" if paper else line.row, line.source, *line.cells, style="dim" if paper else "")
         return table
 
     def _long(self) -> Table:
-        """Ours beside the paper's."""
+        """Returns the table with our numbers beside the paper's."""
         table = _plain_table(1)
         table.add_column("ours", justify="right", no_wrap=True)
         table.add_column("paper", justify="right", no_wrap=True, style="dim")
         for row, both in groupby(lines(self._results), lambda line: line.row):
-            cells = {line.whose: line.cells for line in both}
+            cells = {line.source: line.cells for line in both}
             table.add_row(row, style="bold")
             for heading, ours, paper in zip(
                 headings(self._results), cells["ours"], cells.get("paper", repeat(MISSING)), strict=False
@@ -331,7 +219,7 @@ def _plain_table(columns: int) -> Table:
 
 
 def results_view(results: Mapping[str, Any], report: str) -> Group:
-    """An experiment's table, ours beside the paper's, and what there is to say about it."""
+    """Returns an experiment's table with heading, notes and the path of the report."""
     notes = [Text(), *(Text(note) for note in results["notes"])] if results["notes"] else []
     heading = Text(title(results), style="bold"), Text(f"{what(results)}. {summary(results)}."), Text()
     return Group(*heading, ResultsTable(results), *notes, Text(), Text(f"report  {report}"))

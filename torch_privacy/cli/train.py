@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``train``: one private training in a run folder, started or resumed."""
+"""Provides ``train``, which starts or resumes one private training in a run folder."""
 
 from contextlib import closing
 from datetime import datetime
@@ -20,13 +20,12 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
-from torch_privacy.cli._training import see_through
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import TRAININGS
 
 KNOWN = ", ".join(TRAININGS)
 
-# The options of train have no defaults here: what is not given is the experiment's own (torch_privacy/experiments).
+# The options have no defaults here, since every experiment has its own (torch_privacy/experiments).
 Name = Annotated[str | None, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 TrainNoise = Annotated[
     float | None,
@@ -34,14 +33,14 @@ TrainNoise = Annotated[
 ]
 TrainTarget = Annotated[
     float | None,
-    typer.Option(help="Epsilon that is never exceeded, no unit: calibrates the noise; in place of --noise-multiplier."),
+    typer.Option(help="Epsilon that is never exceeded, no unit: calibrates the noise, in place of --noise-multiplier."),
 ]
 TrainDelta = Annotated[
     float | None, typer.Option(help="Delta of (epsilon, delta), a probability below 1/n.", show_default="adult: 1e-5")
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(help="Expected batch size, in examples; every step draws its own number.", show_default="adult: 256"),
+    typer.Option(help="Expected batch size, in examples; every step draws its own size.", show_default="adult: 256"),
 ]
 LearningRate = Annotated[
     float | None, typer.Option(help="Step length per unit of gradient, above 0.", show_default="adult: 0.15")
@@ -53,7 +52,8 @@ ClipNorm = Annotated[
 Epochs = Annotated[
     float | None,
     typer.Option(
-        help="Passes over the data, on average; epochs x n / batch size rounded is the steps.", show_default="adult: 18"
+        help="Passes over the data, on average; gives epochs x n / batch size steps, rounded.",
+        show_default="adult: 18",
     ),
 ]
 HiddenUnits = Annotated[int | None, typer.Option(help="Width of the hidden layer, in units.", show_default="adult: 16")]
@@ -99,7 +99,7 @@ def train(
 ) -> None:
     """Train privately on real data; write a folder with the model, its privacy statement and a report.
 
-    Ctrl-C leaves a run that --resume continues.
+    After Ctrl-C, --resume continues the run.
     """
     options = {
         "noise_multiplier": noise_multiplier,
@@ -136,11 +136,12 @@ def train_in(
     as_json: bool,
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Start a run, or resume one if no experiment is named, and see it through or leave it resumable.
+    """Starts a run, or resumes one if ``experiment`` is None, and finishes it unless a signal stops it.
 
-    ``more`` is printed with the results, for a program.
+    ``more`` is added to the results printed as JSON.
     """
     with DeferredSignals() as signals:
+        from torch_privacy.cli.progress import run_to_end
         from torch_privacy.experiments.runner import Run
         from torch_privacy.privacy.summary import privacy_lines
         from torch_privacy.runs.table import score_lines
@@ -149,7 +150,7 @@ def train_in(
             naming(folder),
             closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
         ):
-            if not see_through(job, signals, silent=quiet or as_json):
+            if not run_to_end(job, signals, silent=quiet or as_json):
                 say(f"stopped after step {job.training.step_count} of {job.training.settings.num_steps}; continue with")
                 say(f"  torch-privacy train --resume {folder}")
                 raise typer.Exit(128 + (signals.received or 0))

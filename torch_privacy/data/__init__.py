@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the papers' data sets: files in, tensors out, no network; and what turns texts into numbers."""
+"""Provides readers of the papers' data sets, from local files to tensors, and tokenizers of texts."""
 
 from torch_privacy.data.adult import load_adult as load_adult
 from torch_privacy.data.cifar import PublicImages as PublicImages

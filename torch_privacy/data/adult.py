@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adult census income: 123 binary features, and whether a person earns more than 50,000 dollars a year."""
+"""Reads Adult census income: 123 binary features, and whether a person earns more than 50,000 dollars a year."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +34,14 @@ SOURCE = Source(
 def load_adult(
     folder: str | Path | None = None, *, test_fraction: float | None = None, seed: int = 0, verify: bool = True
 ) -> Data:
-    """Adult, read from the files shipped with the package unless told otherwise.
+    """Returns Adult, by default from the files shipped with the package.
 
-    Either of two forms is read: LIBSVM's ``a9a`` and ``a9a.t``, or the census bureau's own ``adult.data`` and
+    It reads either of two formats: LIBSVM's ``a9a`` and ``a9a.t``, or the census bureau's own ``adult.data`` and
     ``adult.test``, which are turned into the same features, digit for digit.
 
     Args:
-        folder: Where to read instead: the folder of all data, with the files in ``adult/`` or in itself. Without it
-            the environment variable ``TORCH_PRIVACY_DATA`` may name one.
+        folder: Another folder of data sets, with the files in ``adult/`` or in itself; by default the one that the
+            environment variable ``TORCH_PRIVACY_DATA`` names, if any.
         test_fraction: Share of the training file's 32,561 people to hold out at random, as the papers do (0.1); None
             takes the 16,281 people of the test file.
         seed: Public seed of that split.
@@ -78,14 +78,14 @@ def load_adult(
 
 
 def _form(place: Folder) -> tuple[Callable[[File], tuple[NDArray[np.float32], NDArray[np.int64]]], tuple[str, str]]:
-    """How the files in this folder are read, and what they are called."""
+    """Returns the format of the files in this folder: their names and their parser."""
     if not place.has("a9a.xz") and place.has("adult.data"):
         return encode, ("adult.data", "adult.test")
     return read_libsvm, ("a9a.xz", "a9a.t.xz")
 
 
 def read_libsvm(file: File) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Lines of ``label index:1 index:1 ...``, indices from 1, as a dense matrix and a vector."""
+    """Parses lines of ``label index:1 index:1 ...``, indices from 1, to a dense matrix and a vector."""
     lines = [line.split() for line in file.content.decode("ascii", "replace").splitlines()]
     features, labels = np.zeros((len(lines), NUM_FEATURES), np.float32), np.zeros(len(lines), np.int64)
     for i, line in enumerate(lines):

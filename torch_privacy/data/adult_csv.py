@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The census bureau's own table of Adult, turned into the 123 binary features that LIBSVM calls a9a."""
+"""Converts the census bureau's table of Adult to the 123 binary features that LIBSVM calls a9a."""
 
 import csv
 from collections.abc import Callable
@@ -34,12 +34,12 @@ Column = tuple[int, Callable[[str], int | None]]  # how many features, and which
 
 
 def _bins(*ends: int) -> Column:
-    """Numbers by bin: up to the first end, up to the second, ..., above the last."""
+    """Encodes numbers by bin: up to the first end, up to the second, ..., above the last."""
     return len(ends) + 1, lambda field: int(np.searchsorted(ends, int(field)))
 
 
 def _names(names: str) -> Column:
-    """One feature per name; an unknown entry, ``?``, sets none."""
+    """Encodes names with one feature each; an unknown entry, ``?``, sets none."""
     place: dict[str, int | None] = {name: i for i, name in enumerate(names.split())}
     return len(place), (place | {"?": None}).__getitem__
 
@@ -64,7 +64,7 @@ STARTS = np.cumsum([0] + [size for size, _ in COLUMNS])  # first feature of each
 
 
 def encode(file: File) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Features (n, 123) and labels (n,) of a table with 14 attributes and the income in each line.
+    """Returns features (n, 123) and labels (n,) of a table with 14 attributes and the income in each line.
 
     The bins are those of J. Platt (1998): about a fifth of the training people each. They are constants of the
     encoding here, nothing is counted. ``adult.test`` opens with a line of remarks and ends its incomes with a full

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats that could hold anything, read as arrays and nothing else: pickles and MATLAB's files."""
+"""Reads arrays, and nothing else, from pickles and MATLAB files."""
 
 import codecs
 import io
@@ -24,7 +24,7 @@ HARMLESS = {
 
 
 class _Arrays(pickle.Unpickler):
-    """Unpickles arrays, numbers, texts and containers of them; a pickle that asks for more could run any code."""
+    """Unpickles arrays, numbers, texts and containers of them only, since other pickles could run any code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
@@ -34,7 +34,7 @@ class _Arrays(pickle.Unpickler):
 
 
 def unpickle(file: File) -> Any:
-    """What was pickled, by Python 2 or 3: arrays, numbers, texts and containers; a dictionary's keys become texts.
+    """Returns arrays, numbers, texts and containers pickled by Python 2 or 3; keys of dictionaries become texts.
 
     Raises:
         DataError: If the file is no pickle, is truncated, or asks for anything else than arrays.
@@ -49,7 +49,7 @@ def unpickle(file: File) -> Any:
 
 
 def read_matlab(file: File, *names: str) -> list[np.ndarray]:
-    """The arrays of these names in a MATLAB file of version 5.
+    """Returns the arrays of these names in a MATLAB file of version 5.
 
     Raises:
         DataError: If the file is none, is truncated, or lacks one of the arrays.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CIFAR-10, and images of CIFAR-100 without their labels as public data: 32x32 pixels, three colors."""
+"""Reads CIFAR-10, and images of CIFAR-100 without labels as public data: 32x32 pixels, three colors."""
 
 import io
 import math
@@ -64,16 +64,16 @@ AUXILIARY = Source(
 
 
 def load_cifar10(folder: str | Path | None = None, *, exact_only: bool = False, verify: bool = True) -> Data:
-    """CIFAR-10: 50,000 and 10,000 images, float32 of shape (n, 3, 32, 32) in [0, 1], in the official order.
+    """Returns CIFAR-10: 50,000 and 10,000 images, float32 of shape (n, 3, 32, 32) in [0, 1], in the official order.
 
-    Read are the six batches of the Python version or, where these are missing, the compact form of this project's
+    It reads the six batches of the Python version or, if these are missing, the compact format of this project's
     shared data, in which 111 of the 60,000 images are decoded from JPEG.
 
     Args:
         folder: The folder of all data, with the files in ``cifar-10-batches-py/``, ``cifar10/`` or itself. Without it
-            ``TORCH_PRIVACY_DATA`` names it, else ``../shared/data`` beside a checkout is taken.
+            ``TORCH_PRIVACY_DATA`` names it; the last resort is ``../shared/data`` beside a checkout.
         exact_only: Whether to leave out those 111 images (86 of train, 25 of test). The batches have none.
-        verify: Whether the files must be the published ones. In either case pickles may hold arrays only.
+        verify: Whether the files must be the published ones. In either case pickles may hold only arrays.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.
@@ -122,20 +122,20 @@ def load_public_images(
     gray: bool = False,
     verify: bool = True,
 ) -> PublicImages:
-    """Images of CIFAR-100 without their labels, as auxiliary data: the anchors of gradient embedding perturbation.
+    """Returns images of CIFAR-100 without labels, as anchors of gradient embedding perturbation.
 
     Read are the 2,000 of this project's shared data or, where these are missing, the Python version's ``train``.
 
     Args:
         folder: The folder of all data, with ``cifar100_auxiliary/images_2000.u8.xz`` or ``cifar-100-python/train``.
-        num_images: How many to take, from the first.
+        num_images: Number of images to take, from the first.
         size: Height and width, by bilinear interpolation with antialiasing; 28 for networks of MNIST.
         gray: Whether to mix the colors into one channel, 0.299 R + 0.587 G + 0.114 B.
         verify: Whether the file must be the published one.
 
     Raises:
         DataError: If the file is missing, truncated, changed or malformed; the message says where to get it.
-        ValueError: If there are not so many images.
+        ValueError: If there are fewer images.
     """
     _check.whole("load_public_images", at_least=1, num_images=num_images, size=size)
     place, compact = (source.folder(folder, verify=verify) for source in (CIFAR100, AUXILIARY))
@@ -155,7 +155,7 @@ def load_public_images(
 
 
 def _read_batch(file: File, labels_name: str, num_classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images and labels of one pickled batch, whose rows are planes of red, green and blue."""
+    """Returns images and labels of one pickled batch with rows of red, green and blue planes."""
     batch = unpickle(file)
     file.check(isinstance(batch, dict) and {"data", labels_name} <= batch.keys(), f"holds no data and {labels_name}")
     pixels, labels = batch["data"], _labels(file, batch[labels_name], num_classes)
@@ -165,7 +165,7 @@ def _read_batch(file: File, labels_name: str, num_classes: int) -> tuple[NDArray
 
 
 def _labels(file: File, values: Any, num_classes: int) -> NDArray[np.int64]:
-    """The values, if they are labels, as integers."""
+    """Returns the labels as integers; refuses values that are no labels."""
     labels = np.array(values if isinstance(values, np.ndarray) else [*values], object)
     are_labels = labels.ndim == 1 and all(isinstance(i, int) and 0 <= i < num_classes for i in labels.tolist())
     file.check(are_labels, f"has labels that are not 0 to {num_classes - 1}")
@@ -173,7 +173,7 @@ def _labels(file: File, values: Any, num_classes: int) -> NDArray[np.int64]:
 
 
 def _read_pixels(file: File) -> NDArray[np.uint8]:
-    """Images as bare bytes, one after the other."""
+    """Returns images stored as bytes, one after the other."""
     size = math.prod(SHAPE)
     file.check(
         len(file.content) % size == 0, f"is truncated or changed ({len(file.content)} bytes, no multiple of {size})"
@@ -182,7 +182,7 @@ def _read_pixels(file: File) -> NDArray[np.uint8]:
 
 
 def _undo_differences(x: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Images from the differences of each pixel to its neighbors, of the planes R-G, G and B-G, modulo 256."""
+    """Returns images from the differences of neighboring pixels of the planes R-G, G and B-G, modulo 256."""
     x = x.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
     x[:, 0] += x[:, 1]
     x[:, 2] += x[:, 1]
@@ -190,7 +190,7 @@ def _undo_differences(x: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _read_table(file: File) -> dict[str, NDArray[np.int64]]:
-    """Labels of both parts, and which of the images are not exact."""
+    """Returns the labels of both parts, and the indices of the inexact images."""
     try:
         with np.load(io.BytesIO(file.content), allow_pickle=False) as table:
             return {name: table[name].astype(np.int64) for name in ("train", "test", "lossy_train", "lossy_test")}

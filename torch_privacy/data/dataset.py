@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reader returns, and how examples are split at random."""
+"""Provides `Data`, which every reader returns, and random splits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,48 +28,48 @@ class Data:
     classes: tuple[Any, ...]
     licence: str
     files: Mapping[str, str]  # name -> SHA-256 of every file that was read, as it lies on the disk
-    num_ids: tuple[int, ...] = ()  # inputs that are numbers of things: how many things, per kind of column
+    num_ids: tuple[int, ...] = ()  # sizes of the columns of inputs that are ids
     not_covered: tuple[str, ...] = field(
         default=()
-    )  # what was taken from the examples without noise: no epsilon covers it
+    )  # what was computed from the examples without noise: no epsilon covers it
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Returns the number of classes."""
         return len(self.classes)
 
 
 def images(pixels: NDArray[np.uint8], labels: NDArray[np.integer[Any]]) -> TensorDataset:
-    """Pixels (n, channels, height, width) of 0 to 255 and labels (n,) as the tensors of ``Data``.
+    """Converts pixels (n, channels, height, width) of 0 to 255 and labels (n,) to the tensors of ``Data``.
 
-    The scale is 1/255, no statistic of the images: a mean taken from private images would be a release.
+    The scale is 1/255, not a statistic of the images, since a mean of private images would be a release.
     """
     return TensorDataset(scaled(pixels), torch.from_numpy(labels.astype(np.int64)))
 
 
 def scaled(pixels: NDArray[np.uint8]) -> torch.Tensor:
-    """Pixels of 0 to 255 as float32 in [0, 1]."""
+    """Converts pixels of 0 to 255 to float32 in [0, 1]."""
     return torch.from_numpy(pixels.astype(np.float32)).div_(255)
 
 
 def rows(inputs: torch.Tensor, labels: torch.Tensor, chosen: NDArray[np.int64]) -> TensorDataset:
-    """The chosen examples."""
+    """Returns the chosen examples."""
     index = torch.from_numpy(chosen)
     return TensorDataset(inputs[index], labels[index])
 
 
 def random_split(num_examples: int, *, test_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers of a random training part and of the test part, each in increasing order.
+    """Returns the row numbers of a random training part and of the test part, each in increasing order.
 
-    The seed is public: it says nothing about any example, only which rows are held out.
+    The seed is public: it determines which rows are held out, and depends on no example.
 
     Args:
-        num_examples: How many rows there are, at least 1.
-        test_fraction: Share of rows in the test part, in (0, 1); the count is rounded to the nearest integer.
+        num_examples: Number of rows, at least 1.
+        test_fraction: Fraction of rows in the test part, in (0, 1); the count is rounded to the nearest integer.
         seed: A non-negative integer; equal seeds give equal splits.
 
     Returns:
-        Training rows and test rows; together they name every row once.
+        Training rows and test rows; together they hold every row once.
 
     Example:
         >>> train, test = random_split(10, test_fraction=0.2, seed=0)

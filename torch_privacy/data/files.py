@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every data reader shares: finding a file, unpacking it, and proving that it is the right one."""
+"""Finds data files, unpacks them and verifies their checksums, for all readers."""
 
 import bz2
 import gzip
@@ -22,12 +22,12 @@ PACKINGS = {
 
 
 class DataError(ValueError):
-    """Raised when a data file is missing or is not the file that it should be; the message says where it belongs."""
+    """Raised if a data file is missing or is not the published one; the message says where it belongs."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file that was read: its name and SHA-256 as it lies on the disk, and its content, unpacked."""
+    """A file that was read: its path, the SHA-256 of the file on disk, and its unpacked content."""
 
     path: Path
     sha256: str
@@ -35,18 +35,18 @@ class File:
     cure: str
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise a ``DataError`` that names the file, what is wrong with it, and the cure."""
+        """Raises a ``DataError`` that names the file, its defect and the cure."""
         raise DataError(f"{self.path}: {what}. {self.cure}")
 
     def check(self, is_right: bool, what: str) -> None:
-        """Refuse the file unless it is right."""
+        """Raises a ``DataError`` unless ``is_right``."""
         if not is_right:
             self.refuse(what)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set as its publishers give it: its files' names, where they come from, what may be done with them.
+    """A published data set: the names, origin and licence of its files.
 
     ``checksums`` gives each file's content, unpacked, as ``"sha256:..."`` or ``"md5:..."`` where it is known. So a file
     may be packed in any way; MD5 is what some publishers give: it finds accidents, not malice.
@@ -60,17 +60,17 @@ class Source:
     shipped: Path | None = None  # the copy in this package
 
     def folder(self, named: str | Path | None, *, verify: bool = True) -> "Folder":
-        """The folder to read from: the caller's, else ``TORCH_PRIVACY_DATA``, else the copy that came along.
+        """Returns the folder to read from: the caller's, else ``TORCH_PRIVACY_DATA``, else the shipped copy.
 
         Raises:
-            DataError: If there is none; the message says where to get the data and under which licence.
+            DataError: If there is none; the message says where to get the data, and its licence.
         """
         named = named or os.environ.get(FOLDER_VARIABLE)
         if named:
             return Folder(self, Path(named).expanduser(), verify)
-        came_along = self.shipped or SHARED
-        if came_along.is_dir():
-            return Folder(self, came_along, verify)
+        shipped = self.shipped or SHARED
+        if shipped.is_dir():
+            return Folder(self, shipped, verify)
         names = ", ".join(self.checksums)
         raise DataError(
             f"{self.name}: no folder of data is named. Get {names} from {self.origin} (licence: {self.licence}), put "
@@ -80,25 +80,25 @@ class Source:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that should hold the files of a source; with ``verify`` only the published content is read."""
+    """A folder with the files of a source; with ``verify`` it reads only the published content."""
 
     source: Source
     path: Path
     verify: bool
 
     def has(self, name: str) -> bool:
-        """Whether the file is there, packed or not."""
+        """True if the file exists, packed or not."""
         return self._find(name) is not None
 
     def path_of(self, name: str) -> Path:
-        """Where the file or folder of this name belongs."""
+        """Returns the path where the file or folder of this name belongs."""
         return self.path / self.source.folders[0] / name
 
     def read(self, name: str) -> File:
-        """The file of this name, packed in any way or not at all, from the first place that has one.
+        """Reads the file of this name, packed or not, from the first place that has it.
 
         Raises:
-            DataError: If it is missing, cannot be read or unpacked, or has another content than the published one.
+            DataError: If it is missing, cannot be read or unpacked, or is not the published one.
         """
         cure = self.cure(name)
         path = self._find(name)
@@ -122,7 +122,7 @@ class Folder:
         return file
 
     def cure(self, name: str) -> str:
-        """What to do about a file that is missing or wrong."""
+        """Returns the advice for a missing or wrong file."""
         shipped = ", or use the copy in the package" if self.source.shipped else ""
         return (
             f"Put the original {name} at {self.path_of(name)} (from {self.source.origin}; "
@@ -137,13 +137,13 @@ class Folder:
 
 
 def unpack(suffix: str, packed: bytes) -> bytes:
-    """The content of a file with this suffix; one that is not packed, whatever its name says, is its own content."""
+    """Returns the unpacked content; a file that is not packed in spite of its suffix is returned unchanged."""
     magic, decompress = PACKINGS.get(suffix, (None, None))
     return decompress(packed) if magic and decompress and packed.startswith(magic) else packed
 
 
 def verify_content(file: File, checksum: str | None) -> None:
-    """Refuse a file whose content is not the published one; without a published checksum all pass."""
+    """Raises a ``DataError`` if the checksum is known and the content has another one."""
     if checksum is None:
         return
     kind, _, expected = checksum.partition(":")
@@ -157,5 +157,5 @@ def verify_content(file: File, checksum: str | None) -> None:
 
 
 def digests(*files: File) -> dict[str, str]:
-    """Name -> SHA-256 of each file as it lies on the disk, for the privacy statement."""
+    """Returns name -> SHA-256 of each file on disk, for the privacy statement."""
     return {file.path.name: file.sha256 for file in files}

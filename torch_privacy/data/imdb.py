@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IMDb movie reviews: texts, and whether they praise the movie."""
+"""Reads IMDb movie reviews: texts, and whether they are positive."""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ SOURCE = Source(
         "imdb_train.tsv.xz": "sha256:fb5475bb69320751fef173b473de4cbe5a5b368cdf29807b627e7e9b987e4cf2",
         "imdb_test.tsv.xz": "sha256:b7c215fff1f30a0b86df603069840f0b3fb670038fcbedfb8dfeb3fcfa7d2a9b",
     },
-    origin="https://ai.stanford.edu/~amaas/data/sentiment/, whose folder aclImdb is read as well",
+    origin="https://ai.stanford.edu/~amaas/data/sentiment/, or its folder aclImdb",
     licence="none stated by A. L. Maas et al., who ask to be cited; research use",
 )
 CLASSES = ("negative", "positive")
@@ -29,7 +29,7 @@ CLASSES = ("negative", "positive")
 
 @dataclass(frozen=True)
 class TrainingWords:
-    """Asks for the most frequent words of the training texts, counted without noise: no epsilon covers them."""
+    """Requests the most frequent words of the training texts, counted without noise: no epsilon covers them."""
 
     size: int  # rows of the embedding; two of them are for padding and for unknown words
 
@@ -43,7 +43,7 @@ def load_imdb(
     pad: str = "before",
     verify: bool = True,
 ) -> Data:
-    """IMDb: 25,000 and 25,000 reviews as numbers of words, int64 of shape (n, length), half of them positive.
+    """Returns IMDb: 25,000 and 25,000 reviews as word ids, int64 of shape (n, length), half of them positive.
 
     Args:
         folder: The folder of all data, with ``imdb_train.tsv.xz`` and ``imdb_test.tsv.xz`` in ``imdb/`` or itself, or
@@ -58,7 +58,7 @@ def load_imdb(
         verify: Whether the reviews must be the published ones.
 
     Returns:
-        Data whose ``num_ids`` is the size of the vocabulary.
+        Data with the size of the vocabulary in ``num_ids``.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.
@@ -88,7 +88,7 @@ def load_imdb(
 
 
 def _read(place: Folder, part: str) -> File:
-    """The reviews of one part, one per line: label, stars, number, text. The authors' folder is read as such a file."""
+    """Returns one part's reviews as a file of lines (label, stars, number, text), also from the authors' folder."""
     name = f"imdb_{part}.tsv.xz"
     for base in (place.path / "aclImdb", place.path / "imdb" / "aclImdb", place.path):
         folder = base / part
@@ -102,7 +102,7 @@ def _read(place: Folder, part: str) -> File:
 
 
 def _join(folder: Path) -> bytes:
-    """The reviews in ``neg/NUMBER_STARS.txt`` and ``pos/...``, in the order of their numbers, negative ones first."""
+    """Reads ``neg/NUMBER_STARS.txt`` and ``pos/...``, in the order of their numbers, negative ones first."""
     reviews = []
     for label, name in enumerate(("neg", "pos")):
         for path in (folder / name).glob("*.txt"):
@@ -115,7 +115,7 @@ def _join(folder: Path) -> bytes:
 
 
 def _tokens(file: File) -> tuple[Tokens, NDArray[np.int64]]:
-    """Words and labels of the reviews in a file."""
+    """Returns the words and labels of a file's reviews."""
     lines = [line.split("\t", 3) for line in file.content.decode("utf-8", "replace").removesuffix("\n").split("\n")]
     for i, fields in enumerate(lines):
         if len(fields) != 4 or fields[0] not in ("0", "1"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MNIST: 28x28 gray images of handwritten digits, in the idx format."""
+"""Reads MNIST: 28x28 gray images of handwritten digits, in the idx format."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ UNSIGNED_BYTE = 0x08
 
 
 def load_mnist(folder: str | Path | None = None, *, verify: bool = True) -> Data:
-    """MNIST: 60,000 and 10,000 images, float32 of shape (n, 1, 28, 28) in [0, 1], and the digits they show.
+    """Returns MNIST: 60,000 and 10,000 images, float32 of shape (n, 1, 28, 28) in [0, 1], and the digits they show.
 
     Args:
         folder: The folder of all data, with the four idx files, gzipped or not, in ``mnist/``, ``MNIST/raw/`` or
@@ -46,7 +46,7 @@ def load_mnist(folder: str | Path | None = None, *, verify: bool = True) -> Data
 
 
 def read_idx(file: File, num_dimensions: int) -> NDArray[np.uint8]:
-    """The array in an idx file of bytes: two zeros, the type, the number of dimensions, the sizes, the entries.
+    """Returns the array in an idx file of bytes: two zeros, the type, the number of dimensions, the sizes, the entries.
 
     Raises:
         DataError: If the file is not of this form or not as long as its sizes say.
@@ -66,7 +66,7 @@ def read_idx(file: File, num_dimensions: int) -> NDArray[np.uint8]:
 
 
 def _part(pixels: File, digits: File):
-    """Images and labels of one part, which must agree in number."""
+    """Returns one part's images and labels, which must agree in number."""
     x, y = read_idx(pixels, 3), read_idx(digits, 1)
     digits.check(len(x) == len(y), f"has {len(y)} labels for the {len(x)} images of {pixels.path.name}")
     digits.check(y.max(initial=0) < 10, "has labels above 9")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MovieLens: who gave which movie how many stars."""
+"""Reads MovieLens: the ratings of movies by users, in stars."""
 
 import csv
 import io
@@ -41,7 +41,7 @@ STARS = tuple(float(i) for i in range(1, 6))
 def load_movielens(
     folder: str | Path | None = None, *, test_fraction: float = 0.2, seed: int = 0, verify: bool = True
 ) -> Data:
-    """MovieLens ratings, split at random: numbers of user and movie, int64 of shape (n, 2), and the rating as a class.
+    """Returns MovieLens, split at random: ids of user and movie, int64 of shape (n, 2), and the rating as a class.
 
     ``ml-1m`` is taken where it is found (1,000,209 ratings of 1 to 5 stars by 6,040 users), else ``latest-small``
     (100,836 ratings of 0.5 to 5 stars by 610 users, which GroupLens calls a data set for development).
@@ -55,8 +55,8 @@ def load_movielens(
         verify: Whether the files must be the published ones. Off, the other data sets in these formats are read.
 
     Returns:
-        Data whose ``classes`` are the stars that a label stands for and whose ``num_ids`` are the numbers of users and
-        of movies. Movies are numbered in the order of the catalog, so that nothing about them comes from ratings.
+        Data with the stars of each label in ``classes``, and the numbers of users and of movies in ``num_ids``.
+        Movies are numbered in the order of the catalog, so that nothing about them comes from ratings.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.
@@ -87,7 +87,7 @@ def load_movielens(
 
 
 def _read_ratings(file: File, separator: str) -> NDArray[np.float64]:
-    """Rows of user, movie, stars and time; a first line of names is passed over."""
+    """Returns rows of user, movie, stars and time; skips a first line of names."""
     text = file.content.removeprefix(BYTE_ORDER_MARK).lstrip().replace(separator.encode(), b",")
     head = 0 if text[:1].isdigit() else text.find(b"\n") + 1 or len(text)
     file.check(bool(text[head:].strip()), "holds no ratings")
@@ -101,7 +101,7 @@ def _read_ratings(file: File, separator: str) -> NDArray[np.float64]:
 
 
 def _read_catalog(file: File, separator: str) -> NDArray[np.int64]:
-    """The movies' numbers, in increasing order."""
+    """Returns the movies' ids in increasing order."""
     lines = io.StringIO(file.content.decode("latin1"), newline="")
     fields = csv.reader(lines) if separator == "," else (line.split(separator) for line in lines)
     try:
@@ -113,7 +113,7 @@ def _read_catalog(file: File, separator: str) -> NDArray[np.int64]:
 
 
 def _number(what: str, values: NDArray, known: NDArray, file: File, where: str) -> NDArray[np.int64]:
-    """Where each value stands among the known ones, which are in increasing order."""
+    """Returns the index of each value among the known ones, which are sorted."""
     place = np.minimum(np.searchsorted(known, values), len(known) - 1)
     for wrong in np.flatnonzero(known[place] != values)[:1]:
         file.refuse(f"rating {wrong + 1} has {what} {values[wrong]:g}, which is not one of the {len(known)} {where}")

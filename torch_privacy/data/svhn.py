@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SVHN: 32x32 color images of house numbers' digits, in MATLAB's format."""
+"""Reads SVHN: 32x32 color images of house numbers' digits, in MATLAB's format."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ SOURCE = Source(
 
 
 def load_svhn(folder: str | Path | None = None, *, extra: bool = False, verify: bool = True) -> Data:
-    """SVHN, cropped digits: 73,257 and 26,032 images, float32 of shape (n, 3, 32, 32) in [0, 1], and their digits.
+    """Returns SVHN, cropped digits: 73,257 and 26,032 images, float32 (n, 3, 32, 32) in [0, 1], and their digits.
 
     Args:
         folder: The folder of all data, with ``train_32x32.mat`` and ``test_32x32.mat`` in ``svhn/`` or itself. Without
@@ -51,7 +51,7 @@ def load_svhn(folder: str | Path | None = None, *, extra: bool = False, verify: 
 
 
 def _part(file: File) -> TensorDataset:
-    """Images (32, 32, 3, n), turned, and labels (n, 1), where a 10 is the digit 0."""
+    """Converts images (32, 32, 3, n) and labels (n, 1), in which 10 is the digit 0."""
     x, y = read_matlab(file, "X", "y")
     right = x.dtype == np.uint8 and x.shape[:-1] == (32, 32, 3) and y.shape == (x.shape[-1], 1)
     file.check(right, f"holds X {x.shape} and y {y.shape}, not (32, 32, 3, n) bytes and (n, 1)")

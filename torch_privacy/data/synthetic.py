@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that nobody is behind, of the shape of real ones: to try settings on before private data are touched."""
+"""Draws synthetic data in the format of real ones, to try settings without private data."""
 
 import numpy as np
 import torch
@@ -8,21 +8,21 @@ from torch.utils.data import TensorDataset
 from torch_privacy.data.adult import NUM_FEATURES
 from torch_privacy.data.dataset import Data
 
-# How many answers each of the 14 questions of the census has, as its documentation says.
+# The numbers of answers to each of the census's 14 questions, from its documentation.
 ADULT_QUESTIONS = (5, 8, 5, 16, 5, 7, 14, 6, 5, 2, 2, 2, 5, 41)
-ADULT_RICH = 0.24  # share of incomes above 50,000 dollars, as the documentation says
-UNDECIDED = 0.7  # standard deviation of what answers do not tell, relative to what they tell
+ADULT_RICH = 0.24  # fraction of incomes above 50,000 dollars, from the documentation
+UNDECIDED = 0.7  # standard deviation of wealth that answers do not explain, relative to the explained one
 
 
 def synthetic_adult(num_train: int = 29_305, num_test: int = 3_256, seed: int = 0) -> Data:
-    """People who never were: one answer to each question of `load_adult`, and an income that depends on some of them.
+    """Returns synthetic people: one answer to each question of `load_adult`, and an income that depends on some.
 
-    Only published facts enter: the questions, how many answers each has, and the share of large incomes.
+    It uses only published facts: the questions, their numbers of answers, and the fraction of large incomes.
 
     Args:
-        num_train: how many to train on.
-        num_test: how many to test on.
-        seed: draws them.
+        num_train: number of training examples.
+        num_test: number of test examples.
+        seed: of the draws.
 
     Example:
         >>> data = synthetic_adult(1000, 100)
@@ -36,8 +36,8 @@ def synthetic_adult(num_train: int = 29_305, num_test: int = 3_256, seed: int = 
         answers = generator.choice(count, n, p=generator.dirichlet(np.ones(count)))
         features[np.arange(n), first + answers] = 1
         first += count
-    told = features @ generator.standard_normal((NUM_FEATURES, 4))
-    wealth = np.tanh(told) @ generator.standard_normal(4)
+    answers_mixed = features @ generator.standard_normal((NUM_FEATURES, 4))
+    wealth = np.tanh(answers_mixed) @ generator.standard_normal(4)
     wealth += UNDECIDED * wealth.std() * generator.standard_normal(n)
     labels = wealth > np.quantile(wealth, 1 - ADULT_RICH)
     x, y = torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64))

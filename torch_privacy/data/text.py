@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts as rows of numbers: a tokenizer, and vocabularies that say whether they were taken from private data."""
+"""Encodes texts as rows of word ids, with vocabularies that state whether they use private data."""
 
 import zlib
 from collections import defaultdict
@@ -22,7 +22,7 @@ LETTERS = bytes(
 
 
 def tokenize(text: str) -> list[str]:
-    """The words of a text, in order: runs of letters, digits and apostrophes within a word, ASCII in lower case.
+    """Returns the words of a text in order: runs of letters, digits and apostrophes within a word, ASCII in lower case.
 
     Marks of line breaks, ``<br />``, separate words. Whatever is not ASCII is kept as it is.
 
@@ -36,7 +36,7 @@ def tokenize(text: str) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokenized texts: every text's words as places in the list of distinct words."""
+    """Tokenized texts: every text's words as indices into the list of distinct words."""
 
     distinct: list[str]
     places: NDArray[np.int32]  # one text after the other
@@ -44,7 +44,7 @@ class Tokens:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Tokens":
-        """The words of some texts; 25,000 reviews take about two seconds. One text alone is a ``ValueError``."""
+        """Tokenizes texts, about 12,000 reviews per second; raises a ``ValueError`` for a single string."""
         if isinstance(texts, str):
             raise ValueError(f"encode: texts={texts[:20]!r}... must be a list of texts, not one text. Pass [text].")
         known: defaultdict[str, int] = defaultdict(count().__next__)
@@ -55,7 +55,7 @@ class Tokens:
 
 
 class Words(Protocol):
-    """What turns words into numbers below ``size``; 0 is kept for padding and 1 for unknown words."""
+    """Maps words to ids below ``size``; 0 is reserved for padding and 1 for unknown words."""
 
     @property
     def size(self) -> int: ...
@@ -66,7 +66,7 @@ class Words(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A list of words, the number of each being its place plus two.
+    """A list of words; a word's id is its index plus two.
 
     Where the words come from decides what an epsilon is worth: a list counted on private texts is a release of its own,
     which nothing here makes private. Whoever makes one says so: ``public=False`` puts ``origin`` among the things that
@@ -79,7 +79,7 @@ class Vocabulary:
 
     @classmethod
     def frequent(cls, texts: Iterable[str] | Tokens, *, size: int, origin: str, public: bool) -> "Vocabulary":
-        """The most frequent words of some texts, so many that all numbers are below ``size``; ties by letters.
+        """Returns the most frequent words of some texts with ids below ``size``; ties in alphabetical order.
 
         Example:
             >>> vocabulary = Vocabulary.frequent(["a b a", "c"], size=4, origin="two texts", public=True)
@@ -94,23 +94,23 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """How many numbers there are: the rows of an embedding."""
+        """Returns the number of ids, that is, the rows of an embedding."""
         return len(self.words) + FIRST_WORD
 
     def numbers(self, words: Sequence[str]) -> NDArray[np.int64]:
-        """The number of each word."""
+        """Returns the id of each word."""
         known = {word: i for i, word in enumerate(self.words, FIRST_WORD)}
         return np.array([known.get(word, UNKNOWN) for word in words], np.int64)
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """What an epsilon does not cover, for the privacy statement."""
+        """Returns what epsilon does not cover, for the privacy statement."""
         return () if self.public else (f"the vocabulary, {self.origin}",)
 
 
 @dataclass(frozen=True)
 class HashedWords:
-    """Numbers by a hash of the word's letters: no vocabulary at all, so that nothing is taken from any text.
+    """Maps words to ids by a hash of their letters, without a vocabulary, so that nothing is taken from any text.
 
     The number is 2 + crc32(UTF-8) mod (size - 2): the same everywhere and always; words share numbers by chance.
 
@@ -125,20 +125,20 @@ class HashedWords:
         _check.whole("HashedWords", at_least=FIRST_WORD + 1, size=self.size)
 
     def numbers(self, words: Sequence[str]) -> NDArray[np.int64]:
-        """The number of each word, never that of an unknown one."""
+        """Returns the id of each word, never that of unknown words."""
         hashes = np.array([zlib.crc32(word.encode()) for word in words], np.int64)
         return FIRST_WORD + hashes % (self.size - FIRST_WORD)
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """Nothing: no text was looked at."""
+        """Returns nothing, since no text was used."""
         return ()
 
 
 def encode(
     texts: Iterable[str] | Tokens, words: Words, *, length: int, keep: str = "last", pad: str = "before"
 ) -> NDArray[np.int64]:
-    """Texts as rows of exactly ``length`` numbers: longer ones are cut, shorter ones filled with 0.
+    """Returns texts as rows of exactly ``length`` ids: longer texts are cut, shorter ones padded with 0.
 
     Args:
         texts: The texts, or their tokens.

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments that ``torch-privacy train`` and ``reproduce`` know, by name. Listing them imports no torch."""
+"""Provides the experiments of ``torch-privacy train`` and ``reproduce`` by name, without importing torch."""
 
 from importlib import import_module
-from typing import cast
 
 from torch_privacy import _validate as _check
-from torch_privacy.experiments.catalog import CATALOG, Experiment
-from torch_privacy.experiments.task import Trainable
-from torch_privacy.runs.rows import Reproducible
+from torch_privacy.experiments.catalog import CATALOG
+from torch_privacy.experiments.study import Study
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}
-SHORT = {"adult": "gdp-adult"}  # names that came first
+SHORT = {"adult": "gdp-adult"}  # short name -> name
 TRAININGS = (*SHORT, *(name for name, experiment in EXPERIMENTS.items() if experiment.trains))
 
 
-def load_trainable(name: str) -> Trainable:
-    """The module of an experiment that trains, imported on first use; an unknown name raises a ``ValueError``."""
-    _check.one_of("train", TRAININGS, experiment=name)
-    return cast(Trainable, import_module(EXPERIMENTS[SHORT.get(name, name)].module))
-
-
-def load_reproducible(name: str) -> tuple[Experiment, Reproducible]:
-    """An experiment and its module, imported on first use; an unknown name raises a ``ValueError``."""
+def load_study(name: str) -> Study:
+    """Returns the study of an experiment, imported on first use; raises a ``ValueError`` for an unknown name."""
     _check.one_of("reproduce", EXPERIMENTS, experiment=name)
-    return EXPERIMENTS[name], cast(Reproducible, import_module(EXPERIMENTS[name].module))
+    module, _, study = EXPERIMENTS[name].study.partition(":")
+    return getattr(import_module(f"torch_privacy.experiments.papers.{module}"), study)
+
+
+def load_trainable(name: str) -> Study:
+    """Returns the study of an experiment that ``train`` can train; raises a ``ValueError`` for any other name."""
+    _check.one_of("train", TRAININGS, experiment=name)
+    return load_study(SHORT.get(name, name))

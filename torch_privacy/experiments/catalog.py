@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be reproduced: every experiment by name, with its paper and what it takes. Listing them imports no torch."""
+"""Lists every experiment with its paper, its data and its running time, without importing torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Paper:
-    """Where the numbers come from that ours are held against."""
+    """The source of the numbers that ours are compared with."""
 
     authors: str
     title: str
@@ -42,131 +42,149 @@ DE = Paper(
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of a paper that one command makes anew.
-
-    The module of the experiment has ``COLUMNS`` and ``rows`` (see `rows`), perhaps ``figures``, ``findings`` and
-    ``NOTES``; one that ``trains`` has ``Settings`` and ``build_task`` as well (see `_protocol`).
-    """
+    """A table or figure of a paper that one command reproduces. ``study`` names its `Study`, as module:name."""
 
     name: str
     paper: Paper
-    place: str  # which table or figure
+    study: str  # module:name, the module under torch_privacy.experiments.papers
+    place: str  # table or figure
     shows: str
-    seconds: float  # that the full run takes for one seed on two CPU cores, measured or extrapolated from an epoch
+    seconds: float  # of the full run for one seed on two CPU cores, measured or extrapolated from one epoch
     quick_seconds: float
-    data: str = ""  # the data sets that it reads; "" if none, or only the one that comes with the package
+    data: str = ""  # data sets that must be at hand; "" if none, or only the one that comes with the package
     trains: bool = False
-
-    @property
-    def module(self) -> str:
-        """Where the experiment is written down."""
-        return f"torch_privacy.experiments.{self.name.replace('-', '_').replace('.', '')}"
 
 
 CATALOG = (
     Experiment(
-        "accountant-q0.01", ABADI, "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
+        "accountant-q0.01", ABADI, "abadi2016.accountant:STUDY",
+        "Figure 2", "epsilon over epochs: strong composition, moments, exact", 20, 5
     ),
     Experiment(
-        "abadi-mnist", ABADI, "Figure 3", "digits behind private principal components: accuracy at three epsilons",
+        "abadi-mnist", ABADI, "abadi2016.mnist:STUDY",
+        "Figure 3", "digits behind private principal components: accuracy at three epsilons",
         3300, 70, data="MNIST", trains=True,
     ),
     Experiment(
-        "abadi-sweep", ABADI, "Figure 5",
+        "abadi-sweep", ABADI, "abadi2016.sweep:STUDY",
+        "Figure 5",
         "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 80, "MNIST",
         trains=True,
     ),
     Experiment(
-        "abadi-cifar10", ABADI, "Figure 6", "small photographs behind public convolutions; wants a GPU", 30_000, 30,
+        "abadi-cifar10", ABADI, "abadi2016.cifar10:STUDY",
+        "Figure 6", "small photographs behind public convolutions; needs a GPU", 30_000, 30,
         "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gdp-figures", GDP, "Figures 2, 3, A.1",
+        "gdp-figures", GDP, "bu2020.figures:STUDY",
+        "Figures 2, 3, A.1",
         "epsilon against delta and trade-off functions by CLT, moments and exactly; the limit after one epoch", 30, 15,
     ),
     Experiment(
-        "gdp-calibration", GDP, "Section 4.2", "less noise at equal epsilon: by CLT, and what is true of it", 5, 5
+        "gdp-calibration", GDP, "bu2020.calibration:STUDY",
+        "Section 4.2", "less noise at equal epsilon: claimed by the CLT, and certified", 5, 5
     ),
     Experiment(
-        "gdp-mnist", GDP, "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
+        "gdp-mnist", GDP, "bu2020.mnist:STUDY",
+        "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
         4500, 110, "MNIST", trains=True,
     ),
     Experiment(
-        "gdp-adult", GDP, "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
+        "gdp-adult", GDP, "bu2020.adult:STUDY",
+        "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
     ),
     Experiment(
-        "gdp-imdb", GDP, "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
+        "gdp-imdb", GDP, "bu2020.imdb:STUDY",
+        "Table 3", "whether a film review is favorable: accuracy, with NoisyAdam", 120, 50,
         "IMDb", trains=True,
     ),
     Experiment(
-        "gdp-movielens", GDP, "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
+        "gdp-movielens", GDP, "bu2020.movielens:STUDY",
+        "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
         20, "MovieLens", trains=True,
     ),
     Experiment(
-        "jl-accuracy", JL, "Figure 4", "digits: whether few projections train like exact norms", 90, 40, "MNIST",
+        "jl-accuracy", JL, "bu2021.accuracy:STUDY",
+        "Figure 4", "digits: accuracy with few projections and with exact norms", 90, 40, "MNIST",
         trains=True,
     ),
     Experiment(
-        "jl-mnist", JL, "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
+        "jl-mnist", JL, "bu2021.tables:MNIST",
+        "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
         3000, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "jl-cifar10", JL, "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
+        "jl-cifar10", JL, "bu2021.tables:CIFAR10",
+        "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "jl-imdb", JL, "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
+        "jl-imdb", JL, "bu2021.tables:IMDB",
+        "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 10_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
-        "jl-large", JL, "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
+        "jl-large", JL, "bu2021.large:STUDY",
+        "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
         8000, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
-        "gep-mnist", GEP, "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
+        "gep-mnist", GEP, "yu2021.mnist:STUDY",
+        "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
         3000, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-cifar10", GEP, "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; wants a GPU",
+        "gep-cifar10", GEP, "yu2021.cifar10:CIFAR10",
+        "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; needs a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-svhn", GEP, "Table 1, SVHN", "the same for house numbers, which are not at hand; wants a GPU",
+        "gep-svhn", GEP, "yu2021.cifar10:SVHN",
+        "Table 1, SVHN", "the same for house numbers, which the user must fetch; needs a GPU",
         600_000, 120, "SVHN, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-linear", GEP, "Appendix A", "the same for one dense layer on features of public images",
+        "gep-linear", GEP, "yu2021.linear:STUDY",
+        "Appendix A", "the same for one dense layer on features of public images",
         2600, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-ablations", GEP, "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
+        "gep-ablations", GEP, "yu2021.ablations:STUDY",
+        "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m and k",
         2000, 50, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
-        "gep-figures", GEP, "Figures 1, 2, 4, 5, 7", "what gradients are like: stable ranks, projection errors, noise",
+        "gep-figures", GEP, "yu2021.figures:STUDY",
+        "Figures 1, 2, 4, 5, 7", "properties of gradients: stable ranks, projection errors, noise",
         600, 100, "CIFAR-100",
     ),
     Experiment(
-        "pate-mnist", GEP, "Table 1, PATE", "digits learnt from the noisy votes of teachers", 150, 20, "MNIST"
+        "pate-mnist", GEP, "yu2021.pate_mnist:STUDY",
+        "Table 1, PATE", "digits learned from the noisy votes of teachers", 150, 20, "MNIST"
     ),
     Experiment(
-        "best-mnist", TRAMER, "Table 1, MNIST", "digits, the best of today: scattering coefficients, averaged weights",
+        "best-mnist", TRAMER, "best.mnist:SCATTERING",
+        "Table 1, MNIST", "digits, the best known accuracy: scattering coefficients, averaged weights",
         440, 80, "MNIST", trains=True,
     ),
     Experiment(
-        "best-mnist-cnn", TRAMER, "Table 1, MNIST", "the same by convolutions that see several views of an example",
+        "best-mnist-cnn", TRAMER, "best.mnist:CONVOLUTIONS",
+        "Table 1, MNIST", "the same by convolutions on several views of an example",
         2300, 40, "MNIST", trains=True,
     ),
     Experiment(
-        "best-cifar10", TRAMER, "Table 1, CIFAR-10", "small photographs by scattering coefficients, as best-mnist",
+        "best-cifar10", TRAMER, "best.cifar10:SCATTERING",
+        "Table 1, CIFAR-10", "small photographs by scattering coefficients, as in best-mnist",
         5400, 60, "CIFAR-10", trains=True,
     ),
     Experiment(
-        "best-cifar10-wide", DE, "tables, CIFAR-10", "the same by a wide network, in 16 views; wants a GPU",
+        "best-cifar10-wide", DE, "best.cifar10:WIDE",
+        "tables, CIFAR-10", "the same by a wide network, in 16 views; needs a GPU",
         200_000, 45, "CIFAR-10", trains=True,
     ),
 )  # fmt: skip
 
 
 def as_json() -> list[dict[str, Any]]:
-    """All experiments as plain values."""
+    """Returns all experiments as plain values."""
     return [asdict(experiment) for experiment in CATALOG]

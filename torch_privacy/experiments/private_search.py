@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment's settings searched for on the private data, the price of choosing in the ledger.
+"""Searches an experiment's settings on the private data and records the price of the choice in the ledger.
 
-Every run is an exact private training, ranked by a noisy count of right answers on examples held out from it. A secret
-number of runs is made, and only the best is released: together one `privacy.Repeated`.
+Every run is an exact private training, ranked by a noisy count of correct predictions on held-out examples. The number
+of runs is random and secret, and only the best run is released: the search is one `privacy.Repeated`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_privacy import privacy
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.runner import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
-from torch_privacy.experiments.task import ACCURACY, Task, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.selection import search_privately
@@ -30,19 +30,19 @@ from torch_privacy.training.statement import CHOICE_OF_SETTINGS
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon
-TABLE, SMALLEST_DELTA = 200, 1e-12  # entries of the table that stands for runs of several kinds
+TABLE, SMALLEST_DELTA = 200, 1e-12  # entries of the table for runs of several kinds, and its last delta
 
 
 class PrivateSearch:
-    """A search on the private data whose whole price is one event.
+    """A search on the private data, priced as one event.
 
     Args:
-        experiment: its name; scored by accuracy, for right answers can be counted, and its steps one plain sum.
+        experiment: its name; it must be scored by accuracy and release nothing but noisy sums of gradients.
         candidates: settings to draw from.
         mean_runs: expected number of runs.
-        distribution: of their number, as of `privacy.Repeated`.
-        score_noise: standard deviation of the noise on the count of right answers, in examples.
-        fixed: settings of all candidates; ``target_epsilon`` is that of the whole search.
+        distribution: of the number of runs, as in `privacy.Repeated`.
+        score_noise: standard deviation of the noise on the count of correct predictions, in examples.
+        fixed: settings of all candidates; ``target_epsilon`` is for the whole search.
     """
 
     def __init__(
@@ -56,11 +56,9 @@ class PrivateSearch:
         **fixed: Any,
     ):
         _check.positive("search", score_noise=score_noise)
-        self._experiment, self._module = experiment, load_trainable(experiment)
+        self._experiment, self._study = experiment, load_trainable(experiment)
         self._mean_runs, self._distribution, self._score_noise = mean_runs, distribution, score_noise
-        if fixed.get("target_epsilon") is not None:
-            fixed["noise_multiplier"] = None
-        self.candidates = [self._module.Settings(**{**fixed, **candidate}) for candidate in candidates]
+        self.candidates = [self._study.settings(**{**fixed, **candidate}) for candidate in candidates]
         self._target, self.delta = self.candidates[0].target_epsilon, self.candidates[0].delta
         task = self._checked_task()
         kept = (~_held_out(len(task.train))).nonzero()[0]  # pyright: ignore[reportArgumentType]
@@ -68,22 +66,22 @@ class PrivateSearch:
         for settings in self.candidates:
             check_numbers(settings)
             check_settings(settings, self._kept)
-        given = [settings.noise_multiplier for settings in self.candidates]
+        given = [settings.noise_multiplier or 0.0 for settings in self.candidates]
         self.noise = given if self._target is None else self._calibrated(self._target)
         self.event = self._event(self.noise)
 
     def run(self, folder: RunFolder) -> dict[str, Any]:
-        """Search; write the winner's model, the statement of the whole search, and the results into a new folder.
+        """Searches; writes the winner's model, the statement of the whole search, and the results into a new folder.
 
-        Nothing is written before the search has ended. How long it takes tells about how many runs were made: whoever
-        may not know that must not see the clock.
+        Nothing is written before the search has ended. Its running time shows roughly how many runs were made, so it
+        must be kept from anybody who must not know that number.
         """
         folder.create()
         try:
             found = search_privately(self._one_run, range(len(self.candidates)), self.event)
             if found is None:
                 raise ValueError(
-                    "search: the number of runs drawn was 0, and that costs as much as any other. Take --stopping "
+                    "search: the number of runs drawn was 0, which costs as much as any other number. Use --stopping "
                     "geometric or logarithmic, which make at least one run."
                 )
             ledger = privacy.Ledger(folder.ledger)
@@ -100,26 +98,26 @@ class PrivateSearch:
             folder.unlock()
 
     def _checked_task(self) -> Task:
-        """The task of the first candidate, if the search can price it."""
+        """Returns the first candidate's task; raises a ``ValueError`` if the search cannot price its runs."""
         settings = replace(self.candidates[0], target_epsilon=None, noise_multiplier=1.0)
         check_numbers(settings)
-        task = self._module.build_task(settings)
+        task = self._study.task(settings)
         if task.score is not ACCURACY:
             raise ValueError(
-                f"search: {self._experiment} is not scored by accuracy, whose noisy count could rank runs."
+                f"search: {self._experiment} must be scored by accuracy, so that a noisy count can rank runs."
             )
         training = new_training(settings, task, None)
         if training.settings.prior_releases or not isinstance(training.event, privacy.SubsampledGaussian):
             raise ValueError(
                 f"search: the runs of {self._experiment} release more than noisy sums of gradients, which a private "
-                "search has no price for. Search on public data: --on public --stand-in DIR."
+                "search cannot price. Search on public data: --on public --stand-in DIR."
             )
         return task
 
     def _one_run(self, number: int) -> tuple[float, dict[str, Any]]:
-        """A private training with one candidate; its noisy score, and what is released should it win."""
+        """Trains with one candidate; returns its noisy score, and what is released if it wins."""
         settings = replace(self.candidates[number], target_epsilon=None, noise_multiplier=self.noise[number])
-        task = self._module.build_task(settings)
+        task = self._study.task(settings)
         held_out = _held_out(len(task.train))  # pyright: ignore[reportArgumentType]
         training = trained(settings, replace(task, train=Subset(task.train, np.flatnonzero(~held_out).tolist())))
         ranked_on = replace(task, test=Subset(task.train, np.flatnonzero(held_out).tolist()))
@@ -131,18 +129,18 @@ class PrivateSearch:
         return float(count["right"]) / int(held_out.sum()), released
 
     def _event(self, noise: Sequence[float]) -> privacy.Repeated:
-        """The price of the search, with a noise multiplier for every candidate."""
+        """Returns the event of the search, given a noise multiplier for every candidate."""
         runs = list(dict.fromkeys(self._steps(*one) for one in zip(self.candidates, noise, strict=True)))
         run = runs[0] if len(runs) == 1 else (worst_of(runs), 1)
         count = privacy.Gaussian(self._score_noise)
         return privacy.Repeated((run, (count, 1)), self._mean_runs, self._distribution)
 
-    def _steps(self, settings: Any, noise_multiplier: float) -> tuple[privacy.SubsampledGaussian, int]:
+    def _steps(self, settings: Settings, noise_multiplier: float) -> tuple[privacy.SubsampledGaussian, int]:
         probability = settings.expected_batch_size / self._kept
         return privacy.SubsampledGaussian(noise_multiplier, probability), number_of_steps(settings, self._kept)
 
     def _calibrated(self, target: float) -> list[float]:
-        """Noise of every candidate, such that each one's run costs the same and the search the target."""
+        """Returns noise multipliers with which every candidate's run costs the same, and the search the target."""
         low, high, best = 0.0, target, None
         for _ in range(CALIBRATIONS):
             middle = (low + high) / 2
@@ -154,11 +152,11 @@ class PrivateSearch:
         if best is None:
             raise ValueError(
                 f"search: target_epsilon={target!r} is too small for {self._mean_runs:g} runs ranked with noise of "
-                f"{self._score_noise:g} examples. Ask for more, or take fewer runs or more noise."
+                f"{self._score_noise:g} examples. Use a larger target, fewer runs or more noise on the score."
             )
         return best
 
-    def _noise_for(self, settings: Any, epsilon: float) -> float:
+    def _noise_for(self, settings: Settings, epsilon: float) -> float:
         event, steps = self._steps(settings, 1.0)
         probability = event.sampling_probability
         return privacy.calibrate(epsilon, self.delta, sampling_probability=probability, num_steps=steps)
@@ -177,7 +175,7 @@ class PrivateSearch:
         }
 
     def _statement(self, statement: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-        """The winner's, with what the whole search released in place of what its own steps did."""
+        """Returns the winner's statement, with the release of the whole search in place of its own."""
         return statement | {
             "target_epsilon": self._target,
             "epsilon": results["epsilon"],
@@ -188,7 +186,7 @@ class PrivateSearch:
 
 
 def worst_of(alternatives: Sequence[tuple[privacy.Event, int]]) -> privacy.KnownProfile:
-    """An event that costs as much as any one of these, whichever is made: their largest δ(ε), as a table."""
+    """Returns an event that costs at least as much as any of the alternatives: their largest δ(ε), as a table."""
     profiles = [privacy.compose([releases]) for releases in alternatives]
     deltas = np.geomspace(max(profile.delta(0.0).high for profile in profiles), SMALLEST_DELTA, TABLE).tolist()
     table = [(max(profile.epsilon_high(delta) for profile in profiles), delta) for delta in deltas]
@@ -197,5 +195,5 @@ def worst_of(alternatives: Sequence[tuple[privacy.Event, int]]) -> privacy.Known
 
 
 def _held_out(num_examples: int) -> NDArray[np.bool_]:
-    """Which are kept for ranking: a public coin for each number, which it keeps where another is taken away."""
+    """Returns a mask of the examples kept for ranking: a public coin for each index, independent of all others."""
     return np.random.default_rng(0).random(num_examples) < HELD_OUT

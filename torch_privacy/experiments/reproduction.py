@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One experiment of a paper made anew: its rows, each in a folder, beside the paper's numbers."""
+"""Runs one experiment of a paper: every row in a folder of its own, the results beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch_privacy import _validate as _check
-from torch_privacy.experiments import load_reproducible
+from torch_privacy.experiments import EXPERIMENTS, load_study
 from torch_privacy.experiments.catalog import Experiment
+from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket, Ledger
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.rows import (
@@ -25,13 +26,11 @@ from torch_privacy.runs.rows import (
     Context,
     Number,
     Numbers,
-    Reproducible,
     Row,
     Training,
     folder_name,
     rows_folder,
     training_numbers,
-    with_one_noise,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """One row for one seed, and the folder that it fills."""
+    """One row for one seed, and its folder."""
 
     row: Row
     seed: int
@@ -48,25 +47,25 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What the row is called, with its seed if there is one."""
+        """Returns the row's name, with its seed if it has one."""
         return f"{self.row.name}, seed {self.seed}" if self.row.seeded else self.row.name
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows of an experiment are run: those that match a pattern of ``only``, if it has any, and none of ``skip``.
+    """Selects the rows that match a pattern of ``only`` (if it has any) and no pattern of ``skip``.
 
-    Patterns are those of file names: ``JL*`` or ``*epsilon 2``.
+    Patterns are as for file names: ``JL*`` or ``*epsilon 2``.
     """
 
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that are run.
+        """Returns the selected rows.
 
         Raises:
-            ValueError: a pattern matches no row, or no row is left.
+            ValueError: If a pattern matches no row, or no row is left.
         """
         names = [row.name for row in rows]
         for pattern in (*self.only, *self.skip):
@@ -86,21 +85,21 @@ class Selection:
 
 @dataclass
 class Reproduction:
-    """A run of one experiment in its folder; the folder is locked for as long as it is open.
+    """A run of one experiment in its folder, which is locked while the run is open.
 
     Do every job of ``unfinished()``, a training by ``training(job)`` and a computation by ``compute(job)``, then call
-    ``finish()``. It may be left at any time with ``close()``: ``resume`` does what is left, trainings from their last
-    checkpoint on.
+    ``finish()``. You may leave the run at any time with ``close()``: ``resume`` does the remaining jobs and continues
+    trainings from their last checkpoint.
     """
 
     folder: RunFolder
     experiment: Experiment
-    module: Reproducible
+    study: Study
     quick: bool
     seeds: Sequence[int]
     data: str | None
     selection: Selection = Selection()
-    made: Sequence[Path] = ()  # folders that were not there before: they go again if nothing is begun
+    made: Sequence[Path] = ()  # folders created by this run; removed again if no job was begun
 
     @classmethod
     def start(
@@ -114,31 +113,31 @@ class Reproduction:
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
     ) -> Reproduction:
-        """A new run in a new folder.
+        """Starts a run in a new folder.
 
         Raises:
-            ValueError: the experiment is unknown, a seed is none, no row is selected, or the folder is not empty or in
-                use.
+            ValueError: If the experiment is unknown, a seed is invalid, no row is selected, or the folder is not empty
+                or in use.
         """
         folder = RunFolder(path)
         folder.check_new()
-        experiment, module = load_reproducible(name)
+        study = load_study(name)
         selection = Selection(list(only), list(skip))
-        selection.of(module.rows(quick))
+        selection.of(study.rows(quick))
         for seed in seeds:
             _check.whole("reproduce", seed=seed)
         made = [place for place in (path, *path.parents) if not place.exists()]
         folder.create()
-        run = cls(folder, experiment, module, quick, list(seeds), data, selection, made)
+        run = cls(folder, EXPERIMENTS[name], study, quick, list(seeds), data, selection, made)
         folder.write_json(folder.settings, run._request())
         return run
 
     @classmethod
     def resume(cls, path: Path) -> Reproduction:
-        """The unfinished run in ``path``.
+        """Continues the unfinished run in ``path``.
 
         Raises:
-            ValueError: the folder holds no unfinished run of an experiment, or is in use.
+            ValueError: If the folder holds no unfinished run of an experiment, or is in use.
         """
         folder = RunFolder(path)
         request = folder.read_json(folder.settings)
@@ -149,28 +148,26 @@ class Reproduction:
         lacking = [key for key in ("quick", "seeds", "data") if key not in request]
         if lacking:
             raise ValueError(f"{folder.settings}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
-        experiment, module = load_reproducible(request["reproduce"])
-        selection = Selection(request.get("only", ()), request.get("skip", ()))
-        run = cls(folder, experiment, module, request["quick"], request["seeds"], request["data"], selection)
+        name, selection = request["reproduce"], Selection(request.get("only", ()), request.get("skip", ()))
+        study = load_study(name)
+        run = cls(folder, EXPERIMENTS[name], study, request["quick"], request["seeds"], request["data"], selection)
         run._check_rows()
         folder.lock()
         return run
 
     def _settings_asked(self, seed: int, row: Training) -> dict[str, Any]:
-        """All settings of a row, as JSON has them, but those that hang on the data."""
-        settings = self.module.Settings(  # pyright: ignore[reportAttributeAccessIssue]
-            **with_one_noise({"seed": seed, **row.settings})
-        )
-        of_data = {"data"} | ({"expected_batch_size"} if hasattr(self.module, "settings_of_data") else set())
+        """Returns all settings of a row that do not depend on the data, as JSON values."""
+        settings = self.study.settings(**{"seed": seed, **row.settings})
+        of_data = {"data"} | ({"expected_batch_size"} if self.study.settings_of_data else set())
         asked = {name: value for name, value in asdict(settings).items() if name not in of_data - set(row.settings)}
         return json.loads(json.dumps(asked))
 
     def rows(self) -> list[Row]:
-        """Those that are run."""
-        return self.selection.of(self.module.rows(self.quick))
+        """Returns the selected rows."""
+        return self.selection.of(self.study.rows(self.quick))
 
     def jobs(self) -> list[Job]:
-        """All rows for all seeds; a row that does not depend on the seed is done for the first."""
+        """Returns a job for every row and seed; a row that does not depend on the seed has one for the first seed."""
         inside = rows_folder(self.folder.path)
         return [
             Job(row, seed, RunFolder(inside / folder_name(row.name, seed if row.seeded else None)))
@@ -179,11 +176,11 @@ class Reproduction:
         ]
 
     def unfinished(self) -> list[Job]:
-        """The jobs that have no results yet."""
+        """Returns the jobs without results."""
         return [job for job in self.jobs() if not job.folder.is_complete]
 
     def training(self, job: Job) -> Run:
-        """The training that a job is, started or resumed."""
+        """Starts or resumes the training of a job."""
         from torch_privacy.experiments.runner import Run
 
         assert isinstance(job.row, Training)
@@ -193,31 +190,31 @@ class Reproduction:
             ledger = job.folder.ledger
             if ledger.exists() and Ledger.load(ledger).events:
                 raise ValueError(
-                    f"{job.folder.path}: has no checkpoint.pt, so this training cannot go on, and its ledger holds "
-                    "releases, which begun anew it would not count. Keep the folder elsewhere, and resume again."
+                    f"{job.folder.path}: has no checkpoint.pt, so this training cannot continue, but its ledger holds "
+                    "releases, which a new start would not count. Move the folder elsewhere, then resume again."
                 )
             shutil.rmtree(job.folder.path)  # stopped before the first step
         return Run.start(job.folder.path, self.experiment.name, **self._settings_of(job))
 
     def _settings_of(self, job: Job) -> dict[str, Any]:
-        """What a training is given: the seed, the folder of data, what hangs on these, and the row's own."""
+        """Returns the settings of a job's training: seed, data folder, what depends on the data, and the row's own."""
         assert isinstance(job.row, Training)
-        of_data = getattr(self.module, "settings_of_data", lambda data: {})(self.data)
+        of_data = self.study.settings_of_data(self.data) if self.study.settings_of_data else {}
         return {"seed": job.seed, **({} if self.data is None else {"data": self.data}), **of_data, **job.row.settings}
 
     def _check_rows(self) -> None:
-        """Refuse rows that were trained with other settings than the table will say: a file was edited."""
+        """Raises a ``ValueError`` if a row was trained with other settings than the table will state."""
         for job in self.jobs():
             if isinstance(job.row, Training) and job.folder.settings.exists():
                 found, asked = job.folder.read_json(job.folder.settings), self._settings_asked(job.seed, job.row)
                 if other := [name for name, value in asked.items() if name not in found or found[name] != value]:
                     raise ValueError(
                         f"{job.folder.path}: was trained with other {', '.join(other)} than {self.folder.settings} and "
-                        "this version of the experiment say. Run it anew."
+                        "this version of the experiment say. Start a new run."
                     )
 
     def compute(self, job: Job) -> None:
-        """Do a job that is a computation, and write what came out."""
+        """Does a job that is a computation, and writes its numbers."""
         assert isinstance(job.row, Computation)
         start = perf_counter()
         numbers = job.row.compute(Context(self.quick, job.seed, self.data))
@@ -226,7 +223,7 @@ class Reproduction:
         job.folder.write_json(job.folder.results, content)
 
     def finish(self) -> dict[str, Any]:
-        """Draw the figures, write report and results, and return the results."""
+        """Draws the figures, writes report and results, and returns the results."""
         from torch_privacy.report import figures as plots
         from torch_privacy.report import render as report
 
@@ -239,7 +236,7 @@ class Reproduction:
         return results
 
     def close(self) -> None:
-        """Give the folder back, so that the run can be resumed; one in which nothing was begun goes away."""
+        """Unlocks the folder, so that the run can be resumed; deletes the folder if no job was begun."""
         self.folder.unlock()
         if not self.folder.is_complete and not rows_folder(self.folder.path).exists():
             for place in self.made:
@@ -249,33 +246,30 @@ class Reproduction:
                     place.rmdir()
 
     def _request(self) -> dict[str, Any]:
-        """What ``settings.json`` holds."""
+        """Returns the content of ``settings.json``."""
         request = {"reproduce": self.experiment.name, "quick": self.quick, "seeds": self.seeds, "data": self.data}
         return request | asdict(self.selection)
 
     def _deltas(self) -> list[float]:
-        """At which deltas the table's epsilons are, if it has any."""
-        if EXACT not in self.module.COLUMNS:
+        """Returns the deltas of the table's epsilons, if it has any."""
+        if EXACT not in self.study.columns:
             return []
-        computed = getattr(self.module, "DELTA", None)
         found = {
-            row.settings.get("delta", self.module.Settings().delta)  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(row, Training)
-            else computed
+            self.study.settings(**row.settings).delta if isinstance(row, Training) else self.study.delta
             for row in self.rows()
         }
         return sorted(delta for delta in found if delta is not None)
 
     def _left_out(self) -> list[str]:
         run = {row.name for row in self.rows()}
-        return [row.name for row in self.module.rows(self.quick) if row.name not in run]
+        return [row.name for row in self.study.rows(self.quick) if row.name not in run]
 
     def _figures(self, results: dict[str, Any]) -> Mapping[str, Any]:
-        draw = getattr(self.module, "figures", None)  # few experiments have pictures of their own
+        draw = self.study.figures
         return {} if draw is None or self._left_out() else draw(results, self.folder.path)
 
     def _results(self) -> dict[str, Any]:
-        """The table: rows, columns, the paper's numbers and ours, for every seed."""
+        """Returns the table: columns, rows, the paper's numbers and ours for every seed."""
         runs: dict[str, list[dict[str, Any]]] = {}
         left_out = self._left_out()
         for job in self.jobs():
@@ -293,14 +287,14 @@ class Reproduction:
             **asdict(self.selection),
             "machine": _machine(),
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
-            "columns": {key: asdict(column) for key, column in self.module.COLUMNS.items()},
+            "columns": {key: asdict(column) for key, column in self.study.columns.items()},
             "rows": [
                 {"row": row.name, "seeded": row.seeded, "paper": dict(row.paper), "runs": runs[row.name]}
                 for row in self.rows()
             ],
-            "notes": [*getattr(self.module, "NOTES", ()), *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+            "notes": [*self.study.notes, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
         }
-        find = getattr(self.module, "findings", None)  # few compare rows
+        find = self.study.findings
         if find is None or left_out:
             return results
         return {**results, "notes": [*results["notes"], *find(results)]}
@@ -313,7 +307,7 @@ def _check_result(job: Job, content: dict[str, Any]) -> None:
 
 
 def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and seconds of a job, from its ``results.json``."""
+    """Returns the numbers and seconds of a job, from its ``results.json``."""
     if isinstance(row, Computation):
         return content
     return {"numbers": _as_json(training_numbers(content)), "seconds": content["seconds"]["private"]}
@@ -328,7 +322,7 @@ def _plain(value: Number) -> Any:
 
 
 def _machine() -> str:
-    """The hardware, in general words."""
+    """Returns a general description of the hardware."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

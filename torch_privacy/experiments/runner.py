@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One experiment, run end to end: private training, the baseline, the run folder, and going on after a stop."""
+"""Runs one training end to end: private training, non-private baseline, run folder, and resuming after a stop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.batches import Batches, split
 from torch_privacy.experiments import load_trainable
-from torch_privacy.experiments.task import Task, check_names, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments.task import Settings, Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.privacy.summary import Releases, Summary, summarize
 from torch_privacy.report import render as report
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Log, Progress
-from torch_privacy.runs.rows import with_one_noise
 
 TEST_BATCH_SIZE = 4096
 CHECKPOINT_KEYS = {
@@ -41,20 +40,20 @@ CHECKPOINT_KEYS = {
 
 @dataclass
 class Run:
-    """One run of an experiment in its folder.
+    """One run of an experiment in its folder, which is locked while the run is open.
 
-    Iterate over ``steps()`` to the end, then call ``finish()``. Between two steps ``checkpoint()`` may be called and
-    the run abandoned with ``close()``: ``Run.resume`` goes on from there, with the same batches and ledger as without
-    a stop. The folder is locked for as long as the run is open.
+    Iterate over ``steps()`` to the end, then call ``finish()``. Between two steps you may call ``checkpoint()`` and
+    leave the run with ``close()``: ``Run.resume`` continues from there, with the same batches and ledger as without a
+    stop.
 
     Guarantees:
         - The run starts with a checkpoint, renews it at the end of every epoch, and deletes it when it is complete.
-        - The checkpoint can be read by its owner only: it holds the past and the future of the noise.
+        - Only its owner can read the checkpoint: it determines all noise, past and future.
     """
 
     folder: RunFolder
     experiment: str
-    settings: Any
+    settings: Settings
     task: Task
     training: tp.PrivateTraining
     average: tp.MovingAverage | None
@@ -63,18 +62,18 @@ class Run:
 
     @classmethod
     def start(cls, path: Path, experiment: str, **chosen: Any) -> Run:
-        """A new run in a new folder; the ``chosen`` settings replace the experiment's own: a target its noise, too.
+        """Starts a run in a new folder; the ``chosen`` settings replace the experiment's (see `Study.settings`).
 
         Raises:
-            ValueError: If the experiment is unknown, a setting cannot be run, or the folder is not empty or in use.
+            ValueError: If the experiment is unknown, a setting is invalid, or the folder is not empty or in use.
         """
         folder = RunFolder(path)
         folder.check_new()
-        module = load_trainable(experiment)
-        check_names(experiment, module, chosen)
-        settings = module.Settings(**with_one_noise(chosen))
+        study = load_trainable(experiment)
+        check_names(experiment, study.settings(), chosen)
+        settings = study.settings(**chosen)
         check_numbers(settings)
-        task = module.build_task(settings)
+        task = study.task(settings)
         check_settings(settings, _length(task.train))
         _check_priced(settings, task)
         folder.create()
@@ -85,7 +84,7 @@ class Run:
 
     @classmethod
     def resume(cls, path: Path) -> Run:
-        """The run in ``path``, as its last checkpoint left it.
+        """Continues the run in ``path`` from its last checkpoint.
 
         Raises:
             ValueError: If the folder holds no unfinished run, is in use, or its settings or checkpoint were changed.
@@ -93,19 +92,19 @@ class Run:
         folder = RunFolder(path)
         folder.check_resumable()
         folder.lock()
-        folder.check_resumable()  # once more: the process that had the lock may have ended the run
+        folder.check_resumable()  # again: the process that had the lock may have finished the run
         state = folder.read_checkpoint(lambda file: torch.load(file, weights_only=True), CHECKPOINT_KEYS)
         folder.check_settings({"experiment": state["experiment"], **state["settings"]})
-        module = load_trainable(state["experiment"])
-        settings = module.Settings(**state["settings"])
+        study = load_trainable(state["experiment"])
+        settings = study.settings(**state["settings"])
         released = (state["released"],) if state["released"] else ()
-        run = cls._build(folder, state["experiment"], settings, module.build_task(settings, *released))
+        run = cls._build(folder, state["experiment"], settings, study.task(settings, *released))
         run._restore(state)
         return run
 
     @classmethod
-    def _build(cls, folder: RunFolder, experiment: str, settings: Any, task: Task) -> Run:
-        torch.manual_seed(settings.seed)  # what the network draws, such as dropout; never the batches, never the noise
+    def _build(cls, folder: RunFolder, experiment: str, settings: Settings, task: Task) -> Run:
+        torch.manual_seed(settings.seed)  # for dropout and the like; never for the batches or the noise
         training = new_training(settings, task, folder.path)
         average = new_average(task, training.model, training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
@@ -114,26 +113,26 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The network that is trained privately."""
+        """Returns the network that is trained privately."""
         return self.training.model
 
     @property
     def released_model(self) -> nn.Module:
-        """What is scored and saved: the network, or its average over the steps where the task asks for that."""
+        """Returns the network that is scored and saved: the trained one, or its moving average if the task has one."""
         return self.model if self.average is None else self.average.model
 
     def steps(self) -> Iterator[Progress]:
-        """Train to the end, privately and then, unless switched off, without privacy; yields after every step."""
+        """Trains to the end, privately and then, if ``baseline`` is set, without privacy; yields after every step."""
         with number_of_threads(self.task.num_threads):
             yield from self.private.timed(self._private_steps())
             if self.settings.baseline:
                 yield from self.baseline.timed(self._baseline_steps())
 
     def checkpoint(self) -> None:
-        """Save what is needed to go on; the baseline, which takes seconds, starts over. The file is secret."""
+        """Saves the state of private training in a secret file; a resumed baseline starts over."""
         state = {
             "experiment": self.experiment,
-            "settings": asdict(self.settings),  # settings.json must not change under a run
+            "settings": asdict(self.settings),  # to detect a settings.json that was changed during the run
             "released": dict(self.task.released),
             "model": self.model.state_dict(),
             "optimizer": self.training.optimizer.state_dict(),
@@ -149,9 +148,9 @@ class Run:
         self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
 
     def finish(self) -> dict[str, Any]:
-        """Write model, privacy statement, results and report; delete the checkpoint; return the results.
+        """Writes model, privacy statement, results and report; deletes the checkpoint; returns the results.
 
-        The model comes first: whatever fails behind it, the trained weights are on disk.
+        The model is written first, so that the trained weights are on disk even if a later file cannot be written.
         """
         state = self.released_model.state_dict()
         weights = {name: value.detach().clone().contiguous() for name, value in state.items()}
@@ -166,20 +165,20 @@ class Run:
         return results
 
     def close(self) -> None:
-        """Give the folder back, so that the run can be resumed; this object is of no further use."""
+        """Unlocks the folder, so that the run can be resumed; this object cannot be used afterwards."""
         self.training.ledger.close()
         self.folder.unlock()
 
     def epsilon_high(self, num_steps: int) -> float:
-        """Certified epsilon of ``num_steps`` steps, never below the true one; grows with the number of steps."""
+        """Returns the certified epsilon of ``num_steps`` steps: never below the true one, and increasing."""
         return privacy.compose(_releases(self.training, num_steps)).epsilon_high(self.settings.delta)
 
     def summary(self) -> Summary:
-        """The privacy of what has been released so far, in the numbers that one reports."""
+        """Returns the privacy of everything released so far, in the numbers to report."""
         return summarize(self.training.ledger.events, self.settings.delta)
 
     def _all_settings(self) -> dict[str, Any]:
-        """What ``settings.json`` holds."""
+        """Returns the content of ``settings.json``."""
         return {"experiment": self.experiment, **asdict(self.settings)}
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -201,11 +200,11 @@ class Run:
                 self.private.add(losses.flatten(), scores)
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
-        if not self.private.is_complete():  # the last steps drew nobody: the loop above never saw them
+        if not self.private.is_complete():  # the last steps drew empty batches, which the loop above never sees
             yield self._private_progress()
 
     def _private_progress(self) -> Progress:
-        """Where private training stands; at the end of an epoch its metrics and a checkpoint are written, too."""
+        """Returns the progress; at the end of an epoch also writes metrics and a checkpoint."""
         step = self.training.step_count
         if not self.private.is_epoch_over(step):
             return self.private.progress(step)
@@ -216,9 +215,9 @@ class Run:
         return progress
 
     def _baseline_steps(self) -> Iterator[Progress]:
-        """The same network and number of steps with shuffled batches, no clipping, no noise, and its own optimizer."""
-        own = replace(self.task, new_optimizer=self.task.new_baseline_optimizer or self.task.new_optimizer)
-        model, optimizer, scheduler = _new_parts(own, self.baseline.num_steps)
+        """Trains the same network for as many steps on shuffled batches, without clipping and noise."""
+        task = replace(self.task, new_optimizer=self.task.new_baseline_optimizer or self.task.new_optimizer)
+        model, optimizer, scheduler = _new_parts(task, self.baseline.num_steps)
         average = new_average(self.task, model, optimizer)
         for step, batch in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
             losses, scores = losses_and_scores(self.task, model, batch)
@@ -237,14 +236,14 @@ class Run:
             yield progress
 
     def _shuffled_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ordinary batches, epoch after epoch without end."""
+        """Yields shuffled batches, epoch after epoch, without end."""
         order, batches = np.random.default_rng(self.settings.seed), Batches(self.task.train, None, 0)
         n = _length(self.task.train)
         while True:
             yield from batches.plain(split(order.permutation(n), self.settings.expected_batch_size))
 
     def _statement(self) -> dict[str, Any]:
-        """What determines the guarantee, the seeds that may be public, and what the guarantee is not about."""
+        """Returns the training's privacy statement with the run's settings, data files and versions."""
         statement = self.training.statement()
         statement["not_covered"] += self.task.not_covered
         if self.settings.baseline:
@@ -258,7 +257,7 @@ class Run:
         return statement | {"run": run}
 
     def _results(self) -> dict[str, Any]:
-        """The numbers of the closing table."""
+        """Returns the content of ``results.json``."""
         last = self.private.rows[-1]
         return {
             "experiment": self.experiment,
@@ -274,19 +273,19 @@ class Run:
 
 
 def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
-    """A fresh network, its optimizer and the schedule of its learning rate."""
+    """Returns a new network, its optimizer and its learning-rate scheduler."""
     model = task.new_model().to(task.device)
     optimizer = task.new_optimizer(model)
     return model, optimizer, None if task.new_scheduler is None else task.new_scheduler(optimizer, num_steps)
 
 
-def new_training(settings: Any, task: Task, run_folder: Path | None, **more: Any) -> tp.PrivateTraining:
-    """The private training of a task; ``more`` arguments go before the task's own."""
+def new_training(settings: Settings, task: Task, run_folder: Path | None, **more: Any) -> tp.PrivateTraining:
+    """Returns the private training of a task; ``more`` arguments override those of the task."""
     num_steps = number_of_steps(settings, _length(task.train))
     model, optimizer, scheduler = _new_parts(task, num_steps)
     arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model), **more}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="delta=")  # the papers' own is close to 1/n for some data
+        warnings.filterwarnings("ignore", message="delta=")  # the papers' delta is close to 1/n for some data
         return tp.PrivateTraining(
             model,
             optimizer,
@@ -304,12 +303,12 @@ def new_training(settings: Any, task: Task, run_folder: Path | None, **more: Any
 
 
 def new_average(task: Task, model: nn.Module, optimizer: Optimizer) -> tp.MovingAverage | None:
-    """The moving average of the weights, where the task asks for one."""
+    """Returns the moving average of the weights, or None if the task has none."""
     return None if task.average is None else tp.MovingAverage(model, optimizer, task.average)
 
 
 def losses_and_scores(task: Task, model: nn.Module, batch: Any, views: int = 1) -> tuple[Tensor, Tensor]:
-    """A batch in training, augmented: losses (n,) or (n, views), and the score of every view."""
+    """Returns a training batch's losses, (n,) or (n, views), and the score of every view, after augmentation."""
     inputs, targets = _moved(batch, task.device)
     outputs = model(inputs if task.augment is None else task.augment(inputs))
     losses, scores = task.losses(outputs, targets), task.score.of_each(outputs.detach(), targets)
@@ -317,12 +316,12 @@ def losses_and_scores(task: Task, model: nn.Module, batch: Any, views: int = 1) 
 
 
 def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:
-    """What a training has released after ``num_steps`` steps, with what it was given."""
+    """Returns what a training has released after ``num_steps`` steps, prior releases included."""
     return [*((release.event, 1) for release in training.settings.prior_releases), (training.event, num_steps)]
 
 
-def _check_priced(settings: Any, task: Task) -> None:
-    """Raise a ``ValueError`` if no epsilon can be told for these settings, before hours are spent on training."""
+def _check_priced(settings: Settings, task: Task) -> None:
+    """Raises a ``ValueError`` before training if no epsilon can be computed for these settings."""
     training = new_training(settings, task, None)
     try:
         for steps in (
@@ -339,7 +338,7 @@ def _check_priced(settings: Any, task: Task) -> None:
 
 @contextmanager
 def number_of_threads(number: int | None) -> Iterator[None]:
-    """Let torch compute on so many threads within the ``with`` block; None leaves it as it is."""
+    """Sets torch's number of threads within the ``with`` block; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -349,7 +348,7 @@ def number_of_threads(number: int | None) -> Iterator[None]:
 
 
 def test_score(task: Task, model: nn.Module) -> float:
-    """The score over all test examples."""
+    """Returns the score over all test examples."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment's settings tried on data that need no protection: synthetic ones, or public ones in the same form."""
+"""Tries an experiment's settings on stand-in data that need no protection: synthetic or public ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch_privacy as tp
 from torch_privacy import _validate as _check
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training, number_of_threads, test_score
-from torch_privacy.experiments.task import Task, check_numbers, check_settings
+from torch_privacy.experiments.task import Settings, Task, check_numbers, check_settings
 
 TRIED = ("learning_rate", "clip_norm", "expected_batch_size")
 
@@ -24,14 +24,14 @@ Candidate = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate, and its score on stand-in data: the larger the better."""
+    """A candidate and its score on stand-in data; larger is better."""
 
     candidate: Candidate
     score: float
 
 
 def grid(tried: Mapping[str, Sequence[Any]], most: int | None, seed: int) -> list[Candidate]:
-    """Every combination of the values, or ``most`` of them drawn at random; what has no value is not in a candidate.
+    """Returns every combination of the values, or ``most`` of them at random; leaves out settings without values.
 
     Example:
         >>> grid({"learning_rate": [0.1, 0.2], "clip_norm": [1.0]}, None, 0)
@@ -49,25 +49,25 @@ def grid(tried: Mapping[str, Sequence[Any]], most: int | None, seed: int) -> lis
 def on_stand_in(
     experiment: str, candidates: Sequence[Candidate], *, projections: int, folder: str | None = None, **fixed: Any
 ) -> Iterator[Trial]:
-    """Train with every candidate on data that need no protection, one after the other, and score each on test examples.
+    """Trains with one candidate after the other on data that need no protection, and yields each one's test score.
 
     Args:
-        experiment: its name.
+        experiment: name of the experiment.
         candidates: settings to try.
-        projections: of ``Sketched``, by which norms are estimated; 0 for exact norms.
-        folder: public data in the form of the experiment's; None for synthetic ones, where the experiment has some.
+        projections: number of random projections that estimate norms (see ``Sketched``); 0 for exact norms.
+        folder: public data in the experiment's format; None for synthetic data, if the experiment has some.
         fixed: settings of all candidates.
     """
-    module = load_trainable(experiment)
-    build = module.build_task if folder is not None else getattr(module, "build_stand_in", None)
+    study = load_trainable(experiment)
+    build = study.task if folder is not None else study.build_stand_in
     if build is None:
         raise ValueError(
-            f"search: {experiment} has no synthetic data to try settings on. Take --on public with a folder of public "
-            "data in the same form, --stand-in DIR."
+            f"search: {experiment} has no synthetic data to try settings on. Use --on public with a folder of public "
+            "data in the same format, --stand-in DIR."
         )
     sketch = {"jacobian": tp.Sketched(projections)} if projections else {}
     for candidate in candidates:
-        settings = module.Settings(**{**fixed, **candidate, "data": folder})
+        settings = study.settings(**{**fixed, **candidate, "data": folder})
         task = build(settings)
         check_numbers(settings)
         check_settings(settings, len(task.train))  # pyright: ignore[reportArgumentType]
@@ -75,12 +75,12 @@ def on_stand_in(
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
-    """The one with the highest score, the first of equals."""
+    """Returns the trial with the highest score, the first of equals."""
     return max(trials, key=lambda trial: trial.score)
 
 
-def trained(settings: Any, task: Task, **changes: Any) -> tp.PrivateTraining:
-    """A private training made to its end, that leaves nothing on the disk; ``changes`` are arguments of its own."""
+def trained(settings: Settings, task: Task, **changes: Any) -> tp.PrivateTraining:
+    """Trains privately to the end without writing files; ``changes`` override the task's arguments of the training."""
     with number_of_threads(task.num_threads):
         torch.manual_seed(settings.seed)
         training = new_training(settings, task, None, **changes)
@@ -93,7 +93,7 @@ def trained(settings: Any, task: Task, **changes: Any) -> tp.PrivateTraining:
 
 
 def rank(task: Task, training: tp.PrivateTraining) -> float:
-    """The test score, turned so that the larger is the better; what is not a number is worst."""
+    """Returns the test score with the sign that makes larger better; -inf unless it is finite."""
     score = test_score(task, training.model)
     score = score if task.score.measure.larger_is_better else -score
     return score if np.isfinite(score) else -np.inf

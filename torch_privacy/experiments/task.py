@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an experiment module offers to the runner, written down once."""
+"""Provides the settings that all trainings share, and the task that the runner trains."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch_privacy import _validate as _check
 from torch_privacy.runs import metrics as log
 
-NOISE_RANGE = 1e-3, 100.0  # beyond, float32 noise or the accountant's lattice ends
-LARGEST_SCALE = 1e30  # what float32 holds, with room for the noise
+NOISE_RANGE = 1e-3, 100.0  # beyond these, float32 noise or the accountant's lattice fails
+LARGEST_SCALE = 1e30  # float32 holds it, with room for the noise
 LARGEST_SEED = 2**63 - 1
 
 if TYPE_CHECKING:
@@ -21,33 +22,31 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
+    from torch_privacy.data import Data
 
-class Settings(Protocol):
-    """The settings that every experiment has; a concrete one is a frozen dataclass and may add its own."""
 
-    @property
-    def noise_multiplier(self) -> float | None: ...  # None with a target_epsilon, and only then
-    @property
-    def target_epsilon(self) -> float | None: ...
-    @property
-    def delta(self) -> float: ...
-    @property
-    def expected_batch_size(self) -> int: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def clip_norm(self) -> float: ...
-    @property
-    def epochs(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def baseline(self) -> bool: ...
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings that every training has; an experiment with settings of its own adds fields in a subclass.
+
+    Run folders and checkpoints store them under these names.
+    """
+
+    noise_multiplier: float | None = None  # noise_stddev / sensitivity; None exactly if target_epsilon is given
+    target_epsilon: float | None = None
+    delta: float = 1e-5
+    expected_batch_size: int
+    learning_rate: float
+    clip_norm: float
+    epochs: float
+    seed: int = 0  # public: data split, initial weights, augmentation, baseline; never the noise or the batches
+    baseline: bool = False  # whether to train without privacy as well
+    data: str | None = None  # folder of data sets; None for $TORCH_PRIVACY_DATA
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well outputs fit targets: a number for each example, its mean over them, and a function of that."""
+    """A test score: a number for each example, and a function of the mean of these numbers."""
 
     measure: log.Measure
     of_each: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,)
@@ -55,12 +54,12 @@ class Score:
 
 
 def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Where the largest output is the right one, as float32 of shape (n,)."""
+    """Returns float32 of shape (n,): 1 where the largest output is that of the target class, else 0."""
     return (outputs.argmax(1) == targets).float()
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared differences of shape (n,)."""
+    """Returns the squared differences, of shape (n,)."""
     return (outputs - targets).square()
 
 
@@ -74,7 +73,7 @@ def _nothing(model: nn.Module) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """A learning problem, ready to run: data, the network, how it is trained, and what its outputs are scored by."""
+    """A learning problem that is ready to run: data, network, optimizer, loss and score."""
 
     train: Dataset[Any]  # map-style, of (input, target)
     test: Dataset[Any]
@@ -82,48 +81,74 @@ class Task:
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     score: Score = ACCURACY
-    new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # where clipping allows what others do not
-    new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # of the number of steps; moves every step
-    private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # further arguments of PrivateTraining, as clipping
-    augment: Callable[[Tensor], Tensor] | None = None  # inputs in training, each changed at random by itself
-    views: int = 1  # of each example at once, every one augmented anew; their mean gradient is the example's
-    average: float | None = None  # decay of the weights' moving average, which is scored and released in their place
-    released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run gets it back
+    new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # with a learning rate of its own
+    new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # (optimizer, number of steps)
+    private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # more arguments of PrivateTraining, such as clipping
+    augment: Callable[[Tensor], Tensor] | None = None  # of training inputs, each example independently
+    views: int = 1  # augmentations of each example per step; the example's gradient is their mean
+    average: float | None = None  # decay of the weights' moving average, which is scored and released instead of them
+    released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run passes it back
     device: str = "cpu"
-    not_covered: tuple[str, ...] = ()  # what was taken from the examples without noise
+    not_covered: tuple[str, ...] = ()  # what was computed from private data without noise
     data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
-    num_threads: int | None = None  # torch threads; small networks lose more by waiting for each other than they gain
-
-
-class Trainable(Protocol):
-    """A module of ``torch_privacy.experiments`` that ``train`` trains: settings, and the task that they make."""
-
-    @property
-    def Settings(self) -> Callable[..., Any]: ...
-    @property
-    def build_task(self) -> Callable[..., Task]: ...  # of the settings; of a resumed run's ``released``, if any
+    num_threads: int | None = None  # torch threads; 1 is fastest for small networks
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A network whose first weights depend on the seed alone; the random state stays as it was."""
+    """Returns a network with initial weights that depend on the seed alone; leaves torch's random state unchanged."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make().float()  # whatever torch's default is
+        return make().float()  # also where torch's default dtype is another one
 
 
-def check_names(experiment: str, module: Trainable, chosen: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` that names the settings that an experiment does not have."""
-    known = [setting.name for setting in fields(module.Settings)]  # pyright: ignore[reportArgumentType]
-    if strangers := [name for name in chosen if name not in known]:
+def classification(data: Data, new_model: Callable[[], nn.Module], settings: Settings, **more: Any) -> Task:
+    """Returns the task of classifying a data set with cross-entropy and plain SGD; ``more`` replaces fields of it."""
+    from torch.nn import functional as F
+
+    fields_of_task: dict[str, Any] = {
+        "train": data.train,
+        "test": data.test,
+        "new_model": new_model,
+        "new_optimizer": partial(sgd, settings.learning_rate),
+        "losses": partial(F.cross_entropy, reduction="none"),
+        "not_covered": data.not_covered,
+        "data_files": data.files,
+    }
+    return Task(**{**fields_of_task, **more})
+
+
+def sgd(learning_rate: float, model: nn.Module, momentum: float = 0.0) -> Optimizer:
+    """Returns SGD on the parameters that are not frozen."""
+    from torch.optim import SGD
+
+    return SGD(trainable(model), lr=learning_rate, momentum=momentum)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def gpu_if_any() -> str:
+    """Returns ``"cuda"`` where torch finds a GPU, else ``"cpu"``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_names(experiment: str, settings: Settings, chosen: Mapping[str, Any]) -> None:
+    """Raises a ``ValueError`` that lists the chosen names that are no settings of the experiment."""
+    known = [setting.name for setting in fields(settings)]
+    if unknown := [name for name in chosen if name not in known]:
         raise ValueError(
-            f"train: {experiment} has no setting {', '.join(map(repr, strangers))}; it has {', '.join(known)}."
+            f"train: {experiment} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(known)}."
         )
 
 
 def check_numbers(settings: Settings) -> None:
-    """Raise a ``ValueError`` that names the first setting that no data could be trained with."""
+    """Raises a ``ValueError`` that names the first setting that is invalid for any data set."""
     noise = {"noise_multiplier": settings.noise_multiplier, "target_epsilon": settings.target_epsilon}
     _check.positive("train", **{name: value for name, value in noise.items() if value is not None})
     _check.positive("train", clip_norm=settings.clip_norm, learning_rate=settings.learning_rate, epochs=settings.epochs)
@@ -142,14 +167,14 @@ def check_numbers(settings: Settings) -> None:
 
 
 def check_settings(settings: Settings, num_examples: int) -> None:
-    """Raise a ``ValueError`` that names the first setting that cannot be run on ``num_examples`` examples."""
+    """Raises a ``ValueError`` that names the first setting that is invalid for ``num_examples`` examples."""
     check_numbers(settings)
     mean = "It is the mean number of examples that a step draws from the training data."
     _check.in_range("train", 0, num_examples, expected_batch_size=settings.expected_batch_size, hint=mean)
-    whole = f"From 1/n on (n = {num_examples} examples) it would allow publishing somebody's record; try 1e-5."
+    whole = f"From 1/n on (n = {num_examples} examples) it would allow publishing a whole record; try 1e-5."
     _check.strictly_between("train", 0, 1 / num_examples, delta=settings.delta, hint=whole)
 
 
 def number_of_steps(settings: Settings, num_examples: int) -> int:
-    """Epochs turned into whole steps, ``epochs * n / expected_batch_size`` rounded to the nearest, at least 1."""
+    """Returns ``epochs * n / expected_batch_size``, rounded to the nearest integer, at least 1."""
     return max(1, round(settings.epochs * num_examples / settings.expected_batch_size))

@@ -76,7 +76,7 @@ def _trainings_of(folder: RunFolder, results: dict[str, Any]) -> list[Training]:
 def _section(name: str, folder: RunFolder, results: dict[str, Any]) -> str:
     """Renders an experiment under this name: its table, figures and notes."""
     lines = (
-        (line.whose, (line.row if line.whose == "ours" else "", line.whose, *line.cells))
+        (line.source, (line.row if line.source == "ours" else "", line.source, *line.cells))
         for line in table.lines(results)
     )
     pictures = [_svg(path) for path in sorted(folder.path.glob("*.svg"))]

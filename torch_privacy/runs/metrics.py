@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training went: running means within an epoch, one row of metrics at the end of each."""
+"""Records the course of a training: running means within an epoch, and a row of metrics at its end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COUNTERS = ("num_examples", "loss_sum", "score_sum", "seconds")
 
 @dataclass(frozen=True)
 class Measure:
-    """What a score is called, and how it is written."""
+    """The name and the number format of a score."""
 
     name: str
-    percent: bool = False  # a share of the examples, shown in percent
+    percent: bool = False  # a fraction of the examples, shown in percent
     larger_is_better: bool = True
 
     def text(self, value: float, digits: int | None = None) -> str:
-        """A score for a reader.
+        """Returns a score as text.
 
         Example:
             >>> Measure("accuracy", percent=True).text(0.8475), Measure("RMSE").text(0.9149)
@@ -54,7 +54,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training stands after a step; ``metrics`` is there when the step ended an epoch."""
+    """The state of a training after a step; ``metrics`` is None unless the step ended an epoch."""
 
     training: str
     step: int
@@ -67,13 +67,13 @@ class Progress:
 
 @dataclass
 class Log:
-    """The course of one training of ``num_steps`` steps in ``epochs`` epochs; the last epoch may be a part of one."""
+    """Records one training of ``num_steps`` steps in ``epochs`` epochs, the last of which may be a partial one."""
 
     training: str
     num_steps: int
     epochs: float
     rows: list[Metrics] = field(default_factory=list)
-    num_examples: int = 0  # these three: in this epoch
+    num_examples: int = 0  # this and the next two: sums over the current epoch
     loss_sum: float = 0.0
     score_sum: float = 0.0
     seconds: float = 0.0
@@ -81,25 +81,25 @@ class Log:
     finish: Callable[[float], float] = float  # from the mean over examples to the score
 
     def add(self, losses: Tensor, scores: Tensor) -> None:
-        """Count the examples of one batch: the loss and the score of each."""
+        """Adds the losses and scores of a batch."""
         self.num_examples += len(losses)
         self.loss_sum += float(losses.detach().sum())
         self.score_sum += float(scores.sum())
 
     def has_diverged(self) -> bool:
-        """Whether the loss of some epoch is not a finite number."""
+        """True if the loss of some epoch is not finite."""
         return not all(math.isfinite(row.loss) for row in self.rows)
 
     def is_complete(self) -> bool:
-        """Whether every epoch has its row."""
+        """True if every epoch has its row."""
         return len(self.rows) >= math.ceil(self.epochs)
 
     def is_epoch_over(self, step: int) -> bool:
-        """Whether ``step`` steps finish an epoch that has no row yet."""
+        """True if ``step`` steps complete an epoch that has no row yet."""
         return not self.is_complete() and step >= self._epoch_end()
 
     def end_epoch(self, step: int, test_score: float, *epsilon: float) -> Progress:
-        """Add a row for the epoch that ``step`` finished, and begin the next one."""
+        """Adds a row for the epoch that ``step`` completed, and starts the next epoch."""
         loss, score = self._means()
         epoch = min(len(self.rows) + 1.0, self.epochs)
         self.rows.append(Metrics(self.training, epoch, step, loss, score, test_score, *epsilon))
@@ -107,11 +107,11 @@ class Log:
         return Progress(self.training, step, self.num_steps, loss, score, self.rows[-1], measure=self.measure)
 
     def progress(self, step: int) -> Progress:
-        """Where the training stands in the middle of an epoch."""
+        """Returns the state of the training within an epoch."""
         return Progress(self.training, step, self.num_steps, *self._means(), measure=self.measure)
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """The same steps, with the time spent in them added up; the time between them is the caller's."""
+        """Yields the same steps and adds up their running time, without the caller's time between them."""
         start = perf_counter()
         for progress in steps:
             self.seconds += perf_counter() - start
@@ -119,11 +119,11 @@ class Log:
             start = perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Returns the state as plain values."""
         return {name: getattr(self, name) for name in COUNTERS} | {"rows": [asdict(row) for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Restores the state that ``state_dict`` returned."""
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.rows = [Metrics(**row) for row in state["rows"]]

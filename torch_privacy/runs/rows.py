@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of an experiment's table: each a training or a computation, with the paper's numbers beside ours."""
+"""Provides the rows and columns of an experiment's table: every row is a training or a computation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch_privacy.privacy import Bracket
 
@@ -16,26 +16,26 @@ Numbers = Mapping[str, Number]  # a column's key -> a number, or a certified bra
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of the table: its heading, and how it is written."""
+    """One quantity of the table: its heading and its number format."""
 
     heading: str
     digits: int = 3
-    percent: bool = False  # a share, shown in percent
+    percent: bool = False  # a fraction, shown in percent
     scientific: bool = False  # three digits and a power of ten
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a computation may depend on."""
+    """The inputs of a computation: size, seed and data."""
 
     quick: bool
     seed: int
-    data: str | None  # folder of data, as --data says
+    data: str | None  # folder of data sets, as given by --data
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A row that is computed at once. ``seeded`` if its numbers depend on the seed; else it is made for one only."""
+    """A row that one function computes; ``seeded`` if its numbers depend on the seed."""
 
     name: str
     compute: Callable[[Context], Numbers]
@@ -45,7 +45,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Training:
-    """A row that is a private training: the experiment's ``Settings``, some of them replaced; `numbers` are its own."""
+    """A row that is a private training; ``settings`` replace some of the experiment's defaults."""
 
     name: str
     settings: Mapping[str, Any]
@@ -56,19 +56,11 @@ class Training:
 Row = Computation | Training
 
 
-class Reproducible(Protocol):
-    """A module of ``torch_privacy.experiments`` that ``reproduce`` runs."""
-
-    @property
-    def COLUMNS(self) -> Mapping[str, Column]: ...  # in the order of the table
-    @property
-    def rows(self) -> Callable[[bool], Sequence[Row]]: ...  # of ``quick``
-
-
-SCORE, BASELINE = "score", "baseline_score"  # a training's test score, and that of the network without privacy
+SCORE, BASELINE = "score", "baseline_score"  # test scores of the private training and of the non-private baseline
 MU = "mu"
 CLT, MOMENTS, EXACT = "epsilon_clt", "epsilon_moments", "epsilon"
 ACCURACY_COLUMN = Column("accuracy", digits=1, percent=True)
+BASELINE_COLUMN = Column("not private", digits=1, percent=True)
 PRIVACY_COLUMNS = {
     MU: Column("mu (CLT)", digits=2),
     CLT: Column("eps, CLT", digits=2),
@@ -78,7 +70,7 @@ PRIVACY_COLUMNS = {
 
 
 def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
-    """What a training's ``results.json`` says, by the keys of the usual columns."""
+    """Returns the numbers of a training's ``results.json``, by the keys of the common columns."""
     stated = results["privacy"]
     low, high = (stated["epsilon"][side] for side in ("low", "high"))
     return {
@@ -91,19 +83,12 @@ def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
     }
 
 
-def with_one_noise(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Chosen settings, where a target takes the place of the experiment's own noise, or the other way round."""
-    if "target_epsilon" in chosen:
-        return {"noise_multiplier": None, **chosen}
-    return {"target_epsilon": None, **chosen} if "noise_multiplier" in chosen else dict(chosen)
-
-
 def folder_name(row: str, seed: int | None) -> str:
-    """The folder of a row of this name within the run folder, such as ``sigma-1.3-seed-0``; None: it has no seed."""
+    """Returns the name of a row's folder, such as ``sigma-1.3-seed-0``; ``seed`` is None for a row without seeds."""
     kept = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in row.lower())
     return "-".join(kept.split()) + ("" if seed is None else f"-seed-{seed}")
 
 
 def rows_folder(run: Path) -> Path:
-    """Where a run of an experiment keeps the folders of its rows."""
+    """Returns the folder that holds the folders of a run's rows."""
     return run / "rows"

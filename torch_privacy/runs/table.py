@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment's results as text: in every row ours above the paper's, for terminal, page and documentation."""
+"""Formats an experiment's results as text, with ours above the paper's, for terminal, report and documentation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from decimal import ROUND_FLOOR
 from statistics import mean, stdev
 from typing import Any
 
+from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.runs.metrics import Measure
 from torch_privacy.runs.rows import Column
-from torch_privacy.privacy.rounding import round_down, round_up, scientific
 
 MISSING = "-"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: of which row, whose numbers, and a text for every column."""
+    """One line of the table: its row, the source of its numbers, and a text for every column."""
 
     row: str
-    whose: str  # "ours" or "paper"
+    source: str  # "ours" or "paper"
     cells: Sequence[str]
 
 
 def headings(results: Mapping[str, Any]) -> list[str]:
-    """The columns' headings."""
+    """Returns the columns' headings."""
     return [column.heading for column in _columns(results).values()]
 
 
 def lines(results: Mapping[str, Any]) -> Iterator[Line]:
-    """Two lines for a row of which the paper says something, one for any other."""
+    """Yields our numbers of every row, and the paper's if it has any."""
     columns = _columns(results)
     for row in results["rows"]:
         ours = [cell([run["numbers"].get(key) for run in row["runs"]], column) for key, column in columns.items()]
@@ -40,7 +40,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def cell(values: Sequence[Any], column: Column) -> str:
-    """One number for each seed: their mean, with the standard deviation where they differ; a bracket as it is.
+    """Returns the mean over the seeds, with the standard deviation if they differ, or the widest bracket.
 
     Example:
         >>> cell([0.95, 0.96], Column("accuracy", digits=1, percent=True)), cell([2.0322], Column("mu"))
@@ -51,7 +51,7 @@ def cell(values: Sequence[Any], column: Column) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return MISSING
-    if isinstance(known[0], dict):  # every seed has the same, or nearly: the widest holds for all
+    if isinstance(known[0], dict):  # brackets of all seeds are nearly equal; the widest holds for all
         low, high = min(value["low"] for value in known), max(value["high"] for value in known)
         return _with_unit(f"[{_below(low, column)}, {_above(high, column)}]", column)
     scaled = [100 * value if column.percent else value for value in known]
@@ -82,7 +82,7 @@ def _with_unit(text: str, column: Column) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """What was run, and on what."""
+    """Returns a summary of the run: seeds, time, machine and delta."""
     runs = [run for row in results["rows"] for run in row["runs"]]
     parts = ["Quick look"] if results["quick"] else []
     if any(row["seeded"] for row in results["rows"]):
@@ -95,7 +95,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for a reader.
+    """Returns a time as text.
 
     Example:
         >>> duration(8.4), duration(700), duration(9000)
@@ -107,25 +107,25 @@ def duration(seconds: float) -> str:
 
 
 def what(results: Mapping[str, Any]) -> str:
-    """What the experiment shows, as the beginning of a sentence."""
+    """Returns what the experiment shows, with a capital letter."""
     return results["shows"][0].upper() + results["shows"][1:]
 
 
 def title(results: Mapping[str, Any]) -> str:
-    """Which table or figure of which paper."""
+    """Returns the table or figure and its paper."""
     return f"{results['reproduce']}: {results['place']} of {results['paper']['authors']}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
     head = ["", "", *headings(results)]
-    body = [[line.row if line.whose == "ours" else "", line.whose, *line.cells] for line in lines(results)]
+    body = [[line.row if line.source == "ours" else "", line.source, *line.cells] for line in lines(results)]
     rule = ["---", "---", *("---:" for _ in headings(results))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body)) + "\n"
 
 
 def _columns(results: Mapping[str, Any]) -> dict[str, Column]:
-    """The columns of which something is known."""
+    """Returns the columns that are not empty."""
     columns = {key: Column(**column) for key, column in results["columns"].items()}
     rows = results["rows"]
     return {
@@ -137,7 +137,7 @@ def _columns(results: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """A run's scores, from its ``results.json``, as lines of a table."""
+    """Returns a run's scores, from its ``results.json``, as lines of a table."""
     measure, baseline = Measure(**results["score"]), results["baseline_test_score"]
     digits = 2 if measure.percent else 4
     without = "not trained (--no-baseline)" if baseline is None else measure.text(baseline, digits)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of the papers, their features and augmentations, as plain modules and functions."""
+"""Provides the papers' networks, features and augmentations as plain modules and functions."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks of the papers, each a plain module that trains under ``PrivateTraining``; sizes are arguments.
+"""Provides the networks of the papers as plain modules with sizes as arguments.
 
-Where a paper's code is in Keras, the first weights are drawn as Keras draws them (``draw_as_keras``): private training
-is short, and where it starts matters. Outputs are logits (n, classes).
+If a paper's code is in Keras, the initial weights are drawn as in Keras (``draw_as_keras``), since the start matters in
+short private trainings. Outputs are logits (n, classes).
 
 Sources: M. Abadi et al. (2016, arXiv:1607.00133); Z. Bu, J. Dong, Q. Long, W. Su (2020, arXiv:1911.11607) and their
 published code; Z. Bu, S. Gopi et al. (2021, arXiv:2102.03013); N. Papernot et al. (2021, arXiv:2007.14191);
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 
 def adult_perceptron(hidden: int = 16) -> nn.Module:
-    """123 features, ReLU units, two classes: the Adult network of Bu, Dong et al.; 2,018 parameters."""
+    """Returns a perceptron for 123 features and two classes: the Adult network of Bu, Dong et al.; 2,018 parameters."""
     return draw_as_keras(nn.Sequential(nn.Linear(123, hidden), nn.ReLU(), nn.Linear(hidden, 2)))
 
 
 def mnist_cnn(width: int = 16, classes: int = 10, *, hidden: Sequence[int] = ()) -> nn.Module:
-    """Two convolutions and two dense layers: MNIST in both papers of Bu et al.; 26,010 parameters.
+    """Returns two convolutions and two dense layers: MNIST in both papers of Bu et al.; 26,010 parameters.
 
-    It is that of TensorFlow Privacy's tutorial. ``hidden`` are the widths of further dense layers before these two.
+    It is the network of TensorFlow Privacy's tutorial. ``hidden`` are the widths of dense layers before these two.
     Inputs (n, 1, 28, 28).
     """
     return draw_as_keras(nn.Sequential(*_mnist_convolutions(width), *_dense(32 * width, *hidden, 2 * width, classes)))
 
 
 def gep_mnist_cnn(width: int = 16, classes: int = 10, *, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
-    """Two convolutions with max-pooling and one dense layer: MNIST in Yu et al.; 14,394 parameters.
+    """Returns two convolutions with max-pooling and one dense layer: MNIST in Yu et al.; 14,394 parameters.
 
     Neither paper nor code gives the widths; these are the convolutions of ``mnist_cnn``. Inputs (n, 1, 28, 28).
     """
@@ -40,16 +40,16 @@ def gep_mnist_cnn(width: int = 16, classes: int = 10, *, activation: Callable[[]
 
 
 def _mnist_convolutions(width: int, activation: Callable[[], nn.Module] = nn.ReLU) -> list[nn.Module]:
-    """From (n, 1, 28, 28) to (n, 2 * width, 4, 4)."""
+    """Returns layers from (n, 1, 28, 28) to (n, 2 * width, 4, 4)."""
     first = [nn.Conv2d(1, width, 8, 2, 3), activation(), nn.MaxPool2d(2, 1)]
     return [*first, nn.Conv2d(width, 2 * width, 4, 2), activation(), nn.MaxPool2d(2, 1)]
 
 
 def cifar_cnn(width: int = 32, size: int = 32, classes: int = 10) -> nn.Module:
-    """Seven convolutions and a dense layer with tanh: CIFAR-10 in Bu, Gopi et al.; 623,146 parameters, as they print.
+    """Returns seven convolutions and a dense layer with tanh: CIFAR-10 in Bu, Gopi et al.; 623,146 parameters.
 
-    They cite Papernot et al. and print depth and size alone. These widths give that size exactly: 32, 32, 64, 64, 128,
-    128, 256 channels of 3x3, halved by average pooling after every two, and 4096 numbers into the last layer.
+    The authors cite Papernot et al. and print only depth and size. These widths give that size exactly: 32, 32, 64, 64,
+    128, 128, 256 channels of 3x3, halved by average pooling after every two, and 4096 inputs of the last layer.
     Inputs (n, 3, size, size).
     """
     layers = [*_pair(3, width, nn.AvgPool2d), *_pair(width, 2 * width, nn.AvgPool2d)]
@@ -58,7 +58,7 @@ def cifar_cnn(width: int = 32, size: int = 32, classes: int = 10) -> nn.Module:
 
 
 def papernot_cnn(width: int = 32, classes: int = 10) -> nn.Module:
-    """Six convolutions and two dense layers with tanh: CIFAR-10 in Papernot et al., table 2; 550,570 parameters.
+    """Returns six convolutions and two dense layers with tanh: CIFAR-10 in Papernot et al.; 550,570 parameters.
 
     Inputs (n, 3, 32, 32).
     """
@@ -68,15 +68,15 @@ def papernot_cnn(width: int = 32, classes: int = 10) -> nn.Module:
 
 
 def _pair(before: int, after: int, pool: Callable[[int], nn.Module]) -> list[nn.Module]:
-    """Two 3x3 convolutions with tanh, then half the height and width."""
+    """Returns two 3x3 convolutions with tanh, then pooling that halves height and width."""
     convolutions = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
     return [convolutions[0], nn.Tanh(), convolutions[1], nn.Tanh(), pool(2)]
 
 
 def vgg13(width: int = 64, hidden: int = 4096, labels: int = 1000, classes: int = 10) -> nn.Module:
-    """VGG-13 with one more dense layer: CIFAR-10 in Bu, Gopi et al.; 32,394,562 parameters, as they print.
+    """Returns VGG-13 with one more dense layer: CIFAR-10 in Bu, Gopi et al.; 32,394,562 parameters, as they print.
 
-    That size is VGG-13's for 32x32 images with its 1000 outputs, and a layer of ten on top. Inputs (n, 3, 32, 32).
+    This is the size of VGG-13 for 32x32 images with its 1000 outputs and a layer of ten on top. Inputs (n, 3, 32, 32).
     """
     layers: list[nn.Module] = []
     for before, after in pairwise([3, width, 2 * width, 4 * width, 8 * width, 8 * width]):
@@ -87,9 +87,9 @@ def vgg13(width: int = 64, hidden: int = 4096, labels: int = 1000, classes: int 
 
 
 def alexnet(width: int = 32, hidden: int = 4096, classes: int = 10) -> nn.Module:
-    """AlexNet for gray images: MNIST in Bu, Gopi et al.; 21,598,922 parameters, as they print.
+    """Returns AlexNet for gray images: MNIST in Bu, Gopi et al.; 21,598,922 parameters, as they print.
 
-    That size tells of one input channel and a single pixel before the dense layers; the strides are ours.
+    This size implies one input channel and a single pixel before the dense layers; the strides are ours.
     Inputs (n, 1, 28, 28).
     """
     large = [nn.Conv2d(1, 3 * width, 11, 4, 5), nn.ReLU(), nn.MaxPool2d(2)]
@@ -101,16 +101,15 @@ def alexnet(width: int = 32, hidden: int = 4096, classes: int = 10) -> nn.Module
 
 
 def _dense(*widths: int) -> list[nn.Module]:
-    """Dense layers with ReLU between them, on flattened inputs."""
+    """Returns dense layers with ReLU between them, on flattened inputs."""
     layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
     return [nn.Flatten(), *layers[:-1]]
 
 
 class AveragedWords(nn.Module):
-    """16 numbers a word, averaged over the text, 16 ReLU units: IMDb in Bu, Dong et al.; 160,306 parameters.
+    """Averages word embeddings of width 16, then 16 ReLU units: IMDb in Bu, Dong et al.; 160,306 parameters.
 
-    Inputs (n, t) of words' numbers. Padding, the number 0, is averaged as any word is, as in the paper's code, unless
-    ``padded=False``.
+    Inputs are word ids (n, t). The average includes padding (id 0), as in the paper's code, unless ``padded=False``.
     """
 
     def __init__(self, vocabulary: int = 10_000, width: int = 16, classes: int = 2, *, padded: bool = True):
@@ -129,10 +128,10 @@ class AveragedWords(nn.Module):
 
 
 class BiLSTM(nn.Module):
-    """Last states of both directions of an LSTM, then 64 ReLU units: IMDb in Bu, Gopi et al.; 598,274 parameters.
+    """Uses the last states of a bidirectional LSTM, then 64 ReLU units: IMDb in Bu, Gopi et al.; 598,274 parameters.
 
-    That is with one bias per gate, as Keras has it: the second one of ``nn.LSTM`` is zero and frozen.
-    ``one_bias=False`` trains it, too, which gives 512 more. Inputs (n, t) of words' numbers.
+    As in Keras, every gate has one bias: the second one of ``nn.LSTM`` is zero and frozen. ``one_bias=False`` trains it
+    as well, which adds 512 parameters. Inputs are word ids (n, t).
     """
 
     def __init__(self, vocabulary: int = 8185, width: int = 64, classes: int = 2, *, one_bias: bool = True):
@@ -171,10 +170,10 @@ class Recommender(nn.Module):
 
 
 def pca_perceptron(components: int = 60, hidden: int = 1000, classes: int = 10) -> nn.Sequential:
-    """Principal components, ReLU units, ten digits: MNIST in Abadi et al.; 70,000 parameters.
+    """Returns a perceptron on principal components: MNIST in Abadi et al.; 70,000 parameters.
 
-    As their code has it: no biases, and weights of variance 1 / inputs before they are cut at two standard deviations.
-    Inputs (n, components): the images, projected beforehand.
+    As in their code: no biases; weights of variance 1 / inputs, truncated at two standard deviations.
+    Inputs (n, components): projected images.
     """
     layers = nn.Linear(components, hidden, bias=False), nn.Linear(hidden, classes, bias=False)
     for layer in layers:
@@ -184,7 +183,7 @@ def pca_perceptron(components: int = 60, hidden: int = 1000, classes: int = 10) 
 
 
 def abadi_cnn(width: int = 64, hidden: int = 384, classes: int = 10) -> nn.Module:
-    """Two 5x5 convolutions of 64 channels and two dense layers of 384: CIFAR-10 in Abadi et al.; 1,144,138 parameters.
+    """Returns two 5x5 convolutions and three dense layers: CIFAR-10 in Abadi et al.; 1,144,138 parameters.
 
     The convolutions are ``[0]`` and ``[3]``, which the paper pretrains on public data and freezes.
     Inputs (n, 3, 24, 24).
@@ -237,7 +236,7 @@ class ResNet20(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """relu(body(x) + shortcut(x)), where the shortcut skips every second pixel and adds channels of zeros."""
+    """Computes relu(body(x) + shortcut(x)); the shortcut skips every second pixel and adds channels of zeros."""
 
     def __init__(self, before: int, after: int, norm: Callable[[int], nn.Module], shortcut: nn.Module | None = None):
         super().__init__()
@@ -253,7 +252,7 @@ class BasicBlock(nn.Module):
 
 @torch.no_grad()
 def draw_as_keras(model: nn.Module) -> nn.Module:
-    """Draw first weights as Keras does and return the model: Glorot's uniform law, biases 0, those of forget gates 1.
+    """Draws initial weights as in Keras and returns the model: Glorot uniform, biases 0, those of forget gates 1.
 
     Embeddings are uniform in [-0.05, 0.05], recurrent weights orthogonal.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of images that nobody has learnt: the scattering transform, two rounds of wavelets, moduli and averages.
+"""Computes the scattering transform, fixed features of images by two rounds of wavelets, moduli and averages.
 
 Source: J. Bruna, S. Mallat, "Invariant scattering convolution networks", TPAMI 2013, arXiv:1203.1513; wavelets, borders
-and the order of the channels are those of kymatio (M. Andreux et al., JMLR 2020), whose numbers ours equal to 1e-5.
+and the order of the channels are those of kymatio (M. Andreux et al., JMLR 2020), with which ours agree to 1e-5.
 """
 
 import math
@@ -21,9 +21,9 @@ CHUNK = 8  # images at once
 
 
 def scattering(images: Tensor, *, scales: int = 2, angles: int = 8) -> Tensor:
-    """Scattering coefficients of order 0, 1 and 2: x * phi, |x * psi| * phi and ||x * psi| * psi'| * phi.
+    """Returns scattering coefficients of order 0, 1 and 2: x * phi, |x * psi| * phi and ||x * psi| * psi'| * phi.
 
-    No number in it comes from data: each example's features are a function of that example alone, so that training on
+    Nothing is learnt from data: each example's features are a function of that example alone, so that training on
     them has the privacy of training on the images.
 
     Args:
@@ -35,7 +35,7 @@ def scattering(images: Tensor, *, scales: int = 2, angles: int = 8) -> Tensor:
         (n, c * (1 + J L + L² J (J - 1) / 2), h / 2**J, w / 2**J): with two scales and eight angles 81 channels each.
 
     Raises:
-        ValueError: sizes that are no multiples of 2**scales, or too small for borders that wide.
+        ValueError: If sizes are no multiples of 2**scales, or too small for the borders.
     """
     _check.whole("scattering", at_least=1, scales=scales, angles=angles)
     n, c, h, w = images.shape
@@ -46,7 +46,7 @@ def scattering(images: Tensor, *, scales: int = 2, angles: int = 8) -> Tensor:
 
 
 def _of_planes(planes: Tensor, scales: int, angles: int) -> Tensor:
-    """(n, h, w) -> (n, channels, h / 2**J, w / 2**J)."""
+    """Maps (n, h, w) to (n, channels, h / 2**J, w / 2**J)."""
     _, h, w = planes.shape
     border = 2**scales
     padded = F.pad(planes, (border,) * 4, mode="reflect")
@@ -65,7 +65,7 @@ def _of_planes(planes: Tensor, scales: int, angles: int) -> Tensor:
 
 
 def _moduli(spectrum: Tensor, wavelets: Tensor, halvings: int) -> Tensor:
-    """|x * psi| of every wavelet, every 2**halvings-th pixel: spectra (..., 1, a, b), wavelets (L, a, b)."""
+    """Returns |x * psi| at every 2**halvings-th pixel, for spectra (..., 1, a, b) and wavelets (L, a, b)."""
     product = spectrum * wavelets
     step, (a, b) = 2**halvings, (side >> halvings for side in product.shape[-2:])
     tiles = [product[..., i * a : (i + 1) * a, k * b : (k + 1) * b] for i in range(step) for k in range(step)]
@@ -74,13 +74,13 @@ def _moduli(spectrum: Tensor, wavelets: Tensor, halvings: int) -> Tensor:
 
 
 def _average(x: Tensor, h: int, w: int, halvings: int, scales: int) -> Tensor:
-    """X * phi at every 2**J-th pixel of the image, without its borders."""
+    """Returns x * phi at every 2**J-th pixel of the image, without its borders."""
     return _averaging(h, halvings, scales) @ x @ _averaging(w, halvings, scales).T
 
 
 @lru_cache(maxsize=32)
 def _averaging(size: int, halvings: int, scales: int) -> Tensor:
-    """(size / 2**J, padded size / 2**halvings): a Gaussian of deviation 0.8 * 2**(J - 1), along one side."""
+    """Returns a Gaussian average along one side, (size / 2**J, padded size / 2**halvings); std 0.8 * 2**(J - 1)."""
     padded = size + 2 ** (scales + 1)
     places, deviation = np.arange(padded), 0.8 * 2 ** (scales - 1)
     bell = sum(np.exp(-((places + wrap * padded) ** 2) / (2 * deviation**2)) for wrap in WRAPS)
@@ -92,7 +92,7 @@ def _averaging(size: int, halvings: int, scales: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _wavelets(h: int, w: int, scale: int, halvings: int, scales: int, angles: int) -> Tensor:
-    """(L, ...): the Morlet wavelets of one scale in Fourier, for images of which every 2**halvings-th pixel is left."""
+    """Returns the Fourier transforms (L, ...) of one scale's Morlet wavelets, for subsampled images."""
     h, w = (side + 2 ** (scales + 1) for side in (h, w))
     spectra = []
     for turn in range(angles):
@@ -103,7 +103,7 @@ def _wavelets(h: int, w: int, scale: int, halvings: int, scales: int, angles: in
 
 
 def _morlet(h: int, w: int, deviation: float, angle: float, frequency: float, slant: float) -> NDArray[np.complex128]:
-    """A Gaussian bell, 1 / slant times as wide across, times a wave along the angle; its mean taken off by the bell."""
+    """Returns a Gaussian, 1 / slant times as wide across, times a wave along the angle, corrected to mean 0."""
     bell, wave = np.zeros((h, w), complex), np.zeros((h, w), complex)
     for down in WRAPS:
         for right in WRAPS:
@@ -116,7 +116,7 @@ def _morlet(h: int, w: int, deviation: float, angle: float, frequency: float, sl
 
 
 def _folded(spectrum: NDArray[np.float64], halvings: int) -> NDArray[np.float64]:
-    """A spectrum's first axis for signals of which every 2**halvings-th entry is left; what is too fast is cut off."""
+    """Folds a spectrum's first axis as for subsampling by 2**halvings, after removing frequencies that would alias."""
     n = len(spectrum)
     kept = spectrum.copy()
     kept[n >> (halvings + 1) : n - (n >> (halvings + 1))] = 0

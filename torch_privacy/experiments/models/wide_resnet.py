@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wide residual networks as private training likes them: group normalization, standardized weights.
+"""Provides wide residual networks for private training, with group normalization and standardized weights.
 
 Source: S. Zagoruyko, N. Komodakis (2016, arXiv:1605.07146); S. De, L. Berrada, J. Hayes, S. Smith, B. Balle (2022,
 arXiv:2204.13650), section 3, for what is changed.
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution whose weights have mean 0 and variance 1 / inputs within each output channel, times a scale.
+    """A convolution with weights standardized to mean 0, variance 1 / inputs per output channel, times a scale.
 
     Source: Qiao et al. (2019, arXiv:1903.10520); the scale is that of Brock et al. (2021, arXiv:2101.08692).
     """
@@ -52,7 +52,7 @@ class WideResNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """Normalize, rectify, convolve, twice; beside it the input, or its own convolution where the shape changes."""
+    """Applies normalization, ReLU and convolution twice, and adds the input, convolved if the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int, groups: int):
         super().__init__()

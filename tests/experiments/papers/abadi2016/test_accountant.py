@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from torch_privacy.experiments.papers.abadi2016 import accountant
+from torch_privacy.runs.rows import EXACT, MOMENTS, Context
+
+CONTEXT = Context(quick=True, seed=0, data=None)
+
+
+@pytest.mark.parametrize("epochs", accountant.EPOCHS)
+def test_figure_2_of_2016_has_the_papers_points(epochs):
+    numbers = accountant.epsilons(epochs, CONTEXT)
+    paper = accountant.PAPER[epochs]
+    assert numbers[accountant.STRONG] == pytest.approx(paper[accountant.STRONG], rel=2e-3)
+    assert numbers[MOMENTS] == pytest.approx(paper[MOMENTS], rel=1e-2)
+    assert numbers[EXACT].high < numbers[MOMENTS] < numbers[accountant.STRONG_VALID]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+
+from torch_privacy.experiments.papers.abadi2016 import sweep
+from torch_privacy.experiments.papers.abadi2016.sweep import DEFAULTS, EPSILON, FACTORS, epochs_within_budget
+from torch_privacy.privacy import NoisyCovariance, SubsampledGaussian, compose
+
+
+@pytest.mark.parametrize("factor", FACTORS, ids=lambda factor: factor.setting)
+def test_sweep_ends_when_epsilon_is_spent_and_not_later(factor):
+    for value in factor.values[:: len(factor.values) - 1]:
+        kind = type(getattr(DEFAULTS, factor.setting))
+        settings = replace(DEFAULTS, **{factor.setting: kind(value * factor.unit)})
+        probability = settings.expected_batch_size / 60_000
+        steps = round(epochs_within_budget(settings) / probability)
+        step = SubsampledGaussian(settings.noise_multiplier, probability)
+        spent = [compose([(NoisyCovariance(7.0), 1), (step, n)]).epsilon(1e-5).high for n in (steps, steps + 2)]
+        assert spent[0] <= EPSILON < spent[1]
+
+
+def test_sweep_draws_every_setting_with_the_reference_among_its_values(tmp_path):
+    rows = [
+        {"row": row.name, "runs": [{"numbers": {"score": 0.5 + number / 1000}}]}
+        for number, row in enumerate(sweep.rows(quick=False))
+    ]
+    (figure,) = sweep.figures({"rows": rows}, tmp_path).values()
+    assert len(figure.axes) == len(FACTORS) == 6
+    for axes, factor in zip(figure.axes, FACTORS, strict=True):
+        x, y = axes.lines[0].get_data()
+        assert axes.get_xlabel() == factor.title
+        assert list(x) == sorted([factor.reference, *factor.values])
+        assert y[list(x).index(factor.reference)] == pytest.approx(50.0)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experiments on gradient embedding perturbation: what each method releases, and what its anchors may know."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from parts import own_batches
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy import privacy
+from torch_privacy.data.dataset import Data
+from torch_privacy.experiments import runner
+from torch_privacy.experiments.papers.yu2021 import ablations as gep_ablations
+from torch_privacy.experiments.papers.yu2021 import cifar10 as gep_cifar10
+from torch_privacy.experiments.papers.yu2021 import common as gep
+from torch_privacy.experiments.papers.yu2021 import figures as gep_figures
+from torch_privacy.experiments.papers.yu2021 import linear as gep_linear
+from torch_privacy.experiments.papers.yu2021 import mnist as gep_mnist
+from torch_privacy.experiments.runner import new_training
+
+SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}
+EVENTS = {"GP": privacy.SubsampledGaussian, "B-GEP": privacy.SubsampledGaussian, "GEP": privacy.SubsampledBlocks}
+
+
+@pytest.fixture(autouse=True)
+def float32():
+    torch.set_default_dtype(torch.float32)
+
+
+def digits(count=200):
+    images = torch.rand(count, 1, 28, 28)
+    images[:, 0, 0, 0] = torch.arange(count) / count  # no two alike
+    part = TensorDataset(images, torch.randint(10, (count,)))
+    return Data("MNIST", part, part, tuple(range(10)), "none", {"a": "b"})
+
+
+def made_up(has_labels=False):
+    images = torch.rand(40, 1, 28, 28)
+    examples = TensorDataset(images, torch.arange(40) % 10) if has_labels else images
+    found = digits(), gep.Public(examples, {"c": "d"}, has_labels)
+    return replace(gep_mnist.COMPARISON, load=lambda settings: found[0], load_public=lambda settings: found[1])
+
+
+@pytest.mark.parametrize("method", EVENTS)
+def test_every_method_is_one_event_within_its_epsilon(method):
+    experiment = made_up()
+    for epsilon in gep.EPSILONS:
+        (row,) = (row for row in experiment.rows(quick=True) if row.name == f"{method}, epsilon {epsilon:g}")
+        settings = replace(gep_mnist.DEFAULTS, **{**row.settings, **SMALL, "baseline": False})
+        training = new_training(settings, experiment.build_task(settings), None)
+        assert type(training.event) is EVENTS[method]
+        spent = privacy.compose([(training.event, training.settings.num_steps)]).epsilon(settings.delta)
+        assert 0.99 * epsilon < spent.high <= epsilon
+
+
+def test_equal_split_is_the_papers_event():
+    settings = replace(gep_mnist.DEFAULTS, **SMALL, embedding_share=0.5)
+    assert isinstance(new_training(settings, made_up().build_task(settings), None).event, privacy.SubsampledGEP)
+
+
+def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "load_trainable", lambda name: made_up().study())
+    run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
+    assert run.settings.target_epsilon is None
+    assert run.training.settings.noise_multiplier == 3.0
+    run.close()
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_anchors_have_the_labels_of_the_data_only_if_these_are_meant(has_labels):
+    settings = replace(gep_mnist.DEFAULTS, **SMALL)
+    training = new_training(settings, made_up(has_labels).build_task(settings), None)
+    assert isinstance(training.settings.perturbation, tp.GEP)
+    taken = training.settings.perturbation.subspace.labels(
+        (None, torch.arange(5)), torch.zeros(5, 10), torch.Generator()
+    )
+    assert torch.equal(taken, torch.arange(5)) == has_labels
+
+
+def test_learning_rate_falls_to_zero_and_training_goes_through():
+    settings = replace(gep_mnist.DEFAULTS, **SMALL)
+    task = made_up().build_task(settings)
+    training = new_training(settings, task, None)
+    rates = []
+    for x, y in own_batches(training, lambda model, x, y: task.losses(model(x), y)):
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        training.step(task.losses(training.model(x), y))
+    assert rates == pytest.approx([settings.learning_rate * (1 - step / 3) for step in range(3)])
+
+
+def test_anchors_are_not_in_the_test_set(monkeypatch):
+    data = digits(2500)
+    monkeypatch.setattr(gep_ablations, "load_mnist", lambda folder: data)
+    settings = replace(gep_ablations.DEFAULTS, auxiliary="digits")
+    images, _ = gep_ablations.load_public(settings).examples.tensors  # type: ignore[union-attr]
+    tested = gep_ablations.load(settings).test
+    assert len(images) + len(tested) == 2500
+    assert not torch.isin(images[:, 0, 0, 0], tested.tensors[0][:, 0, 0, 0]).any()
+    with pytest.raises(ValueError, match="auxiliary='cats'"):
+        gep_ablations.load_public(replace(settings, auxiliary="cats"))
+
+
+def test_house_numbers_train_as_small_photographs_do(monkeypatch):
+    """SVHN is not at hand: its place is taken by images made up here."""
+    asked, part = [], TensorDataset(torch.rand(300, 3, 32, 32), torch.randint(10, (300,)))
+    data = Data("SVHN", part, part, tuple(range(10)), "none", {"a": "b"})
+    public = gep.Public(torch.rand(70, 3, 32, 32), {"c": "d"})
+    monkeypatch.setattr(gep_cifar10, "_svhn", lambda folder, extra: asked.append(extra) or data)
+    experiment = replace(gep_cifar10.ON_SVHN, load_public=lambda settings: public)
+    for quick in (True, False):
+        (row,) = (row for row in experiment.rows(quick) if row.name == "GEP, epsilon 8")
+        assert row.paper["score"] == 0.951
+        settings = replace(
+            gep_cifar10.SVHN_DEFAULTS, **{**row.settings, "epochs": 0.1, "expected_batch_size": 10, "num_anchors": 60}
+        )
+        task = experiment.build_task(replace(settings, num_basis=20, num_test_examples=7))
+        training = new_training(replace(settings, num_basis=20), task, None)
+        assert (training.settings.delta, len(task.test), asked[-1]) == (1e-6, 7, not quick)
+    for x, y in own_batches(training, lambda model, x, y: task.losses(model(x), y)):
+        assert training.step(task.losses(training.model(x), y))
+    assert training.step_count == 3
+
+
+def test_features_are_of_one_image_alone_and_as_many_as_in_the_paper():
+    public, images = torch.rand(20, 3, 32, 32), torch.rand(4, 3, 32, 32)
+    features = gep_linear.Features(public)
+    found = features(images)
+    assert found.shape == (4, 4096)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(4))
+    torch.testing.assert_close(features(images[2:3])[0], found[2])
+    assert sum(p.numel() for p in gep_linear.new_model().parameters()) == 40_960
+
+
+def test_stable_rank_counts_directions_of_equal_length():
+    rows = torch.eye(5, 9, dtype=torch.float64)
+    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(5)
+    rows[:, 0] = 1e6
+    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(1)
+
+
+def test_watched_network_is_deeper_with_more_blocks():
+    def size(depth):
+        return sum(p.numel() for p in gep_figures.new_model(gep_figures.DEPTHS[depth], 0).parameters())
+
+    assert size(20) == 268_346 - 6 * 65  # four classes instead of ten
+    assert 6 < size(110) / size(20) < 6.5

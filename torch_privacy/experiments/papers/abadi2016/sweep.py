@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Varies one setting of private training on MNIST at a time: Abadi et al. (2016), Figure 5.
+
+``torch-privacy reproduce abadi-sweep`` varies, one at a time, the number of components, hidden units, lot size,
+learning rate, clip norm and noise of ``abadi-mnist``. Every training ends before the certified epsilon would exceed 2,
+so that more noise and smaller lots allow more epochs. The paper shows plots, and reports 95 % at the reference.
+
+Source: M. Abadi et al., "Deep learning with differential privacy", CCS 2016, arXiv:1607.00133, section 5.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_privacy import privacy
+from torch_privacy.experiments.papers.abadi2016 import mnist
+from torch_privacy.experiments.papers.abadi2016.mnist import LAYERS, Settings
+from torch_privacy.experiments.study import Study
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+
+EPSILON, NUM_EXAMPLES = 2.0, 60_000
+COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}
+NOTES = ("Each row is the reference with one setting replaced. Training ends before epsilon would exceed 2.",)
+
+
+DEFAULTS = replace(mnist.DEFAULTS, baseline=False)  # the reference
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One panel of the figure: a setting, its title, its reference value and the other values."""
+
+    setting: str
+    title: str
+    reference: float
+    values: tuple[float, ...]
+    unit: float = 1.0  # of the values, in units of the setting
+
+    def row_name(self, value: float) -> str:
+        """Returns the name of a value's row."""
+        return f"{self.title} {value:g}"
+
+
+FACTORS = (
+    Factor("num_components", "components", 60, (20, 40, 100, 200)),
+    Factor("hidden_units", "hidden units", 1000, (200, 500, 1500, 2000)),
+    Factor("expected_batch_size", "lot size", 600, (200, 400, 1000, 2000)),
+    Factor("learning_rate", "learning rate", 0.1, (0.01, 0.05, 0.2, 0.4)),
+    Factor("clip_norm", "clip norm", 4, (1, 2, 6, 8)),
+    Factor("noise_multiplier", "noise sigma", 4, (2, 3, 6, 8), unit=LAYERS**-0.5),
+)
+REFERENCE = "reference"
+
+
+def rows(quick: bool) -> Sequence[Training]:
+    """Returns the reference and each setting's other values; a quick look trains the extremes for one epoch."""
+    chosen = [
+        (factor.row_name(value), _settings(factor, value))
+        for factor in FACTORS
+        for value in (factor.values[:: len(factor.values) - 1] if quick else factor.values)
+    ]
+    epochs = {"epochs": 1.0} if quick else {}
+    reference = Training(REFERENCE, {"epochs": epochs_within_budget(DEFAULTS), **epochs}, {SCORE: 0.95})
+    return [reference, *(Training(name, {**settings, **epochs}) for name, settings in chosen)]
+
+
+def _settings(factor: Factor, value: float) -> dict[str, Any]:
+    kind = type(getattr(DEFAULTS, factor.setting))
+    changed = {factor.setting: kind(value * factor.unit)}
+    return {**changed, "epochs": epochs_within_budget(replace(DEFAULTS, **changed))}
+
+
+def epochs_within_budget(settings: Settings) -> float:
+    """Returns the number of epochs within epsilon 2, the release of the components included."""
+    assert settings.noise_multiplier is not None
+    probability = settings.expected_batch_size / NUM_EXAMPLES
+    return probability * _steps(settings.noise_multiplier, probability, settings.pca_noise_multiplier)
+
+
+@lru_cache(maxsize=64)
+def _steps(noise: float, probability: float, pca_noise: float) -> int:
+    before = [(privacy.NoisyCovariance(pca_noise), 1)]
+    step = privacy.SubsampledGaussian(noise, probability)
+    return privacy.Budget(EPSILON, DEFAULTS.delta).remaining(step, after=before)
+
+
+def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
+    """Draws the accuracy over each setting, with the others at their reference."""
+    reached = {row["row"]: 100 * np.mean([run["numbers"][SCORE] for run in row["runs"]]) for row in results["rows"]}
+    panels = {}
+    for factor in FACTORS:
+        points = {value: reached.get(factor.row_name(value)) for value in factor.values}
+        points[factor.reference] = reached[REFERENCE]
+        known = sorted((value, score) for value, score in points.items() if score is not None)
+        panels[factor.title] = tuple(np.array(column, float) for column in zip(*known, strict=True))
+    return {"figure-5": plots.panels_plot(panels, title="One setting varies", ylabel="test accuracy (%)")}
+
+
+STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, mnist.build_task, figures=figures)

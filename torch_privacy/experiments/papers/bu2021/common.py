@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures time, memory and largest batch of each method in the DP-SGD-JL papers, and trains with some of them.
+
+The methods are timed alternately in one process. Vanilla is timed with few backward passes and extrapolated, since its
+time is linear in their number. Memory is that of tensors; the largest batch is the largest of 64, 128, 256, ... with
+which a step completes under a limit of 2 GiB that the system enforces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.data import Data
+from torch_privacy.experiments import task
+from torch_privacy.experiments.papers.bu2021.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
+from torch_privacy.experiments.papers.bu2021.methods import (
+    Maker,
+    Problem,
+    multiple,
+    non_private,
+    ours,
+    outer_product,
+    vanilla,
+    vanilla_seconds,
+)
+from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import Task
+from torch_privacy.privacy.bracket import Array
+from torch_privacy.report import figures as plots
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.rows import (
+    ACCURACY_COLUMN,
+    EXACT,
+    PRIVACY_COLUMNS,
+    SCORE,
+    Column,
+    Computation,
+    Context,
+    Number,
+    Numbers,
+    Row,
+    Training,
+    folder_name,
+    rows_folder,
+)
+
+SECONDS, RATIO, MEMORY, LARGEST = "seconds_per_epoch", "ratio", "peak_mib", "largest_batch"
+COLUMNS = {
+    SECONDS: Column("s / epoch", digits=1),
+    RATIO: Column("x non-private", digits=2),
+    MEMORY: Column("peak MiB", digits=0),
+    LARGEST: Column("largest batch", digits=0),
+    SCORE: ACCURACY_COLUMN,
+    EXACT: PRIVACY_COLUMNS[EXACT],
+}
+NOTES = (
+    "The paper's times are from a P100 GPU; compare the ratios.",
+    "Vanilla: one backward pass for each example. Multiple: vmap, 256 MiB of rows at a time. Outer product: Opacus, "
+    "with its own layer for an LSTM. JL(r): r projections.",
+    "Largest batch: the largest of 64, 128, 256, ... that fits into 2 GiB beyond the loaded program; none is split, "
+    "so multiple has all rows at once here.",
+    "JL with fewer than 16 projections gives no useful privacy: the certified epsilons are huge.",
+)
+PROJECTIONS = 1, 5, 10, 30
+FEW = 2, 6  # numbers of backward passes with which vanilla is timed
+LIMIT = 2**31
+ACCURACY = "test accuracy (%)"
+METHODS: dict[str, Maker] = {
+    "non-private": non_private,
+    "vanilla": vanilla,
+    "multiple": multiple,
+    "outer product": outer_product,
+    "ours, exact": partial(ours, 0),
+    **{f"JL({r})": partial(ours, r) for r in PROJECTIONS},
+}
+UNSPLIT = METHODS | {"vanilla": partial(vanilla, only=1), "multiple": partial(multiple, at_once=True)}
+TRAINED = "trained, "
+LIKE_OTHERS = "JL(5)", "JL(30)"  # these need as much memory as JL(10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(task.Settings):
+    """The settings of a training with exact or estimated norms."""
+
+    num_projections: int = 0  # 0 for exact norms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Compares the methods on one network and data set, and holds the paper's numbers.
+
+    Args:
+        defaults: the paper's settings.
+        load: ``load(folder)`` returns the data.
+        new_model: returns the network.
+        new_optimizer: ``new_optimizer(parameters, lr=...)`` returns the optimizer.
+        methods: method -> the paper's numbers.
+        trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
+        quick_epochs: epochs of a quick look's trainings.
+        quick_model: the network that a quick look times; None for the same.
+        projections: numbers of projections that are timed.
+        prefix: the beginning of the names of the methods' rows.
+    """
+
+    defaults: Settings
+    load: Callable[[str | None], Data]
+    new_model: Callable[[], nn.Module]
+    new_optimizer: Callable[..., Optimizer]
+    methods: Mapping[str, Mapping[str, float]]
+    trained: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    quick_epochs: float = 0
+    quick_model: Callable[[], nn.Module] | None = None
+    projections: Sequence[int] = PROJECTIONS
+    prefix: str = ""
+
+    def study(self, *notes: str) -> Study:
+        """Returns the study of this comparison; ``notes`` are added to those of all."""
+        return Study(COLUMNS, self.rows, (*NOTES, *notes), self.defaults, self.build_task, figures=self.figures)
+
+    def build_task(self, settings: Settings) -> Task:
+        """Returns the data's own split and the network."""
+        return task.classification(
+            loaded(self.load, settings.data),
+            partial(task.seeded, self.new_model, settings.seed),
+            settings,
+            new_optimizer=partial(self._optimizer, settings.learning_rate),
+            private=partial(_arguments, settings.num_projections),
+        )
+
+    def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> Problem:
+        """Returns what every method trains; a quick look has an eighth of the batch size."""
+        settings = self.defaults
+        assert settings.noise_multiplier is not None
+        return Problem(
+            self.quick_model or self.new_model if quick else self.new_model,
+            partial(self._optimizer, settings.learning_rate),
+            data,
+            batch_size or settings.expected_batch_size // (8 if quick else 1),
+            settings.clip_norm,
+            settings.noise_multiplier,
+        )
+
+    def rows(self, quick: bool) -> Sequence[Row]:
+        """Returns one row for each method, then the trainings."""
+        measured = [
+            Computation(self.prefix + name, partial(_numbers, self, name), self._said(name)) for name in self.timed
+        ]
+        return [*measured, *self.trainings(quick)]
+
+    @property
+    def timed(self) -> list[str]:
+        """Returns the names of the methods that are timed."""
+        projected = {method_name(r) for r in PROJECTIONS} - {method_name(r) for r in self.projections}
+        return [name for name in METHODS if name not in projected]
+
+    def _said(self, method: str) -> dict[str, float]:
+        """Returns the paper's numbers of a method, with its ratio to the non-private one."""
+        numbers = dict(self.methods.get(method, {}))
+        if SECONDS in numbers:
+            numbers[RATIO] = numbers[SECONDS] / self.methods["non-private"][SECONDS]
+        return numbers
+
+    def trainings(self, quick: bool) -> list[Training]:
+        """Returns the trainings; a quick look has two of them, for a part of an epoch."""
+        epochs = self.quick_epochs if quick else self.defaults.epochs
+        return [
+            Training(f"{TRAINED}{method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
+            for r, paper in self.trained.items()
+            if not quick or r in (0, 30)
+        ]
+
+    def figures(self, results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
+        """Draws epsilon and accuracy over epochs for each number of projections, and accuracy over time and epsilon.
+
+        Times are those of the methods' rows, which were measured alternately; infinite epsilons are left out.
+        """
+        found = learning_curves(folder, self.trainings(results["quick"]), results["seeds"][0])
+        runs = {row["row"]: row["runs"][0] for row in results["rows"]}
+        accuracy = {name: (epochs, 100 * scores) for name, (epochs, scores, _) in found.items()}
+        epsilon = {name: (epochs, np.where(np.isfinite(e), e, np.nan)) for name, (epochs, _, e) in found.items()}
+        over_time = {name: (x * _seconds_per_epoch(runs, name, x[-1]), y) for name, (x, y) in accuracy.items()}
+        price = {name: (epsilon[name][1], y) for name, (_, y) in accuracy.items()}
+        return {
+            "epsilon": plots.curves_plot(epsilon, title="Certified epsilon", ylabel="epsilon", log_y=True),
+            "accuracy": plots.curves_plot(accuracy, title="Accuracy", ylabel=ACCURACY),
+            "accuracy-time": plots.curves_plot(
+                over_time, title="Accuracy over time", ylabel=ACCURACY, xlabel="seconds"
+            ),
+            "accuracy-epsilon": plots.curves_plot(
+                price, title="Accuracy and its certified price", ylabel=ACCURACY, xlabel="epsilon", log_x=True
+            ),
+        }
+
+    def _optimizer(self, learning_rate: float, model: nn.Module) -> Optimizer:
+        return self.new_optimizer(task.trainable(model), lr=learning_rate)
+
+
+@lru_cache(maxsize=1)  # unpacking CIFAR-10 takes 12 seconds, and all rows share it
+def loaded(load: Callable[[str | None], Data], folder: str | None) -> Data:
+    """Returns the data of a folder."""
+    return load(folder)
+
+
+def _seconds_per_epoch(runs: Mapping[str, Any], name: str, epochs: float) -> float:
+    """Returns a training's time per epoch: that of its method's row, or its own if the method was not timed."""
+    method = name.removeprefix(TRAINED)
+    timed = runs.get(method if method in METHODS else f"ours, {method}", {"numbers": {}})
+    return timed["numbers"].get(SECONDS) or runs[name]["seconds"] / epochs
+
+
+def method_name(num_projections: int) -> str:
+    """Returns the name of a method by its number of projections, 0 for exact norms."""
+    return f"JL({num_projections})" if num_projections else "exact"
+
+
+def _arguments(num_projections: int, model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of `PrivateTraining` for norms by projections; none for exact norms."""
+    if not num_projections:
+        return {}
+    return {"jacobian": tp.Sketched(num_projections), "not_for_release": num_projections < 16}
+
+
+def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
+    """Returns one method's numbers; the first call measures all methods."""
+    seconds, peaks = _measured(comparison, context)
+    if method not in seconds:
+        return {}
+    numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
+    numbers[MEMORY] = peaks[method] / 2**20
+    if (method not in LIKE_OTHERS or LARGEST in comparison.methods.get(method, {})) and not context.quick:
+        train = loaded(comparison.load, context.data).train  # in memory shared by the processes
+        numbers[LARGEST] = largest_that_fits(partial(_try_size, comparison, method, train), LIMIT, len(train))
+    return numbers
+
+
+MEASURED: dict[Any, tuple[dict[str, float], dict[str, int]]] = {}
+
+
+def _measured(comparison: Comparison, context: Context) -> tuple[dict[str, float], dict[str, int]]:
+    """Measures seconds per epoch and peak bytes of a step for every available method; keeps them for other rows."""
+    key = comparison.new_model, context
+    if key not in MEASURED:
+        problem = comparison.problem(loaded(comparison.load, context.data).train, quick=context.quick)
+        steps = _steps(problem, comparison.timed, quick=context.quick)
+        seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
+        seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
+        peaks = {name: peak_bytes(step) for name, step in steps.items()}
+        peaks["vanilla"] = peaks[f"vanilla {FEW[0]}"]
+        epoch = len(problem.data) / problem.batch_size
+        MEASURED[key] = {name: epoch * of_step for name, of_step in seconds.items()}, peaks
+    return MEASURED[key]
+
+
+def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
+    """Returns every available method's step; that of vanilla twice, with few backward passes."""
+    makers = {f"vanilla {only}": partial(vanilla, only=only) for only in FEW}
+    makers |= {name: METHODS[name] for name in timed if name != "vanilla"}
+    steps: dict[str, Step] = {}
+    for name, maker in makers.items():
+        if quick and name in LIKE_OTHERS:
+            continue
+        try:
+            step = maker(problem)
+            step()
+        except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError):
+            continue  # Opacus is not installed, or the method does not support this network or runs out of memory
+        steps[name] = step
+    return steps
+
+
+def _try_size(comparison: Comparison, method: str, data: TensorDataset, size: int) -> None:
+    """Makes three steps with a batch size; raises an error if memory does not suffice."""
+    problem = comparison.problem(data, size)
+    step = UNSPLIT[method](problem)
+    try:
+        for _ in range(3):
+            step()
+    except tp.Refused as error:  # vmap raises it where memory does not suffice
+        raise MemoryError(str(error)) from error
+
+
+def learning_curves(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
+    """Returns the epochs, test scores and certified epsilons of each training."""
+    found = {}
+    for row in trainings:
+        metrics = RunFolder(rows_folder(folder) / folder_name(row.name, seed)).read_metrics()
+        private = [line for line in metrics if line.training == "private"]
+        columns = zip(*((line.epoch, line.test_score, line.epsilon_high) for line in private), strict=True)
+        found[row.name] = tuple(np.array(column, float) for column in columns)
+    return found

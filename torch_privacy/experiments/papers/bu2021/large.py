@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures time and memory of large networks with norms by random projections: Bu, Gopi et al. (2021).
+
+``torch-privacy reproduce jl-large`` times a step, and measures its memory and largest batch, for AlexNet on digits
+(21.6 M parameters), VGG-13 on small photographs (32.4 M) and the network of ``jl-mnist`` with more dense layers
+(17.1 M); a quick look takes narrow networks of the same layers. Nothing is trained: by the paper almost no method
+reached 20 % accuracy with VGG-13, and it reports no accuracy of the other networks.
+
+Source: arXiv:2102.03013, Table 4 (digits with more dense layers); its first version (submitted to ICLR 2021, "Fast
+differentially private-SGD via JL projections"), Tables 4 (AlexNet) and 5 (VGG-13).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from torch.optim import SGD
+
+from torch_privacy.data import load_cifar10, load_mnist
+from torch_privacy.experiments.models.networks import alexnet, mnist_cnn, vgg13
+from torch_privacy.experiments.papers.bu2021 import common
+from torch_privacy.experiments.papers.bu2021.common import LARGEST, MEMORY, RATIO, SECONDS, Comparison
+from torch_privacy.experiments.papers.bu2021.tables import CIFAR10_DEFAULTS, MNIST_DEFAULTS
+from torch_privacy.experiments.study import Study
+from torch_privacy.runs.rows import Row
+
+MIB_PER_PERCENT = 0.01 * 16 * 1024  # of the paper's GPU
+MORE_LAYERS = 4096, 3642  # the paper prints only the number of parameters, which these meet to 0.1 per mille
+
+
+ALEXNET = Comparison(
+    replace(MNIST_DEFAULTS, expected_batch_size=64),
+    load_mnist,
+    alexnet,
+    SGD,
+    methods={
+        "non-private": {SECONDS: 11, MEMORY: 12 * MIB_PER_PERCENT},
+        "vanilla": {SECONDS: 332, MEMORY: 38 * MIB_PER_PERCENT},
+        "outer product": {SECONDS: 85, MEMORY: 75 * MIB_PER_PERCENT},
+        "JL(1)": {SECONDS: 43, MEMORY: 15 * MIB_PER_PERCENT},
+        "JL(10)": {SECONDS: 182, MEMORY: 15 * MIB_PER_PERCENT},
+    },
+    quick_model=partial(alexnet, 8, 512),
+    projections=(1, 10),
+    prefix="AlexNet, ",
+)
+VGG = Comparison(
+    replace(CIFAR10_DEFAULTS, learning_rate=0.001, clip_norm=3.0, epochs=1),
+    load_cifar10,
+    vgg13,
+    SGD,
+    methods={
+        "non-private": {SECONDS: 12},
+        "vanilla": {SECONDS: 1625},
+        "JL(1)": {SECONDS: 20},
+        "JL(10)": {SECONDS: 106},
+    },
+    quick_model=partial(vgg13, 16, 512, 250),
+    projections=(1, 10),
+    prefix="VGG-13, ",
+)
+DENSER = Comparison(
+    MNIST_DEFAULTS,
+    load_mnist,
+    partial(mnist_cnn, hidden=MORE_LAYERS),
+    SGD,
+    methods={
+        "non-private": {LARGEST: 52_000},
+        "vanilla": {LARGEST: 100},
+        "JL(10)": {LARGEST: 28_000},
+        "JL(30)": {LARGEST: 25_000},
+    },
+    quick_model=partial(mnist_cnn, hidden=(1024, 512)),
+    projections=(10, 30),
+    prefix="17.1 M, ",
+)
+COLUMNS = {name: common.COLUMNS[name] for name in (SECONDS, RATIO, MEMORY, LARGEST)}
+NOTES = (
+    *common.NOTES[:-1],
+    "The paper's memory is a share of its GPU's 16 GB, parameters included; ours is what a step takes beyond these.",
+    "Where outer product has no numbers, the rows of a batch, which it holds all at once, would take more than half of "
+    "this machine's memory. The paper reports the same for VGG-13.",
+)
+
+
+def rows(quick: bool) -> list[Row]:
+    """Returns the rows of AlexNet, of VGG-13, and of the network with more dense layers."""
+    return [row for comparison in (ALEXNET, VGG, DENSER) for row in comparison.rows(quick)]
+
+
+STUDY = Study(COLUMNS, rows, NOTES)
