@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from torch_privacy.estimated_norms.floored import norm_bounds
-from torch_privacy.jacobian.plan import squared_norms
+from torch_privacy.jacobian.norms import squared_norms
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import RUN, SUMMED, product, squared_lengths

@@ -10,7 +10,7 @@ from parts import Calls, Hidden, losses_of, tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.self_check import Checks
+from torch_privacy.jacobian.self_check import RowCheck
 
 
 def data_mixed_into_weight(m, x):
@@ -233,11 +233,11 @@ def test_rows_in_the_wrong_order_are_refused_although_their_sum_is_right():
         losses = losses_of(model, x)
     jacobian = tape.jacobian(losses, retain_graph=True)
     swapped = jacobian.select(torch.tensor([1, 0]))
-    checks = Checks(losses, tape.parameters, {torch.float64})
-    checks.look(jacobian)
+    checks = RowCheck(losses, tape.parameters, {torch.float64})
+    checks.add(jacobian)
     checks.conclude()
-    checks = Checks(losses, tape.parameters, {torch.float64})
-    checks.look(swapped)
+    checks = RowCheck(losses, tape.parameters, {torch.float64})
+    checks.add(swapped)
     with pytest.raises(tp.Refused, match=r"'weight', 'bias' do not add up"):
         checks.conclude()
 

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from .._replay import RandomState
 from .._validate import Refused
-from ..jacobian.agreement import Check
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
 from ..jacobian.graph import Graph
 from ..jacobian.layout import PROOFS, Merging, told_by
+from ..jacobian.self_check import ProjectionCheck
 from ..jacobian.tape import check_losses
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
@@ -181,7 +181,7 @@ class Sketching:
         for run in runs:
             run.forget()
         r = self.setting.num_projections
-        check = Check(v, projections, (total / r).sqrt())
+        check = ProjectionCheck(v, projections, (total / r).sqrt())
 
         def project(v: Mapping[str, Tensor]) -> Tensor:
             return WAYS[way](losses, parameters, runs)(v)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..jacobian.agreement import Check, vjp
 from ..jacobian.measure import fresh_generator
+from ..jacobian.self_check import ProjectionCheck, vjp
 from .jvp import Project
 
 
@@ -28,7 +28,7 @@ class SketchedJacobian:
         parameters: Mapping[str, Tensor],
         estimates: Tensor,
         project: Project,
-        check: Check,
+        check: ProjectionCheck,
         explanation: str,
         *,
         kept: Tensor | None = None,
@@ -55,7 +55,7 @@ class SketchedJacobian:
         """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. The graph is used up."""
         c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))
         total = vjp(self._losses, self._parameters, c, retain_graph=False)
-        self._check.look(total, c)
+        self._check.compare(total, c)
         return total
 
     def look_at_single_rows(self) -> None:
@@ -66,7 +66,7 @@ class SketchedJacobian:
             torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
         ]
         for c in [torch.ones_like(self._losses), *single] if finite else []:
-            self._check.look(vjp(self._losses, self._parameters, c, retain_graph=True), c)
+            self._check.compare(vjp(self._losses, self._parameters, c, retain_graph=True), c)
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """J v, (n, k), for k directions given as name -> (k, *shape)."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .calls import Call, Reached
     from .layout import Merging
     from .recorder import Source
-    from .self_check import Checks
+    from .self_check import RowCheck
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
@@ -184,7 +184,7 @@ class GroupSums:
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
         budget: Budget,
-        checks: Checks | None = None,
+        checks: RowCheck | None = None,
         estimates: NormEstimates | None = None,
         observe: Observe | None = None,
         prove: Callable[[], None] | None = None,
@@ -218,7 +218,7 @@ class GroupSums:
         blocks = self._blocks.pop(label)
         jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks).restricted(self._groups[label])
         if self._checks is not None:
-            self._checks.look(jacobian)
+            self._checks.add(jacobian)
         if self._estimates is not None:
             jacobian = jacobian.estimated(self._estimates.squared_norms(jacobian))
         if self._observe is not None:
@@ -332,7 +332,7 @@ class RowsAsTheyCome:
         groups: Mapping[str, Sequence[str]],
         clip: Clip | None,
         budget: Callable[[], Budget],
-        checks: Checks | None,
+        checks: RowCheck | None,
         observe: Observe | None = None,
     ) -> dict[str, Tensor]:
         """Returns the sum of all groups by name; ``checks`` see the rows first and must agree.
@@ -362,7 +362,7 @@ class RowsAsTheyCome:
         groups: Mapping[str, Sequence[str]],
         clip: Clip,
         budget: Budget,
-        checks: Checks | None = None,
+        checks: RowCheck | None = None,
         observe: Observe | None = None,
         *,
         retain_graph: bool = False,

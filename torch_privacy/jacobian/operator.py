@@ -16,7 +16,8 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
 from .blocks import Block, Direction, JoinedRows, disjoint
-from .plan import choices, chunk_size
+from .norms import chunk_size
+from .plan import choices
 
 
 class Jacobian:

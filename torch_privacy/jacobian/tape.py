@@ -34,7 +34,7 @@ from .operator import Jacobian
 from .plan import Budget, distinct_bytes, least_bytes
 from .prediction import Disagreement, Expected, Prediction
 from .recorder import Notes
-from .self_check import Checks
+from .self_check import RowCheck
 from .torch_functions import without_numbers
 
 # Peak memory allowed by default, in units of what non-private training needs.
@@ -117,8 +117,8 @@ class Tape(Notes):
                 blocks = self._blocks(reached, self._measure(reached), retain_graph=retain_graph or verify)
             jacobian = Jacobian(len(losses), losses.dtype, self.parameters, blocks)
             if verify:
-                checks = Checks(losses, self.parameters, reached.dtypes())
-                checks.look(jacobian)
+                checks = RowCheck(losses, self.parameters, reached.dtypes())
+                checks.add(jacobian)
                 checks.conclude()
                 self.layouts.note_verified(kinds, len(losses))
         return jacobian
@@ -182,7 +182,7 @@ class Tape(Notes):
             unproved = self.measured and not self.layouts.verified(kinds, len(losses))
 
             def clipped(told: Sequence[AnyLayout] | Prediction) -> dict[str, Tensor]:
-                checks = Checks(losses, self.parameters, reached.dtypes(), merging) if unproved else None
+                checks = RowCheck(losses, self.parameters, reached.dtypes(), merging) if unproved else None
                 rows = RowsAsTheyCome(reached, told, self._sources, self.parameters, merging, self._estimates)
                 total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), checks, observe)
                 if isinstance(told, Prediction):
