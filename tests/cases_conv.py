@@ -155,7 +155,7 @@ REFUSED = {  # name -> (model, input, what the message must name), as in test_re
     "batch norm's scale": lambda: (
         nn.BatchNorm1d(48),
         torch.randn(5, 48),
-        r"batch_norm in training mode .* Put GroupNorm\(16, 48\) in its place.* Met by parameter 'bias', 'weight'",
+        r"batch_norm in training mode .* Put GroupNorm\(16, 48\) in its place.* Used with parameter 'bias', 'weight'",
     ),
     "instance norm that learns statistics": lambda: (
         nn.InstanceNorm1d(4, affine=True, track_running_stats=True),

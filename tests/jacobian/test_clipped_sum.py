@@ -51,7 +51,7 @@ def one_group(model):
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
-        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION", 1)  # measured in several portions
+        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION_BYTES", 1)  # measured in several portions
         monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
@@ -162,7 +162,7 @@ def test_coupled_examples_are_refused_also_after_batches_of_one():
             losses = (h / (1 + h.square().sum(0))).sum(1)
         if n == 1:
             tape.clipped_sum(losses, one_group(model), clip_to(1.0))
-    with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be told apart"):
+    with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be separated"):
         tape.clipped_sum(losses, one_group(model), clip_to(1.0))
 
 

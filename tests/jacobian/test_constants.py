@@ -219,16 +219,16 @@ def test_constants_of_a_size_that_the_batch_divides(name, n):
 def test_cached_whole_numbers_become_constants():
     cached, layouts = torch.arange(7)[:6].roll(2), Layouts()
     model = Calls(lambda m, x: m.f(x @ m.p[cached]), f=nn.Linear(6, 4), p=torch.randn(6, 6))
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(3, 6), layouts, n=3)
     for n in (4, 3, 6):
         assert_rows(model, torch.randn(n, 6), layouts, n=n)
 
 
 def test_large_filled_tensors_become_constants(monkeypatch):
-    monkeypatch.setattr("torch_privacy.jacobian.torch_functions.LARGE", 0)
+    monkeypatch.setattr("torch_privacy.jacobian.filled.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(4, 3), n=4)
     layouts = Layouts()
     assert_rows(model, torch.randn(3, 3), layouts, n=3)
@@ -302,7 +302,7 @@ def test_a_plain_attribute_that_was_changed_is_no_constant(change):
         model.numbers += 0
     else:
         model.numbers = torch.linspace(0, 1, 18).view(6, 3)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         next(own_batches(training, losses_of))
     assert training.step_count == 0
 
@@ -335,16 +335,16 @@ def test_a_sparse_adjacency_matches_one_backward_per_loss():
     assert_rows(model, (x, edges.to_sparse()), losses_of=lambda model, x: model(*x).sin().sum(1))
 
 
-HIDDEN = {  # what hides how a parameter is used -> the words that help
+HIDDEN = {  # code that hides how a parameter is used -> the advice in the message
     "custom function": (
         lambda m, x: F.linear(x, _Sign.apply(m.w)),
-        r"'w' .* at _SignBackward\. How a custom autograd\.Function",
+        r"'w' .* \(through _SignBackward\)\. A custom autograd\.Function",
     ),
     "vmap": (lambda m, x: torch.vmap(lambda w: F.linear(x, w[None]))(m.w).sum(0), r"'w' .* vmap"),
     "a single example": (lambda m, x: torch.stack([F.linear(v, m.w) for v in x]), r"layer\(x\[None\]\)\[0\]"),
     "nested": (
         lambda m, x: F.linear(torch.nested.nested_tensor(list(x[:, None]), layout=torch.jagged), m.w).values(),
-        r"'w' meets a nested tensor",
+        r"'w' is used with a nested tensor",
     ),
 }
 

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 
 N, D, T = 40, 3, 5
-DEPEND = r"examples of a batch depend on each other: |cannot be told apart"
+DEPEND = r"examples of a batch depend on each other: |cannot be separated"
 LOSS = r"the loss of example \d+ of \d+ changed from "
 
 
@@ -507,8 +507,8 @@ def with_negatives(m, batch):
 
 LOOPS = {  # losses -> what the refusal says
     "largest kept": (largest_in_loop, "the forward changed 'scale'"),
-    "mixup": (mixed_in_loop, r"happens before the model: what model\(...\) is given"),
-    "standardized": (standardized, r"happens before the model: what model\(...\) is given"),
+    "mixup": (mixed_in_loop, r"happens before the model: the inputs of model\(...\) differ"),
+    "standardized": (standardized, r"happens before the model: the inputs of model\(...\) differ"),
     "class weights": (weighted_by_class, LOSS),
     "hard examples": (hard_examples, LOSS),
     "hardest": (hardest, LOSS),
@@ -1368,5 +1368,5 @@ COUPLED_OF_OTHER_KINDS = {
 @pytest.mark.parametrize("name", COUPLED_OF_OTHER_KINDS)
 def test_couplings_in_batches_of_other_kinds_are_refused(name):
     program = COUPLED_OF_OTHER_KINDS[name]()
-    program.match = "depend on each other|cannot be told apart"
+    program.match = "depend on each other|cannot be separated"
     assert_refused(program)

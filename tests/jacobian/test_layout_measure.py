@@ -9,8 +9,8 @@ from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
 
 import torch_privacy as tp
+from torch_privacy.jacobian.codes import Codes
 from torch_privacy.jacobian.layout import Layouts
-from torch_privacy.jacobian.measure import Codes
 from torch_privacy.jacobian.tape import Tape
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -70,7 +70,7 @@ def test_weak_coupling_is_refused_in_any_type(coupled, dtype):
     with tp.record(model) as tape:
         h = model(torch.randn(20, 3))
         losses = coupled(h.square().sum(1), h)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         tape.jacobian(losses)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import torch_privacy as tp
 from torch_privacy.jacobian.calls import Call, Output
+from torch_privacy.jacobian.codes import Rounding
 from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
-from torch_privacy.jacobian.measure import Rounding
 from torch_privacy.jacobian.prediction import Disagreement, Prediction
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
@@ -397,7 +397,7 @@ def test_coupling_that_comes_later_is_refused(mix):
     for _ in range(PROOFS + 1):
         clipped(model, layouts, torch.randn(N, T, 3), torch.eye(N))
     assert layouts.measured == PROOFS
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         clipped(model, layouts, torch.randn(N, T, 3), torch.rand(N, N))
 
 
@@ -517,7 +517,7 @@ def test_where_no_weights_decide_the_known_layout_or_none_is_taken(order):
         tape.jacobian(losses)
     tape, losses = recorded(model, layouts, x, weights)
     tape.layouts._proofs.clear()
-    tape._told = lambda reached, cotangent: tape._measure(reached)
+    tape._find_layouts = lambda reached, cotangent: tape._measure(reached)
     tape.jacobian(losses)
 
 

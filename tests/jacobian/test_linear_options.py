@@ -210,7 +210,9 @@ def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx
 def test_weight_with_entries_per_example_is_refused_when_too_large(monkeypatch):
     monkeypatch.setattr("torch_privacy.ops.einsum.MOST_ENTRIES", 100)
     model, x = CASES["bmm, parameter repeated"]()
-    with pytest.raises(tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has entries of its own .*Met by parameter 'w'"):
+    with pytest.raises(
+        tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has entries of its own .*Used with parameter 'w'"
+    ):
         recorded_jacobian(model, x, losses_of)
 
 

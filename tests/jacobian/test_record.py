@@ -16,7 +16,7 @@ from parts import Calls
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian import tape as _tape
+from torch_privacy.jacobian import recording
 from torch_privacy.jacobian.layout import PROOFS, Layouts
 
 
@@ -61,13 +61,13 @@ def test_nothing_is_kept_on_the_model():
 
 def test_what_is_known_goes_with_the_model():
     gc.collect()
-    before = len(_tape._MEMORY._known)
+    before = len(recording._MEMORIES._memories)
     model = network()
     assert_exact(model, torch.randn(6, 3))
-    assert len(_tape._MEMORY._known) == before + 1
+    assert len(recording._MEMORIES._memories) == before + 1
     del model
     gc.collect()
-    assert len(_tape._MEMORY._known) == before
+    assert len(recording._MEMORIES._memories) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -107,7 +107,7 @@ def test_models_that_are_equal_are_remembered_apart():
     one, two = Equal(nn.Linear(3, 2)), Equal(nn.Linear(3, 2))
     for _ in range(PROOFS):
         assert_exact(one, torch.randn(6, 3))
-    assert _tape._MEMORY.of(one) is not _tape._MEMORY.of(two)
+    assert recording._MEMORIES.of(one) is not recording._MEMORIES.of(two)
 
 
 class Biased(nn.Module):

@@ -173,7 +173,7 @@ def test_views_that_meet_in_hidden_values_are_refused(own):
 
     training = training_of(Calls(forward, f=nn.Linear(72, 3)))
     steps = (training.step(losses_of(training.model, x, y)) for x, y in training)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         list(steps)
     assert training.step_count == 0
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .._validate import Refused
 from ..jacobian.blocks import Block
-from ..jacobian.measure import fresh_generator
+from ..jacobian.codes import fresh_generator
 from ..jacobian.norms import projections
 from ..jacobian.plan import held_bytes
 from ..ops import Method, Op

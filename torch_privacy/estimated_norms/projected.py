@@ -21,9 +21,9 @@ from .._validate import Refused
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
 from ..jacobian.graph import Graph
-from ..jacobian.layout import PROOFS, Merging, told_by
+from ..jacobian.layout import PROOFS, Merging, relevant_keys
+from ..jacobian.reach import check_losses
 from ..jacobian.self_check import ProjectionCheck
-from ..jacobian.tape import check_losses
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from .directions import Directions
@@ -64,7 +64,7 @@ class Sketching:
 
     def settled(self, size: int) -> bool:
         """Whether some graph was looked at often enough to trust the model with so many examples."""
-        return any(count >= PROOFS for (_, one), count in self._looked_at.items() if one in told_by(size))
+        return any(count >= PROOFS for (_, one), count in self._looked_at.items() if one in relevant_keys(size))
 
     def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
@@ -80,7 +80,7 @@ class Sketching:
     def is_new(self, graph: Graph, num_examples: int) -> bool:
         """Whether a batch has to show that its examples do not depend on each other; counts it."""
         path = hash(tuple(node.name() for node in graph.nodes()))
-        known = any(self._looked_at[path, one] >= PROOFS for one in told_by(num_examples))
+        known = any(self._looked_at[path, one] >= PROOFS for one in relevant_keys(num_examples))
         self._looked_at[path, num_examples == 1] += 1
         return not known
 

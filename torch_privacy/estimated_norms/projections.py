@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..jacobian.measure import fresh_generator
+from ..jacobian.codes import fresh_generator
 from ..jacobian.self_check import ProjectionCheck, vjp
 from .jvp import Project
 

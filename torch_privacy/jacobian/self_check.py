@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._validate import Refused
+from .codes import fresh_generator
 from .layout import Merging
-from .measure import fresh_generator
 from .operator import Jacobian
 
 PIECE = 2**16  # entries that are sketched at once
