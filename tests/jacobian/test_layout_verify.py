@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that earlier batches taught are borne out by this batch, or measured anew; and none is guessed."""
+"""Layouts known from earlier batches are confirmed on each batch, or measured again; none is guessed."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ N, T = 6, 4
 
 
 class Counted(Layouts):
-    """Counts the batches that were measured; never looks again by chance."""
+    """Counts the batches that were measured; makes no spot checks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Counted(Layouts):
 
 
 class Model(nn.Module):
-    """Two layers on tokens (n, t, 3), with ``between`` them and losses of what comes out (n, ..)."""
+    """Two layers on tokens (n, t, 3), with ``between`` between them, and losses of the output (n, ..)."""
 
     def __init__(self, between, parts=None):
         super().__init__()
@@ -55,7 +55,7 @@ def recorded(model, layouts, *inputs) -> tuple[Tape, Tensor]:
 
 
 def clipped(model, layouts, *inputs, clip_norm=1.0, groups=None, merging=None, **settings) -> dict[str, Tensor]:
-    """The clipped sum of a batch by the tape."""
+    """Returns the clipped sum of a batch by the tape."""
 
     def clip(jacobian, group):
         return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
@@ -73,7 +73,7 @@ def clipped_rows(rows: Tensor, clip_norm=1.0) -> Tensor:
 
 
 def assert_exact(model, layouts, *inputs, **settings) -> None:
-    """Rows and clipped sum against one backward for each example."""
+    """Compares rows and clipped sum with one backward for each example."""
     rows = oracle(model, *inputs)
     tape, losses = recorded(model, layouts, *inputs)
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
@@ -95,7 +95,7 @@ def in_place(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Unseen(torch.autograd.Function):
-    """A gather that shows nothing of itself."""
+    """A gather inside of a custom function, which cannot be seen."""
 
     @staticmethod
     def forward(ctx, h, order):
@@ -125,7 +125,7 @@ def test_reordered_batches_are_exact_and_measured_only_at_first(pool):
 
 
 def backwards_through(model, monkeypatch) -> list[int]:
-    """Counts the backwards that come as far down as the first layer."""
+    """Counts the backwards that reach the first layer."""
     count = []
     forward = model.first.forward
 
@@ -152,7 +152,7 @@ def test_confirmed_batch_takes_one_more_backward_or_none_below_the_cut(pool, mos
 
 
 class Reordered(nn.Module):
-    """Tokens (n·t, d) behind the first layer, brought to the order that the data say."""
+    """Reorders the tokens (n·t, d) after the first layer as the data say."""
 
     def __init__(self, reorder):
         super().__init__()
@@ -185,8 +185,8 @@ REORDERINGS = {
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", REORDERINGS)
-def test_other_layouts_than_before_are_found_out_and_measured(how, order, groups):
-    """On one path the data put the tokens in their order, and later in another."""
+def test_changed_layouts_are_noticed_and_measured(how, order, groups):
+    """On one path the data keep the order of the tokens at first, and change it later."""
     model, layouts, order = Reordered(REORDERINGS[how]), Counted(), ORDERS[order]
     names = tuple(trained(model))
     split = {"all": names} if groups == 1 else {"weights": names[::2], "biases": names[1::2]}
@@ -211,7 +211,7 @@ def test_other_layouts_than_before_are_found_out_and_measured(how, order, groups
 
 
 class Dropped(nn.Module):
-    """Leaves out the layers that it is told to; a layer may be given the tokens time first."""
+    """Skips the layers that it is asked to skip; a layer may get the tokens time first."""
 
     def __init__(self, layers=4):
         super().__init__()
@@ -239,7 +239,7 @@ def test_a_new_path_of_known_calls_is_not_measured():
     assert layouts.measured == PROOFS
 
 
-def test_a_new_path_becomes_known_once_batches_have_borne_it_out():
+def test_a_new_path_becomes_known_once_batches_have_confirmed_it():
     model, layouts = Dropped(), Counted()
     count = []
     for kept in ({0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 3}, {0, 2, 3}, {0, 2, 3}):

@@ -69,7 +69,7 @@ class Graph:
 def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
     """Returns the bytes that autograd saves for the backward in tensors that can hold n examples.
 
-    Shared memory counts once. Not counted are ``excluded`` tensors, whose memory is used in any case, and sparse ones.
+    Shared memory counts once. Sparse tensors do not count, nor do ``excluded`` ones, which are held in any case.
     """
     excluded_memory = {t.untyped_storage().data_ptr() for t in excluded if t.layout is torch.strided}
     sizes: dict[int, int] = {}

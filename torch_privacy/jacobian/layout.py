@@ -69,8 +69,8 @@ class Layouts:
     def path(self, program: int, n: int, numbers: tuple[int, ...]) -> int:
         """Returns the number of the path that a program takes with these integers for n examples.
 
-        The path is that of an earlier batch if every integer equals that batch's, or is the same multiple of this
-        batch's size as that batch's was of its own.
+        The path is that of an earlier batch if every integer is equal in both, or is the same multiple of the batch's
+        size in both.
         """
         return self._path_of(program, n, numbers)
 

@@ -69,7 +69,7 @@ class Tape(Recorder):
         self._estimates = estimates
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
-        self.measured = False  # whether layouts had to be measured, by backwards of their own
+        self.measured = False  # whether layouts had to be measured, by additional backwards
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -241,7 +241,7 @@ class Tape(Recorder):
             return sum([least_bytes(op) for op in ops])
 
     def _portions(self, reached: Reached) -> list[list[int]]:
-        """Returns the calls' numbers in portions whose gradients need little memory."""
+        """Returns the calls' numbers in portions with gradients that need little memory."""
         sizes = [place.output.size for place in reached.places]
         most, portions, total = max(PORTION_BYTES, self._activations(reached) / 8), [], float("inf")
         for number, size in enumerate(sizes):
@@ -358,7 +358,7 @@ class Tape(Recorder):
         return prediction
 
     def _confirm(self, reached: Reached, prediction: Prediction) -> Sequence[AnyLayout]:
-        """Returns predicted layouts, confirmed by a backward of their own; or measured ones, if they are wrong."""
+        """Returns predicted layouts, confirmed by an additional backward; or measured ones, if they are wrong."""
         sink = _PlainSink(prediction)
         try:
             deepest = reached.deepest(prediction.calls)

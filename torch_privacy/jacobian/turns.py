@@ -17,7 +17,7 @@ from .trace import Trace
 
 
 class Examples(Protocol):
-    """A batch whose examples can be replaced and left out."""
+    """A batch with examples that can be replaced and left out."""
 
     batch: Any
     count: int
