@@ -264,8 +264,8 @@ def assert_exact_rows(model, layouts, *inputs) -> None:
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
 
 
-def test_a_batch_that_is_borne_out_gives_the_bits_of_one_that_is_measured():
-    """Else a run that was resumed, which has to learn anew, could not repeat its releases."""
+def test_a_confirmed_batch_gives_the_same_bits_as_a_measured_one():
+    """Otherwise a resumed run, which measures again, could not repeat its releases."""
     for pool in POOLS.values():
         model, layouts = Model(pool), Counted()
         for inputs in batches(PROOFS):
@@ -275,7 +275,7 @@ def test_a_batch_that_is_borne_out_gives_the_bits_of_one_that_is_measured():
             assert all(torch.equal(ours[name], anew[name]) for name in ours)
 
 
-def test_micro_batches_are_borne_out_under_their_weights():
+def test_micro_batches_are_confirmed_under_their_weights():
     model, layouts = Model(in_place), Counted()
     merging = Merging(torch.tensor([0, 1, 1, 0, 2, 1]), 4)
     for x, lengths in batches(5):
@@ -286,7 +286,7 @@ def test_micro_batches_are_borne_out_under_their_weights():
     assert layouts.measured == PROOFS
 
 
-def test_a_bad_example_is_set_aside_where_layouts_are_borne_out():
+def test_a_bad_example_leaves_the_others_when_layouts_are_confirmed():
     model, layouts = Model(in_place), Counted()
     for x, lengths in batches(PROOFS):
         clipped(model, layouts, x, lengths)
@@ -301,7 +301,7 @@ def test_a_bad_example_is_set_aside_where_layouts_are_borne_out():
 
 
 @pytest.mark.parametrize("crop", ["sliced", "indexed", "stacked"])
-def test_what_is_moved_before_any_parameter_takes_no_further_backward(crop, monkeypatch):
+def test_reordering_before_any_parameter_takes_no_additional_backward(crop, monkeypatch):
     def cropped(x):
         starts = torch.randint(0, 3, (len(x),))
         if crop == "sliced":
@@ -320,7 +320,7 @@ def test_what_is_moved_before_any_parameter_takes_no_further_backward(crop, monk
 
 
 def pooled_by_product(h: Tensor, numbers: Tensor) -> Tensor:
-    """Sums of tokens (10, d) by the number of each, by a matrix that no gradient goes back to."""
+    """Sums tokens (10, d) by the number of each, by a matrix that no gradient goes back to."""
     pool = torch.zeros(3, len(h)).scatter(0, numbers[None], 1.0)
     return torch.einsum("gn,nd->gd", pool, h)
 
@@ -332,7 +332,7 @@ def pooled_without_gradient(h: Tensor, numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pool", [pooled_by_product, pooled_without_gradient])
-def test_what_the_data_moved_is_followed_to_where_it_meets_a_gradient(pool):
+def test_reordered_data_are_followed_to_tensors_with_a_gradient(pool):
     class Graphs(nn.Module):
         def __init__(self):
             super().__init__()
@@ -351,7 +351,7 @@ def test_what_the_data_moved_is_followed_to_where_it_meets_a_gradient(pool):
 
 
 class Experts(nn.Module):
-    """Each token goes through the expert that its data choose."""
+    """Sends each token through the expert that its data choose."""
 
     def __init__(self, count=3):
         super().__init__()
@@ -370,7 +370,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("n", [N, 40])
 def test_irregular_orders_are_read_from_the_codes(n):
-    """Up to 32 examples by one further backward, up to 1024 by two."""
+    """Up to 32 examples need one more backward, up to 1024 two."""
     model, layouts, counts = Experts(), Counted(), []
     for _ in range(5):
         x = torch.randn(n, T, 3)
@@ -385,8 +385,8 @@ def test_irregular_orders_are_read_from_the_codes(n):
 
 
 @pytest.mark.parametrize("mix", ["product", "mask"])
-def test_coupling_that_comes_later_is_refused(mix):
-    """A mixture over examples, on the path that was taken before."""
+def test_coupling_that_begins_later_is_refused(mix):
+    """Examples are mixed on a path that was taken before."""
 
     def mixed(h, weights):
         if mix == "product":
@@ -401,8 +401,8 @@ def test_coupling_that_comes_later_is_refused(mix):
         clipped(model, layouts, torch.randn(N, T, 3), torch.rand(N, N))
 
 
-def test_swapped_examples_pass_as_rarely_as_the_docstring_says():
-    """Of 64 examples two share a code with 1/32; of 32 none do."""
+def test_swapped_examples_are_missed_as_rarely_as_the_docstring_states():
+    """Of 64 examples two share a code with probability 1/32; of 32 none do."""
     rates = {}
     for n in (32, 64):
         slipped = 0
@@ -488,8 +488,8 @@ def test_an_outlier_hides_no_layout(order, shape, outlier, size, dtype):
 
 @pytest.mark.parametrize("outlier", ["one example", "one token"])
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_losses_are_weighted_until_one_layout_is_left(order, outlier):
-    """What the outlier leaves behind by rounding hides all the other examples."""
+def test_losses_are_weighted_until_one_layout_remains(order, outlier):
+    """The rounding of the outlier's gradient hides all the other examples."""
     model, x, weights = Ordered(order, noise=True), torch.randn(5, 5, 3), weights_of(outlier, 5, 5, 1e11)
     rows = oracle(_like(model, Ordered(order)), x, weights)
     tape, losses = recorded(model, Layouts(), x, weights)
@@ -503,7 +503,7 @@ def _like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_where_no_weights_decide_the_known_layout_or_none_is_taken(order):
+def test_the_known_layout_or_none_is_taken_if_no_weights_decide(order):
     model, x = Ordered(order, noise=True), torch.randn(5, 5, 3)
     weights = torch.ones(5, 5) + 1e22 * torch.eye(5)
     tape, losses = recorded(model, Layouts(), x, weights)
@@ -527,7 +527,7 @@ SMALL = {torch.float32: [1e-20, 1e-24, 1e-30, 1e-42, 0.0], torch.float64: [1e-30
 @pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in SMALL.items() for size in sizes])
 @pytest.mark.parametrize("order", Ordered.ORDERS)
 def test_converged_models_are_not_refused(order, dtype, size):
-    """Gradients whose squares vanish, that vanish themselves, or that are nothing; of all examples or of one alone."""
+    """Squares of gradients underflow, or gradients do, or they are zero: for all examples, or for all but one."""
     torch.set_default_dtype(dtype)
     for alone in (False, True):
         model, x = Ordered(order), torch.randn(5, 4, 3)
@@ -559,7 +559,7 @@ def test_gradients_that_are_rounding_only_are_not_refused(dtype):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_native_backwards_are_compared_on_the_first_batches_only(groups, monkeypatch):
-    """Also where groups of parameters are clipped inside of the backward, which lets go of what calls noted."""
+    """Also if groups of parameters are clipped inside of the backward, which frees what the calls recorded."""
     model, layouts = Model(lambda h: h), Counted()
     names = tuple(trained(model))
     split = {str(k): names[k::groups] for k in range(groups)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tape must refuse, by name: nothing is assumed and nothing is dropped."""
+"""The tape refuses by name: it assumes nothing and drops nothing."""
 
 import cases_conv
 import pytest
@@ -28,7 +28,7 @@ def input_changed_after_use(m, x):
 
 @torch.library.custom_op("torch_privacy_tests::squares", mutates_args=())
 def squares_in_numpy(x: Tensor, w: Tensor) -> Tensor:
-    """An op whose backward leaves torch."""
+    """An op with a backward that leaves torch."""
     return x * w * w
 
 
@@ -45,11 +45,11 @@ squares_in_numpy.register_autograd(_backward_in_numpy, setup_context=_keep)
 
 
 def contrast(m, x):
-    """Similarities of each example's image with the texts of all examples."""
+    """Returns similarities of each example's image with the texts of all examples."""
     return F.normalize(m.image(x), dim=1) @ F.normalize(m.text(x), dim=1).T
 
 
-REFUSED = {  # name -> (model, input, what the message must name)
+REFUSED = {  # name -> (model, input, part of the message)
     "op that torch cannot batch": lambda: (
         Calls(lambda m, x: squares_in_numpy(x, m.w), w=torch.randn(3)),
         torch.randn(5, 3),
@@ -183,7 +183,7 @@ def test_compiled_model_is_exact_over_several_batches(part):
 
 
 def test_constant_with_data_written_into_it_is_data():
-    """A buffer made in the forward takes in activations: the path through them must count."""
+    """A buffer made in the forward takes in activations, so that the path through them counts."""
 
     def forward(m, x):
         o = m.w.new_zeros(3, 3)
@@ -253,7 +253,7 @@ def test_rows_in_the_wrong_order_are_refused_although_their_sum_is_right():
 
 
 def test_gradient_override_is_refused():
-    """A tensor hook that changes a gradient: the rows are no longer what the native backward gives."""
+    """A tensor hook changes a gradient, so that the rows differ from the native backward."""
     model = nn.Linear(3, 4)
     model.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(tp.Refused, match=r"rows of parameter 'weight' do not add up to the native gradient"):

@@ -351,7 +351,7 @@ def _refuse_batch_norm(where: str, model: nn.Module) -> None:
 def _message(error: RuntimeError) -> str:
     said = str(error)
     cause = next(
-        (cause for sign, cause in CAUSES.items() if sign in said), "the code does something that vmap cannot follow"
+        (cause for sign, cause in CAUSES.items() if sign in said), "the code does something vmap cannot follow"
     )
     return (
         f"vmapped_jacobian: {cause}, which vmap refuses ({said.splitlines()[0][:200]}). Record the model on the tape "
