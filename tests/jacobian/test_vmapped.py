@@ -9,7 +9,7 @@ from oracle import assert_jacobian_equals_rows, flat, one_backward_per_example
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.vmapped import vmapped_jacobian
+from torch_privacy.jacobian import vmapped_jacobian
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
@@ -231,7 +231,7 @@ def into_zeros(m, x):
 
 BEYOND_VMAP = {  # name -> (forward, part of the message)
     "item": (lambda m, x: m.f(x) * x.sum().item(), "number is taken out"),
-    "control flow": (lambda m, x: m.f(x) if x.sum() > 0 else 2 * m.f(x), "`if` asks"),
+    "control flow": (lambda m, x: m.f(x) if x.sum() > 0 else 2 * m.f(x), "`if` depends"),
     "list": (lambda m, x: m.f(x) * x.sum().tolist(), "list or a NumPy array"),
     "boolean mask": (lambda m, x: m.f(x)[x > 0].sum()[None], "shape depends on the data"),
     "nonzero": (lambda m, x: m.f(x)[:, x[0].nonzero()[:, 0]].sum(1), "shape depends on the data"),

@@ -67,7 +67,7 @@ class CandidateLayouts:
             self._digits = {dim: [*digits, self._digit(dim, scaled)] for dim, digits in self._digits.items()}
 
     def layouts(self) -> list[AnyLayout]:
-        """Returns the regular layouts with the fewest undefined examples, exact ones first; else the irregular ones."""
+        """Returns regular layouts with the fewest undefined examples, only exact ones if any; else irregular ones."""
         fewest = self.num_not_finite
         regular = [layout for layout, not_finite in self._regular.items() if not_finite.sum() == fewest]
         n = len(self._codes.cotangent(0))
