@@ -155,7 +155,7 @@ REFUSED = {  # name -> (model, input, the names that the message must contain), 
     "batch norm's scale": lambda: (
         nn.BatchNorm1d(48),
         torch.randn(5, 48),
-        r"batch_norm in training mode .* Use GroupNorm\(16, 48\) instead.* Met by parameter 'bias', 'weight'",
+        r"batch_norm in training mode .* Use GroupNorm\(16, 48\) instead.* Used with parameter 'bias', 'weight'",
     ),
     "instance norm that learns statistics": lambda: (
         nn.InstanceNorm1d(4, affine=True, track_running_stats=True),

@@ -26,6 +26,6 @@ def float64_and_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", drawn_by_system.randbytes)
         patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
-        patch.setattr("torch_privacy.jacobian.measure.system_seed", lambda: drawn_by_system.getrandbits(53))
+        patch.setattr("torch_privacy.jacobian.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
         yield
     torch.set_default_dtype(torch.float32)

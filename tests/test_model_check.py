@@ -97,7 +97,11 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "contrastive loss": lambda: (
         *(nn.Sequential(nn.Linear(3, 4)), contrastive, torch.randn(X)),
-        *("parameters", ["0.weight", "0.bias"], r"'linear' with .*'0.bias', '0.weight'.* told apart.*module '0'"),
+        *(
+            "parameters",
+            ["0.weight", "0.bias"],
+            r"'linear' with .*'0.bias', '0.weight'.* be separated.*module '0'",
+        ),
     ),
     "divided by the batch's tokens": lambda: (
         *(token_head(), lambda m, b: per_token(m, b).sum(1) / b[1].sum().item(), padded_tokens()),
@@ -109,7 +113,7 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "earlier examples in later losses": lambda: (
         *(nn.Linear(3, 4), lambda m, x: losses_of(m, x) * x[:, 0].cumsum(0).exp().detach(), torch.randn(X)),
-        *("examples", [], r"the loss of example \d of 5 changed from .* they meet in the loss"),
+        *("examples", [], r"the loss of example \d of 5 changed from .* they are mixed in the loss"),
     ),
     "divided by the batch's size": lambda: (
         *(nn.Linear(3, 4), lambda m, x: losses_of(m, x) / len(x), torch.randn(X)),
@@ -149,7 +153,7 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "statistics in front of the first layer": lambda: (
         *(Calls(mixed_input, f=nn.Linear(3, 4)), losses_of, torch.randn(X)),
-        *("examples", [], r"the loss of example \d of 5 changed from .* They meet in the model's own forward"),
+        *("examples", [], r"the loss of example \d of 5 changed from .* They are mixed in the model's own forward"),
     ),
     "gradient hook": lambda: (
         *(doubled_gradient(nn.Linear(3, 4)), losses_of, torch.randn(X)),
@@ -363,7 +367,7 @@ def test_check_says_what_it_could_not_compare():
     numpy = check(
         nn.Linear(3, 4), lambda m, x: losses_of(m, x + torch.from_numpy(np.random.randn(*x.shape))), torch.randn(X)
     )
-    assert numpy.notes == ("Parts of the batch were not compared, for the forward is random even in eval mode.",)
+    assert numpy.notes == ("Parts of the batch were not compared, because the forward is random even in eval mode.",)
     x = torch.randn(X)
     without_batch = check(nn.Linear(3, 4), lambda m, b: losses_of(m, x), None)
     assert without_batch.notes[0].startswith("Nothing was rehearsed, for no tensor in the batch has the examples first")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .gep.settings import GEP as GEP
     from .gep.settings import AnchorSubspace as AnchorSubspace
     from .jacobian.operator import Jacobian as Jacobian
-    from .jacobian.tape import record as record
+    from .jacobian.recording import record as record
     from .jacobian.vmapped import vmapped_jacobian as vmapped_jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check

@@ -21,10 +21,15 @@ from ._torch_modes import uncompiled
 from ._validate import Refused
 from .batches import CollatedExamples
 from .jacobian.calls import Call
-from .jacobian.independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
-from .jacobian.layout import Layouts, Measurement
+from .jacobian.independence import Rehearsal, draw_halves
+from .jacobian.layout import Layouts
+from .jacobian.measure import Measurement
 from .jacobian.operator import Jacobian, PlanRow
-from .jacobian.tape import Tape, check_losses
+from .jacobian.randomness import without_random_numbers
+from .jacobian.reach import check_losses
+from .jacobian.row_answers import RowAnswers
+from .jacobian.tape import Tape
+from .jacobian.turns import Answers, Turn
 from .ops import AnyLayout, Layout
 from .ops.fallback import ReplayUse
 
@@ -280,7 +285,7 @@ class _Examination:
                 "each other is not known. Training replaces items before they are collated, and will find out."
             )
             return
-        kept = halves(n, generator)
+        kept = draw_halves(n, generator)
         first = np.arange(n) == 0
         notes: set[str] = set()
         turns = Rehearsal(self._model, examples, kept, alone=[*kept, first], notes=notes).turns()
@@ -303,7 +308,7 @@ class _Examination:
             start = next_numbers()
             numbers.begin(b"check")
             with without_random_numbers(self._model, turn.random), torch.enable_grad():
-                trace = nullcontext() if turn.trace is None else turn.trace.watching(turn.count)
+                trace = nullcontext() if turn.trace is None else turn.trace.recording(turn.count)
                 with trace:
                     losses, rows, shapes = self._losses_and_rows(turn)
             end = next_numbers()

@@ -426,7 +426,7 @@ def test_an_infinite_gradient_leaves_the_example_out(setting):
 
 
 def test_refusals_by_the_tape_keep_their_message():
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         train(training_of(Calls(lambda m, x: m.e(x).sum(1) - m.e(x).mean((0, 1)), e=nn.Embedding(60, 50)), FACTORED))
 
 

@@ -465,7 +465,7 @@ WRONG = {
         lambda m, x, y: in_batch_negatives(m, x.abs().long().clamp(max=2), y), "the loss of example"),
     "coupled behind an embedding": (
         lambda: Calls(lambda m, x: m.e(x).sum(1) - m.e(x).mean((0, 1)), e=nn.Embedding(3, 2)),
-        lambda m, x, y: losses_of(m, x.abs().long().clamp(max=2)), "meet in the model's own forward"),
+        lambda m, x, y: losses_of(m, x.abs().long().clamp(max=2)), "mixed in the model's own forward"),
     "a scalar loss": (small, lambda m, x, y: losses_of(m, x).mean(), "one loss per example"),
     "in-batch negatives": (small, in_batch_negatives, "depend on each other"),
     "batch statistics": (Standardized, lambda m, x, y: losses_of(m, x), "depend on each other"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped sum, made while the backward runs and under a budget of memory, against explicit rows."""
+"""Compares the clipped sum, computed during the backward and under a memory budget, with explicit rows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch_privacy.jacobian.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
-LEAST, MOST = 1e-9, 100  # budgets: keep what takes the least memory, or whatever is fastest
+LEAST, MOST = 1e-9, 100  # budgets: keep what needs the least memory, or what is fastest
 
 
 def clipped_sum(model, x, layouts, groups, clip, **settings):
@@ -34,7 +34,7 @@ def clip_to(clip_norm):
 
 
 def sums_after_measuring(case, groups_of, clip, **settings):
-    """The clipped sum once the layouts are known, beside that of the first batch."""
+    """Returns the clipped sum of the first batch, and that of a batch with known layouts."""
     model, x = CASES[case]()
     groups, layouts = groups_of(model), Layouts()
     first = clipped_sum(model, x, layouts, groups, clip, **settings)
@@ -49,9 +49,9 @@ def one_group(model):
 
 @pytest.mark.parametrize("budget", [LEAST, MOST])
 @pytest.mark.parametrize("case", CASES)
-def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
+def test_clipped_sum_equals_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
-        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION", 1)  # measured in several portions
+        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION_BYTES", 1)  # measured in several portions
         monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
@@ -62,7 +62,7 @@ def test_clipped_sum_is_that_of_the_rows(case, budget, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_groups_are_clipped_each_by_itself(case):
+def test_groups_are_clipped_separately(case):
     def each(model):
         return {name: (name,) for name in trained(model)}
 
@@ -88,7 +88,7 @@ def test_merged_examples_are_clipped_by_their_mean(case):
 @pytest.mark.parametrize("case", CASES)
 def test_views_of_one_example_are_clipped_by_their_mean(case):
     n = len(CASES[case]()[1])
-    count = next((k for k in range(n - 1, 0, -1) if n % k == 0), 1)  # as many examples, each seen in n / count ways
+    count = next((k for k in range(n - 1, 0, -1) if n % k == 0), 1)  # number of examples, each with n / count views
     model, x, _, last = sums_after_measuring(case, one_group, clip_to(1.0), merging=Merging.views(count, n // count))
     rows = one_backward_per_example(model, x, losses_of)
     means = rows.view(count, n // count, -1).mean(1) if n else rows
@@ -97,7 +97,7 @@ def test_views_of_one_example_are_clipped_by_their_mean(case):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
+def test_known_layouts_get_spot_checks(wrong, monkeypatch):
     (model, x), layouts, measured = CASES["linear, flattened time first"](), Layouts(), []
     for _ in range(PROOFS):
         clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
@@ -114,8 +114,8 @@ def test_known_layouts_are_looked_at_again(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
-    """The norms come first, and then the sum by a backward of its own; by rows where some are left out."""
+def test_second_backward_if_nothing_is_kept(bad, monkeypatch):
+    """A second backward gives the sum after the norms; the rows give it if some are left out."""
     monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x = CASES["linear, one position"]()
     dropped, layouts = [], Layouts()
@@ -139,7 +139,7 @@ def test_second_backward_where_nothing_is_kept(bad, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_of_one_teach_about_such_batches_alone(case, monkeypatch):
+def test_batches_of_one_determine_layouts_of_such_batches_only(case, monkeypatch):
     model, x = CASES[case]()
     one, layouts, sizes, measure = x[:1], Layouts(), [], Layouts.measure
     monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: False)
@@ -148,7 +148,7 @@ def test_batches_of_one_teach_about_such_batches_alone(case, monkeypatch):
     rows = one_backward_per_example(model, one, losses_of)
     torch.testing.assert_close(sums[0], tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows, rtol=1e-9, atol=1e-9)
     assert torch.equal(sums[0], sums[-1])
-    looks = len(sums) if case == "irregular: sorted by expert" else PROOFS  # one of the experts gets nothing
+    looks = len(sums) if case == "irregular: sorted by expert" else PROOFS  # one of the experts gets no token
     clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
     assert sizes == [1] * looks + [len(x)] * (len(x) > 1)
 
@@ -162,14 +162,14 @@ def test_coupled_examples_are_refused_also_after_batches_of_one():
             losses = (h / (1 + h.square().sum(0))).sum(1)
         if n == 1:
             tape.clipped_sum(losses, one_group(model), clip_to(1.0))
-    with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be told apart"):
+    with pytest.raises(tp.Refused, match="the 4 examples of the batch cannot be separated"):
         tape.clipped_sum(losses, one_group(model), clip_to(1.0))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_second_backward_in_half_precision(autocast, monkeypatch):
     monkeypatch.setattr(Budget, "wants_second_backward", True)
-    monkeypatch.setattr(NativeBackward, "__call__", None)  # called, it would fail
+    monkeypatch.setattr(NativeBackward, "__call__", None)  # a call would fail
     dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
     model = torch.nn.Linear(3, 2, dtype=dtype)
     for _ in range(PROOFS + 1):

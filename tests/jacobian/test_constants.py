@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tape takes for data of the batch and what for constants: the rows are exact either way."""
+"""The tape separates data of the batch from constants; the rows are exact in both cases."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def jacobian(model, x, layouts=None, losses_of=losses_of, n=N):
 
 
 def assert_rows(model, x, layouts=None, losses_of=losses_of, n=N):
-    """The rows are those of each loss alone, in the same graph."""
+    """Asserts that the rows equal the gradients of single losses, in the same graph."""
     found, _ = jacobian(model, x, layouts, losses_of, n)
     rows = rows_of_one_graph(losses_of(model, x), model)
     torch.testing.assert_close(flat(found.rows(), 1).double(), rows, rtol=1e-9, atol=1e-12)
 
 
-OF_EACH = {  # every example's own
+OF_EACH = {  # statistics of each example
     "length": lambda x: x.norm(dim=1, keepdim=True),
     "standard deviation": lambda x: x.std(1, keepdim=True),
     "logsumexp": lambda x: x.logsumexp(1, keepdim=True),
@@ -62,7 +62,7 @@ def test_statistics_of_hidden_values_match_one_backward_per_loss():
 
 
 def test_own_statistics_along_a_dimension_that_is_as_long_as_the_batch():
-    """Of the two places where the examples may lie one is right, and says nothing against it."""
+    """Two dimensions may hold the examples: the right one is found."""
     model = Calls(lambda m, x: m.f((x / x.detach().abs().mean(1, keepdim=True)).softmax(2)).mean(1), f=nn.Linear(D, 4))
     assert_rows(model, torch.randn(N, N, D))
 
@@ -73,7 +73,7 @@ def test_statistics_of_each_example_match_one_backward_per_loss(name, detached):
     assert_rows(with_statistic(OF_EACH[name], detached=detached), torch.randn(N, D))
 
 
-KEPT = {  # whole numbers of each example, by functions without a rule
+KEPT = {  # integers of each example, by functions without a rule
     "pad": lambda x: F.pad(x, (1, 0))[:, :-1],
     "difference": lambda x: torch.diff(x, dim=1, prepend=x[:, :1]).abs(),
     "borders": lambda x: torch.bucketize(x, torch.tensor([1, 3, 5])),
@@ -87,11 +87,11 @@ def looked_up(change):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_whole_numbers_of_each_example_match_one_backward_per_loss(name):
+def test_integers_of_each_example_match_one_backward_per_loss(name):
     assert_rows(looked_up(KEPT[name]), tokens(N, T))
 
 
-def test_the_user_s_random_numbers_are_those_without_a_tape():
+def test_the_users_random_numbers_do_not_depend_on_the_tape():
     model = Calls(lambda m, x: F.dropout(m.f(x * F.dropout(x.detach().cumprod(1), 0.5)), 0.5), f=nn.Linear(D, 4))
     x = torch.randn(N, D)
     torch.manual_seed(3)
@@ -102,7 +102,7 @@ def test_the_user_s_random_numbers_are_those_without_a_tape():
 
 
 def lists(change):
-    """A model of lists of examples of several lengths, and its losses."""
+    """Returns a model of lists of examples with several lengths, and its losses."""
 
     def forward(m, xs):
         return torch.stack([m.f(x).mean(0) for x in change(list(xs))])
@@ -135,7 +135,7 @@ def test_lists_of_tokens_match_one_backward_per_loss(lengths):
     assert_rows(model, texts, losses_of=lambda model, xs: model(xs).sin().sum(1))
 
 
-SEVERAL = {  # rows (2 n, ..), and how the losses of n examples come from what a layer makes of them
+SEVERAL = {  # rows (2 n, ..), and the losses of n examples as a function of a layer's output
     "behind each other": lambda y: y.view(-1, 2, *y.shape[1:]).sum(1),
     "all first ones first": lambda y: y.view(2, -1, *y.shape[1:]).sum(0),
 }
@@ -151,7 +151,7 @@ def test_several_rows_for_each_example_match_one_backward_per_loss(order, kind):
         assert_rows(model, make(2 * n, 7), layouts, lambda model, x: model(x).sin().sum(1), n)
 
 
-def test_two_ends_of_edges_are_no_two_examples_once_another_batch_has_told():
+def test_two_ends_of_edges_are_not_two_examples_after_another_batch():
     class Degrees(nn.Module):
         def __init__(self):
             super().__init__()
@@ -169,7 +169,7 @@ def test_two_ends_of_edges_are_no_two_examples_once_another_batch_has_told():
         assert_rows(model, inputs, layouts, lambda model, x, n=n: model(*x, n).sin().sum(1), n)
 
 
-def test_an_input_that_all_examples_share_is_not_taken_for_rows_of_theirs():
+def test_an_input_that_all_examples_share_does_not_count_as_their_rows():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -198,7 +198,7 @@ def test_graphs_with_as_many_features_as_there_are_graphs(sizes):
     assert_rows(model, torch.randn(len(owner), n), losses_of=lambda m, x: m(x).sin().sum(1), n=n)
 
 
-CONSTANTS = {  # made in the forward, of sizes that n may divide
+CONSTANTS = {  # made in the forward, with sizes that n may divide
     "mask": lambda m: (m.p + torch.full((6, 6), float("-inf")).triu(1)).softmax(-1),
     "filled by a parameter": lambda m: torch.zeros(6, 6).index_put((torch.arange(6), torch.arange(6)), m.p[0]),
     "of a list": lambda m: m.p * torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5, 3.0]),
@@ -216,19 +216,19 @@ def test_constants_of_a_size_that_the_batch_divides(name, n):
     assert_rows(model, torch.randn(n, 6), n=n)
 
 
-def test_cached_whole_numbers_become_constants():
+def test_cached_integers_become_constants():
     cached, layouts = torch.arange(7)[:6].roll(2), Layouts()
     model = Calls(lambda m, x: m.f(x @ m.p[cached]), f=nn.Linear(6, 4), p=torch.randn(6, 6))
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(3, 6), layouts, n=3)
     for n in (4, 3, 6):
         assert_rows(model, torch.randn(n, 6), layouts, n=n)
 
 
 def test_large_filled_tensors_become_constants(monkeypatch):
-    monkeypatch.setattr("torch_privacy.jacobian.torch_functions.LARGE", 0)
+    monkeypatch.setattr("torch_privacy.jacobian.filled.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(4, 3), n=4)
     layouts = Layouts()
     assert_rows(model, torch.randn(3, 3), layouts, n=3)
@@ -237,7 +237,7 @@ def test_large_filled_tensors_become_constants(monkeypatch):
 
 @pytest.mark.parametrize("n", [4, 5])
 def test_parameters_written_into_zeros_are_repeated_per_example_or_not(n):
-    """A first token is, and the entries of a matrix of four by four are not, also where the batch has four examples."""
+    """A first token is repeated; the entries of a 4 x 4 matrix are not, even in a batch of four examples."""
 
     class FirstToken(nn.Module):
         def __init__(self):
@@ -260,7 +260,7 @@ def test_a_first_state_of_zeros_is_an_input():
 
 
 class Positions(nn.Module):
-    """Scales what it learns of positions by numbers that it keeps as a plain attribute."""
+    """Scales position embeddings by numbers that it keeps as a plain attribute."""
 
     def __init__(self):
         super().__init__()
@@ -302,12 +302,12 @@ def test_a_plain_attribute_that_was_changed_is_no_constant(change):
         model.numbers += 0
     else:
         model.numbers = torch.linspace(0, 1, 18).view(6, 3)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         next(own_batches(training, losses_of))
     assert training.step_count == 0
 
 
-IN_PLACE = {  # views that an einsum gives
+IN_PLACE = {  # views that an einsum returns
     "scaled": lambda y: y.mul_(0.5),
     "a part": lambda y: (y[:, 0].mul_(0.5), y)[1],
     "through a view": lambda y: y.reshape(len(y), 4, 6)[:, 1:].mul_(0.5),
@@ -315,7 +315,7 @@ IN_PLACE = {  # views that an einsum gives
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_the_view_that_an_einsum_gives_may_be_changed_in_place(name):
+def test_the_view_that_an_einsum_returns_may_be_changed_in_place(name):
     model = Calls(lambda m, x: IN_PLACE[name](torch.einsum("nihd,thd->nhit", x, m.w)), w=torch.randn(2, 4, 3))
     assert_rows(model, torch.randn(N, 3, 4, 3))
 
@@ -335,22 +335,22 @@ def test_a_sparse_adjacency_matches_one_backward_per_loss():
     assert_rows(model, (x, edges.to_sparse()), losses_of=lambda model, x: model(*x).sin().sum(1))
 
 
-HIDDEN = {  # what hides how a parameter is used -> the words that help
+HIDDEN = {  # code that hides how a parameter is used -> the advice in the message
     "custom function": (
         lambda m, x: F.linear(x, _Sign.apply(m.w)),
-        r"'w' .* at _SignBackward\. How a custom autograd\.Function",
+        r"'w' .* \(through _SignBackward\)\. A custom autograd\.Function",
     ),
     "vmap": (lambda m, x: torch.vmap(lambda w: F.linear(x, w[None]))(m.w).sum(0), r"'w' .* vmap"),
     "a single example": (lambda m, x: torch.stack([F.linear(v, m.w) for v in x]), r"layer\(x\[None\]\)\[0\]"),
     "nested": (
         lambda m, x: F.linear(torch.nested.nested_tensor(list(x[:, None]), layout=torch.jagged), m.w).values(),
-        r"'w' meets a nested tensor",
+        r"'w' is used with a nested tensor",
     ),
 }
 
 
 class _Sign(torch.autograd.Function):
-    """Straight through."""
+    """A straight-through estimator."""
 
     @staticmethod
     def forward(ctx, w):
@@ -362,7 +362,7 @@ class _Sign(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
-def test_refusals_say_what_hides_and_what_helps(kind):
+def test_refusals_name_cause_and_cure(kind):
     forward, message = HIDDEN[kind]
     with pytest.raises(tp.Refused, match=message):
         jacobian(Calls(forward, w=torch.randn(4, D)), torch.randn(N, D))

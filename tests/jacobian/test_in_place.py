@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes in place, views, and parameters used in pieces: exact, or refused where what was used is lost."""
+"""Changes in place, views, and parameters used in pieces are exact, or refused if an input is lost."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def matrix(statement: Statement) -> tuple[Statement, tuple[int, ...]]:
 
 
 EVERY = slice(None)
-STATEMENTS: dict[str, tuple[Statement, tuple[int, ...]]] = {  # h (n, 6, 4) is changed, p met
+STATEMENTS: dict[str, tuple[Statement, tuple[int, ...]]] = {  # h (n, 6, 4) is changed, with parameter p
     "h += p": vector(lambda h, p: h.__iadd__(p)),
     "h -= p": vector(lambda h, p: h.__isub__(p)),
     "h *= p": vector(lambda h, p: h.__imul__(p)),
@@ -78,7 +78,7 @@ STATEMENTS: dict[str, tuple[Statement, tuple[int, ...]]] = {  # h (n, 6, 4) is c
     "views of h, one after another": vector(lambda h, p: (h[:, :2].add_(p), h[:, 1:3].mul_(p), h[..., :2].relu_())),
     "h.clamp_() between": vector(lambda h, p: h.mul_(p).clamp_(min=-0.5).add_(p)),
 }
-FIRST: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # makes h; what linear gives back of rank 3 is a view
+FIRST: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # makes h; linear returns a view for rank 3
     "linear": lambda m, x: m.f(x),
     "scale": lambda m, x: x * m.f.bias,
     "transposed": lambda m, x: m.f(x.transpose(0, 1)).transpose(0, 1),
@@ -87,7 +87,7 @@ FIRST: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # makes h; what linear 
 
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("statement", STATEMENTS)
-def test_parameter_met_in_place_matches_one_backward_per_example(statement, first):
+def test_parameter_used_in_place_matches_one_backward_per_example(statement, first):
     change, shape = STATEMENTS[statement]
 
     def forward(m: Calls, x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_matrices_in_one_parameter_match_one_backward_per_example():
     assert_exact(Calls(forward, w=torch.randn(3, 4, 4)), torch.randn(5, 6, 4))
 
 
-USES: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # of h, made from x, and the parameter w (4, 4)
+USES: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # uses of the parameter w (4, 4) with h, made from x
     "linear": lambda m, h: F.linear(h, m.w),
     "matmul": lambda m, h: h @ m.w,
     "einsum": lambda m, h: torch.einsum("btd,de->bte", h, m.w),
@@ -236,7 +236,7 @@ USES: dict[str, Callable[[Calls, Tensor], Tensor]] = {  # of h, made from x, and
 
 @pytest.mark.parametrize("use", USES)
 def test_input_changed_after_its_use_is_refused(use):
-    """Through ``detach``, so that autograd itself would not look at the version."""
+    """The change goes through ``detach``, so that autograd itself would not check the version."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         h = x * 2
@@ -270,8 +270,8 @@ def test_data_written_into_a_part_of_a_parameters_copy_is_refused():
         recorded_jacobian(Calls(forward, w=torch.randn(4, 4)), torch.randn(5, 6, 4), losses_of)
 
 
-def test_parameters_written_into_a_buffer_are_followed():
-    """No data in it: the buffer made in the forward is a function of the parameters alone."""
+def test_parameters_written_into_a_buffer_are_recorded():
+    """The buffer made in the forward holds no data: it is a function of the parameters alone."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         w = torch.eye(4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example's loss and row depend on that example and the model alone: whatever does otherwise is refused."""
+"""An example's loss and row depend on that example and the model alone; any other program is refused."""
 
 import copy
 import random
@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 
 N, D, T = 40, 3, 5
-DEPEND = r"examples of a batch depend on each other: |cannot be told apart"
+DEPEND = r"examples of a batch depend on each other: |cannot be separated"
 LOSS = r"the loss of example \d+ of \d+ changed from "
 
 
 def of_one_tensor(losses):
-    """The batch of a ``TensorDataset`` with one tensor has it in a list."""
+    """Returns the tensor of a batch of a ``TensorDataset`` with one tensor, which comes in a list."""
     return lambda model, batch: losses(
         model, batch[0] if isinstance(batch, (list, tuple)) and len(batch) == 1 else batch
     )
@@ -33,20 +33,20 @@ def of_one_tensor(losses):
 
 @dataclass
 class Program:
-    """What a user trains: a model, examples, the losses of a batch and what makes it of examples."""
+    """What a user trains: a model, examples, a function of the losses, and a collate_fn."""
 
     model: nn.Module
     examples: Any
     losses: Callable = field(default_factory=lambda: of_one_tensor(losses_of))
     collate: Callable | None = None
-    match: str = DEPEND  # what the refusal says
-    step: int = 0  # that is refused
-    kept: tuple[str, ...] = ()  # names of what is not put back
+    match: str = DEPEND  # part of the refusal
+    step: int = 0  # the step that is refused
+    kept: tuple[str, ...] = ()  # names that are not put back
     settings: dict[str, Any] = field(default_factory=dict)
     running: Any = None  # the training
 
     def training(self, **settings):
-        """The private training of it."""
+        """Returns its private training."""
         chosen = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
         chosen |= {"collate_fn": self.collate, "test_seed": 5} | self.settings | settings
         optimizer = chosen.pop("optimizer", None) or torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -54,13 +54,13 @@ class Program:
         return self.running
 
     def run(self, training):
-        """The user's loop."""
+        """Runs the user's loop."""
         for batch in training:
             training.step(self.losses(training.model, batch))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Parameters, buffers and plain attributes as they are now."""
+    """Returns parameters, buffers and plain attributes as they are now."""
     found: dict[str, Any] = {
         name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())
     }
@@ -71,7 +71,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal to the last bit, containers of tensors included."""
+    """Returns whether two values are equal to the last bit, including containers of tensors."""
     assert type(found) is type(expected)
     if isinstance(found, torch.Tensor):
         assert torch.equal(found, expected)
@@ -90,7 +90,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def assert_refused(program: Program, **settings: Any) -> None:
-    """Refused by name in its step: nothing is released of it, and the model is as it was before."""
+    """Asserts that its step is refused by name, releases nothing, and leaves the model as it was before."""
     training = program.training(**settings)
     states = [state_of(training.model)]
     training.optimizer.register_step_post_hook(lambda *_: states.append(state_of(training.model)))
@@ -102,7 +102,7 @@ def assert_refused(program: Program, **settings: Any) -> None:
 
 
 def points(*shape):
-    """N examples of independent numbers."""
+    """Returns N examples of independent numbers."""
     return TensorDataset(torch.randn(N, *(shape or (D,))))
 
 
@@ -111,7 +111,7 @@ def labeled(count=2):
 
 
 def texts():
-    """N texts of two to nine tokens, none of which is the padding's 0."""
+    """Returns N texts of two to nine tokens, none of them the padding's 0."""
     return [torch.randint(1, 7, (2 + k % 8,)) for k in range(N)]
 
 
@@ -178,7 +178,7 @@ def test_check_finds_a_statistic_of_the_batch(name, detached):
     assert [problem.check for problem in checkup.problems] == ["examples"]
 
 
-HIDDEN_STATISTICS = {  # of what a layer makes of the inputs
+HIDDEN_STATISTICS = {  # of a layer's output
     "largest": lambda h: h.detach().abs().max(),
     "mean": lambda h: h.detach().mean(0),
     "data": lambda h: h.data.mean(0),
@@ -198,7 +198,7 @@ def test_statistics_of_hidden_values_are_refused(name):
     assert_refused(Program(model, points()))
 
 
-# Whole numbers of other examples
+# Integers of other examples
 
 
 SHIFT = {
@@ -258,7 +258,7 @@ def test_check_finds_tokens_of_another_example(name, meeting):
 
 @pytest.mark.parametrize("kind", ["tokens", "numbers"])
 def test_losses_that_read_only_the_neighbor_are_refused(kind):
-    """The rows then lie in their regular order; but example i's labels are in row i, and its tokens in row i + 1."""
+    """The rows are in their regular order, but example i's labels are in row i and its tokens in row i + 1."""
     if kind == "tokens":
         assert_refused(
             Program(Calls(lambda m, x: m.e(x.roll(1, 0)), e=nn.Embedding(7, 4)), TensorDataset(tokens(N, T)))
@@ -272,7 +272,7 @@ def test_a_mask_of_a_parameter_by_a_statistic_of_the_batch_is_refused():
     assert_refused(Program(model, points()))
 
 
-def test_whole_numbers_that_numpy_made_of_the_batch_are_refused():
+def test_integers_that_numpy_made_of_the_batch_are_refused():
     model = Calls(lambda m, x: x @ m.w[torch.from_numpy(x.numpy().sum(0).argsort())], w=torch.randn(D, 4))
     assert_refused(Program(model, points()))
 
@@ -281,7 +281,7 @@ def test_whole_numbers_that_numpy_made_of_the_batch_are_refused():
 
 
 def lists(change):
-    """A model of lists of examples of several lengths, and its losses."""
+    """Returns a model of lists of examples with several lengths, and its losses."""
     return linear(lambda m, xs: torch.stack([m.f(x).mean(0) for x in change(list(xs))]))
 
 
@@ -300,17 +300,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("change", OTHERS)
-def test_lists_whose_examples_read_each_other_are_refused(change, lengths):
+def test_lists_of_examples_that_read_each_other_are_refused(change, lengths):
     known = LENGTHS[lengths]
     examples = [torch.randn(known[k % len(known)], D) for k in range(N)]
     program = Program(lists(OTHERS[change]), examples, lambda m, xs: m(xs).sin().sum(1), collate=list)
-    if len(known) == 1 and change in ("longest", "padded"):  # of equal length: nothing to see
+    if len(known) == 1 and change in ("longest", "padded"):  # of equal length, so that nothing changes
         program.run(program.training())
     else:
         assert_refused(program)
 
 
-SEVERAL = {  # rows (2 n, ..), and how the losses of n examples come from what a layer makes of them
+SEVERAL = {  # rows (2 n, ..), and the losses of n examples as a function of a layer's output
     "behind each other": lambda y: y.view(-1, 2, *y.shape[1:]).sum(1),
     "all first ones first": lambda y: y.view(2, -1, *y.shape[1:]).sum(0),
 }
@@ -335,7 +335,7 @@ def test_several_rows_per_example_train_and_couplings_are_refused(order, kind):
 
 
 def graph(k):
-    """Nodes and adjacency of one graph."""
+    """Returns nodes and adjacency of one graph."""
     return torch.randn(4, D), torch.rand(4, 4)
 
 
@@ -360,7 +360,7 @@ def test_graphs_with_a_sparse_adjacency_train_unless_an_edge_joins_two(coupled):
         program.run(program.training())
 
 
-# What no tracker of data saw: loops, collate_fn, state, code in other languages, other code later
+# Couplings outside of the graph: loops, collate_fn, state, code in other languages, code that runs later
 
 
 def centered(x: torch.Tensor) -> torch.Tensor:
@@ -409,7 +409,7 @@ def replaces_center(m, x):
     m.center = m.center.lerp(x.mean(0), 0.1)
 
 
-KEEPING = {  # model, and what the refusal names
+KEEPING = {  # model, and the name in the refusal
     "an attribute": lambda: (Keeping(keeps_largest, lambda m, x: m.f(x / m.largest), largest=0.0), "'largest'"),
     "a list": lambda: (Keeping(lambda m, x: m.queue.append(x.mean(0)), queue=[]), "'queue'"),
     "a list of fixed length": lambda: (Keeping(lambda m, x: m.queue.append(x[0]), queue=deque(maxlen=2)), "'queue'"),
@@ -424,13 +424,13 @@ KEEPING = {  # model, and what the refusal names
 
 
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_the_forward_keeps_of_a_batch_is_refused_by_name(name):
+def test_state_kept_by_the_forward_is_refused_by_name(name):
     model, named = KEEPING[name]()
     kept = ("code",) if name == "a frozen parameter" else ()  # a second copy of all parameters would cost memory
     assert_refused(Program(model, points(), match=f"the forward changed {named}", kept=kept))
 
 
-OVERWRITTEN = {  # kept of a batch, and never read before it is written again
+OVERWRITTEN = {  # state of a batch that is never read before it is written again
     "an attribute": lambda m, x: setattr(m, "last", x.mean(0)),
     "a mapping": lambda m, x: m.seen.update(last=x.sum().item()),
     "a list": lambda m, x: m.seen.update(all=[x.mean(0), x.amax(0)]),
@@ -438,14 +438,14 @@ OVERWRITTEN = {  # kept of a batch, and never read before it is written again
 
 
 @pytest.mark.parametrize("name", OVERWRITTEN)
-def test_what_is_overwritten_before_it_is_read_may_be_kept(name):
+def test_state_that_is_overwritten_before_it_is_read_may_be_kept(name):
     program = Program(Keeping(OVERWRITTEN[name], seen={}), points())
     training = program.training()
     program.run(training)
     assert training.step_count == 6
 
 
-def test_what_is_kept_for_the_next_batch_is_refused_by_name():
+def test_state_kept_for_the_next_batch_is_refused_by_name():
     def forward(m, x):
         y = m.f(x - m.last)
         m.last = x.mean(0)
@@ -505,10 +505,10 @@ def with_negatives(m, batch):
     return -(h @ h.detach().T / 0.1).log_softmax(1).diagonal()
 
 
-LOOPS = {  # losses -> what the refusal says
+LOOPS = {  # losses -> part of the refusal
     "largest kept": (largest_in_loop, "the forward changed 'scale'"),
-    "mixup": (mixed_in_loop, r"happens before the model: what model\(...\) is given"),
-    "standardized": (standardized, r"happens before the model: what model\(...\) is given"),
+    "mixup": (mixed_in_loop, r"happens before the model: the inputs of model\(...\) differ"),
+    "standardized": (standardized, r"happens before the model: the inputs of model\(...\) differ"),
     "class weights": (weighted_by_class, LOSS),
     "hard examples": (hard_examples, LOSS),
     "hardest": (hardest, LOSS),
@@ -525,7 +525,7 @@ LOOPS = {  # losses -> what the refusal says
 
 @pytest.mark.filterwarnings("ignore:std")  # of one example alone
 @pytest.mark.parametrize("name", LOOPS)
-def test_examples_that_meet_in_the_loop_are_refused(name):
+def test_examples_mixed_in_the_loop_are_refused(name):
     losses, match = LOOPS[name]
     assert_refused(Program(linear(), labeled(4), losses, match=match))
 
@@ -569,12 +569,12 @@ COLLATED = {
 
 
 @pytest.mark.parametrize("name", COLLATED)
-def test_examples_that_meet_in_collate_fn_are_refused(name):
+def test_examples_mixed_in_collate_fn_are_refused(name):
     assert_refused(COLLATED[name]())
 
 
 def route(m, h):
-    """The first few of each expert's examples, in the order of the batch; the others pass it by."""
+    """Gives each expert the first few of its examples, in the order of the batch; the others skip it."""
     chosen = m.gate(h).argmax(1)
     places = F.one_hot(chosen, 2).cumsum(0).gather(1, chosen[:, None])[:, 0]
     return h + torch.where((places <= 2)[:, None], m.e(h), 0) * m.gate(h).softmax(1).amax(1, keepdim=True)
@@ -605,13 +605,13 @@ FORWARDS = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", FORWARDS)
-def test_examples_that_meet_in_the_forward_are_refused(name):
+def test_examples_mixed_in_the_forward_are_refused(name):
     assert_refused(Program(FORWARDS[name](), points()))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5])
-def test_a_condition_that_one_example_decides_is_refused_when_it_is_met(number):
-    """As a mask that is made only where it is needed: the batches before run without, and so do their rehearsals."""
+def test_a_condition_that_one_example_decides_is_refused_when_it_is_true(number):
+    """An example is a mask made only if it is needed: earlier batches and their rehearsals run without it."""
     examples = torch.randn(N, D)
     examples[number] = 20
     model = linear(lambda m, x: m.f(x.flip(1)) if x.abs().max() > 10 else m.f(x))
@@ -622,7 +622,7 @@ def test_a_condition_that_one_example_decides_is_refused_when_it_is_met(number):
     assert not any(number in training._releases.indices(step) for step in range(training.step_count))
 
 
-def test_examples_that_meet_in_a_large_tensor_are_refused():
+def test_examples_mixed_in_a_large_tensor_are_refused():
     model = Calls(lambda m, x: m.f((x - x.mean(0)).view(len(x), -1, D)).mean(1), f=nn.Linear(D, 4))
     torch.set_default_dtype(torch.float32)
     examples = TensorDataset(torch.randn(10, D * 2**17))
@@ -687,7 +687,7 @@ def test_a_seed_set_in_the_loop_is_refused():
     assert_refused(Program(linear(), points(), losses, match="torch.manual_seed was called inside of the loop"))
 
 
-LATER = {  # what becomes another one at step 5
+LATER = {  # functions that change at step 5
     "forward": lambda x: x - x.mean(0),
     "item": lambda x: x * x.abs().max().item(),
     "numpy": lambda x: torch.from_numpy(x.numpy() - x.numpy().mean(0)),
@@ -743,7 +743,7 @@ def test_later_change_of_targets_is_refused_at_the_next_rehearsal():
         x, y = batch
         return cross_entropy(m, (x, y.roll(1) if program.running.step_count >= 5 else y))
 
-    program = Program(linear(), labeled(), losses, step=8)  # the next step that is rehearsed in any case
+    program = Program(linear(), labeled(), losses, step=8)  # the next step that is always rehearsed
     assert_refused(program, num_steps=10)
 
 
@@ -753,7 +753,7 @@ class Batch:
 
 
 Pair = namedtuple("Pair", "x y")
-WRAPPED = {  # what collate_fn makes of a tensor, and how the forward finds it there
+WRAPPED = {  # how collate_fn wraps a tensor, and how the forward unwraps it
     "in a data class": (Batch, lambda b: b.x),
     "in a mapping": (lambda x: UserDict(x=x), lambda b: b["x"]),
     "in a list": (lambda x: [x], lambda b: b[0]),
@@ -765,7 +765,7 @@ WRAPPED = {  # what collate_fn makes of a tensor, and how the forward finds it t
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_batches_are_looked_at_however_they_are_wrapped(kind, centered):
+def test_batches_are_rehearsed_however_they_are_wrapped(kind, centered):
     wrap, unwrap = WRAPPED[kind]
     model = linear(lambda m, b: m.f(unwrap(b) - centered * unwrap(b).mean(0)))
     program = Program(model, list(torch.randn(N, D)), lambda m, b: m(b).sin().sum(1))
@@ -779,12 +779,12 @@ def test_batches_are_looked_at_however_they_are_wrapped(kind, centered):
 
 
 def test_an_image_without_a_batch_is_refused():
-    """Its channels stand where examples do: each loss has its own rows, but all of them see the whole image."""
+    """Its channels are in the dimension of examples: each loss has a row, but all depend on the whole image."""
     checkup = tp.check(nn.Conv2d(3, 3, 3), losses_of, torch.randn(3, 6, 6))
     assert [problem.check for problem in checkup.problems] == ["examples"]
 
 
-# What does not mix examples
+# Programs that do not mix examples
 
 
 WITHIN = {  # name -> function of the tokens (n, 5) within each example
@@ -824,7 +824,7 @@ def test_check_passes_tokens_moved_within_an_example(name, meeting):
 
 
 class LayerDrop(nn.Module):
-    """Leaves layers out at random."""
+    """Skips layers at random."""
 
     def __init__(self):
         super().__init__()
@@ -877,7 +877,7 @@ def token_model(forward):
 
 
 def mixture(m, x):
-    """Each example's best expert, one after the other."""
+    """Applies each example's best expert, one after the other."""
     p = m.gate(x).softmax(1)
     weight, chosen = p.max(1)
     out = torch.zeros(len(x), 4)
@@ -923,7 +923,7 @@ class Crops(torch.utils.data.Dataset):
 
 
 def some_masked(m, x):
-    """As many random places as the example says, one example behind the other: examples share the stream, no data."""
+    """Draws as many random places as the example asks for: examples share the random numbers, but no data."""
     mask = torch.ones_like(x)
     if m.training:
         for i, count in enumerate((x[:, 0] > 0).long() + 1):
@@ -990,7 +990,7 @@ SCANNED = {"packed", "last token", "last token by gather", "experts"}
 
 
 def by_program(*settings):
-    """Every independent program with each of these settings."""
+    """Parametrizes a test by every independent program with each of these settings."""
     pairs = [(name, key) for name in INDEPENDENT for key in settings]
     slow = [key != "as it is" and name in SCANNED for name, key in pairs]
     marks = [[pytest.mark.slow] if is_slow else [] for is_slow in slow]
@@ -1036,7 +1036,7 @@ def test_independent_examples_train_by_workers():
 
 
 class OwnGenerator(torch.utils.data.Dataset):
-    """Noise from a generator of the data set's own, as some libraries for augmentation keep one."""
+    """Adds noise from the data set's own generator, as some libraries for augmentation do."""
 
     def __init__(self):
         self.x, self.generator = torch.randn(N, D), np.random.default_rng(0)
@@ -1049,8 +1049,8 @@ class OwnGenerator(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_with_a_generator_of_its_own_train(num_workers):
-    """The very items of a batch are there for its rehearsal, also where workers fetched them. The statement says so."""
+def test_data_with_their_own_generator_train(num_workers):
+    """A rehearsal uses the same items as the batch, also if workers fetched them. The statement has a note."""
     program = Program(nn.Linear(D, 2), OwnGenerator())
     program.run(training := program.training(num_workers=num_workers, num_steps=10))
     assert training.step_count == 10
@@ -1069,7 +1069,7 @@ def test_data_that_repeat_have_no_note_in_the_statement(num_workers):
 
 
 def trained_state(program, **settings):
-    """The state of model and ledger after training."""
+    """Returns the state of model and ledger after training."""
     program.run(training := program.training(num_steps=10, **settings))
     return state_of(training.model), training.ledger.state_dict(), training.num_non_finite
 
@@ -1085,7 +1085,7 @@ def test_rehearsals_leave_the_trained_model_bit_for_bit(name, settings):
 
 
 def random_numbers():
-    """What the generators of torch, numpy and Python draw next."""
+    """Returns the numbers that the generators of torch, numpy and Python draw next."""
     return torch.rand(3), np.random.rand(3), [random.random() for _ in range(3)]
 
 
@@ -1124,8 +1124,8 @@ def test_the_random_numbers_after_a_loop_are_those_without_it(end, num_workers):
     assert_same(found, random_numbers())
 
 
-def test_the_random_numbers_between_batches_are_the_user_s():
-    """Outside of batch and step, as for a shuffled evaluation, the user's generators go on as they would alone."""
+def test_the_random_numbers_between_batches_are_the_users():
+    """Outside of batch and step, as in a shuffled evaluation, the user's generators continue as without training."""
     program = Program(dropped(), points())
     training, found = program.training(), []
     seed_all()
@@ -1140,7 +1140,7 @@ def test_random_numbers_are_those_of_the_batch_in_its_rehearsals_too():
     training, drawn = Program(linear(), points()).training(microbatch_size=4), {}
     for (x,) in training:
         numbers = random_numbers()
-        if not (numbers[0] == 0.5).all():  # else replaced by their means, to compare parts of the batch
+        if not (numbers[0] == 0.5).all():  # otherwise means replace them, to compare parts of the batch
             drawn.setdefault((training.step_count, training._part.number), []).append(numbers)
         training.step(losses_of(training.model, x))
     assert len(drawn) > 6
@@ -1152,8 +1152,8 @@ def test_random_numbers_are_those_of_the_batch_in_its_rehearsals_too():
     assert len({x[0][0].item() for x in firsts}) == len(firsts)
 
 
-def test_the_random_numbers_of_a_batch_are_no_function_of_the_user_s_seed():
-    """Two trainings without a test seed have keys of their own: who knows the user's seed knows no dropout mask."""
+def test_the_random_numbers_of_a_batch_do_not_depend_on_the_users_seed():
+    """Two trainings without a test seed have different keys: the user's seed does not determine dropout masks."""
     drawn = []
     for _ in range(2):
         seed_all()
@@ -1178,8 +1178,8 @@ def test_rehearsals_are_less_than_a_fifth_of_the_turns_over_300_steps(name):
     assert 0 < sum(turns) < 0.2 * len(turns)
 
 
-def test_a_refused_program_can_be_mended_and_trained():
-    """Nothing of the refused batch is left: the training is the one that was honest from the start."""
+def test_a_refused_program_can_be_corrected_and_trained():
+    """The refused batch leaves no trace: the training equals one that was correct from the start."""
     results = []
     for coupled in (True, False):
         torch.manual_seed(0)
@@ -1196,7 +1196,7 @@ def test_a_refused_program_can_be_mended_and_trained():
     assert_same(*results)
 
 
-def test_a_reason_in_place_of_rehearsals_is_in_the_statement():
+def test_a_reason_instead_of_rehearsals_is_in_the_statement():
     program = Program(linear(lambda m, x: m.f(x * x.detach().mean())), points())
     training = program.training(assume_independent="tested elsewhere")
     program.run(training)
@@ -1205,7 +1205,7 @@ def test_a_reason_in_place_of_rehearsals_is_in_the_statement():
 
 
 class AlwaysRandom(nn.Module):
-    """Random in eval mode, too, by a function that has no known mean."""
+    """Random even in eval mode, by a function without a known mean."""
 
     def __init__(self):
         super().__init__()
@@ -1216,7 +1216,7 @@ class AlwaysRandom(nn.Module):
 
 
 def flat(items):
-    """All values in a row, and where each example begins: of another length in every batch."""
+    """Returns all values in a row, and where each example begins: the length changes with every batch."""
     return torch.cat(items), torch.tensor([0, *np.cumsum([len(item) for item in items])])
 
 
@@ -1226,14 +1226,14 @@ class SumsOfFlat(AlwaysRandom):
         return super().forward(torch.stack([p.sum() * torch.ones(3) for p in torch.tensor_split(values, starts[1:-1])]))
 
 
-def test_the_statement_says_what_rehearsals_could_not_compare():
+def test_the_statement_names_what_rehearsals_could_not_compare():
     program = Program(AlwaysRandom(), points())
     program.run(program.training())
     (note,) = program.running.statement()["independence"]["not_compared"]
     assert "random even in eval mode" in note
 
 
-def test_what_can_be_neither_replaced_nor_left_out_is_refused():
+def test_examples_that_can_be_neither_replaced_nor_left_out_are_refused():
     lengths = np.random.default_rng(0).integers(1, 2**20, N)
     examples = [torch.randn(int(length)) for length in lengths]
     program = Program(SumsOfFlat(), examples, lambda model, b: model(b).square().sum(1), flat, "nothing can be shown")
@@ -1245,7 +1245,7 @@ def test_what_can_be_neither_replaced_nor_left_out_is_refused():
 
 
 class Remembering(nn.Module):
-    """Looks at what it remembers of all examples, and remembers these."""
+    """Attends to a memory of all earlier examples, and adds these to it."""
 
     def __init__(self):
         super().__init__()
@@ -1259,7 +1259,7 @@ class Remembering(nn.Module):
 
 
 def test_a_memory_of_all_examples_is_refused():
-    """What the data move about is another thing when the memory is empty: that is another path, and no crash."""
+    """An empty memory changes what the data reorder: it is another path, and no crash."""
     examples = TensorDataset(torch.randn(N, D), torch.arange(N))
     assert_refused(Program(Remembering(), examples, lambda model, batch: model(*batch).square().sum(1)))
 
@@ -1268,7 +1268,7 @@ def test_a_memory_of_all_examples_is_refused():
 
 
 def masked_tokens(items):
-    """As for a masked language model: random numbers for the batch as a whole."""
+    """Draws random numbers for the batch as a whole, as for a masked language model."""
     tokens = torch.stack([x for x, _ in items])
     hidden = torch.bernoulli(torch.full(tokens.shape, 0.3)).bool()
     return tokens.masked_fill(hidden, 0), torch.stack([y for _, y in items])
@@ -1302,7 +1302,7 @@ def bagged(m, batch, change=lambda logits: logits):
 
 
 class FetchesMany(torch.utils.data.Dataset):
-    """Gives the items of a batch at once, changed together."""
+    """Returns the items of a batch at once, changed together."""
 
     def __init__(self, change):
         self.x, self.change = torch.randn(N, D), change
@@ -1315,7 +1315,7 @@ class FetchesMany(torch.utils.data.Dataset):
 
 
 class OfWords(nn.Module):
-    """Makes tokens of strings in its forward; padding gives 0."""
+    """Tokenizes strings in its forward; padding gives 0."""
 
     def __init__(self):
         super().__init__()
@@ -1368,5 +1368,5 @@ COUPLED_OF_OTHER_KINDS = {
 @pytest.mark.parametrize("name", COUPLED_OF_OTHER_KINDS)
 def test_couplings_in_batches_of_other_kinds_are_refused(name):
     program = COUPLED_OF_OTHER_KINDS[name]()
-    program.match = "depend on each other|cannot be told apart"
+    program.match = "depend on each other|cannot be separated"
     assert_refused(program)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own layers with options drawn at random, for one to four examples: against one backward per example."""
+"""Compares torch's layers with random options, for one to four examples, with one backward per example."""
 
 import hypothesis.strategies as st
 import oracle
@@ -44,14 +44,14 @@ def test_linear(n, positions, sizes, bias, twice, time_first):
 
 @st.composite
 def windows(draw: st.DrawFn, dims: int) -> dict[str, tuple[int, ...]]:
-    """Kernel, stride, padding and dilation, one each per dimension."""
+    """Draws kernel, stride, padding and dilation, one each per dimension."""
     each = st.tuples(*[st.integers(1, 3)] * dims)
     padding = st.tuples(*[st.integers(0, 2)] * dims)
     return {"kernel_size": draw(each), "stride": draw(each), "padding": draw(padding), "dilation": draw(each)}
 
 
 def per_example(layer: nn.Module, images: int) -> nn.Module:
-    """The layer on several images of each example."""
+    """Applies the layer to several images of each example."""
     if images == 1:
         return Calls(lambda m, x: m.f(x[:, 0]), f=layer)
     return Calls(lambda m, x: m.f(x.flatten(0, 1)).unflatten(0, x.shape[:2]), f=layer)
@@ -89,7 +89,7 @@ def test_convolution(data, dims, n, images, channels, bias, mode):
     padding=st.sampled_from(["same", "valid"]),
 )
 def test_convolution_with_named_padding(dims, n, kernel, dilation, padding):
-    assume(padding != "same" or kernel % 2 or dilation % 2 == 0)  # else torch warns that it copies
+    assume(padding != "same" or kernel % 2 or dilation % 2 == 0)  # otherwise torch warns that it copies
     layer = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](2, 3, kernel, padding=padding, dilation=dilation)
     assert_exact(layer, torch.randn(n, 2, *[7] * dims))
 
@@ -165,7 +165,7 @@ def test_embedding(data, n, positions, width, padding_idx):
 
 
 def bags_of(layer: nn.EmbeddingBag, offsets: bool) -> nn.Module:
-    """As many tokens of each example as its first one says, in a bag of its own; or all of them."""
+    """Sums the first tokens of each example, as many as its first token says, in one bag; or all of them."""
 
     def forward(m: Calls, ids: Tensor) -> Tensor:
         if not offsets:
@@ -194,7 +194,7 @@ def test_embedding_bag(data, n, mode, padding_idx, offsets, last):
 
 
 def recurrent(layer: nn.RNNBase, packed: bool, states: bool) -> nn.Module:
-    """A batch-first layer: all its outputs, and its last states too if asked for."""
+    """A batch-first layer that returns all its outputs, and on demand its last states."""
 
     def forward(m: Calls, x: Tensor) -> Tensor:
         first = 0.1 * x.sum((1, 2)).view(1, -1, 1).expand(m.k, -1, m.size).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the examples sit, as measured: in any type, and with bad examples."""
+"""Layouts are measured in any type, and with examples whose gradients are not finite."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
 
 import torch_privacy as tp
+from torch_privacy.jacobian.codes import Codes
 from torch_privacy.jacobian.layout import Layouts
-from torch_privacy.jacobian.measure import Codes
 from torch_privacy.jacobian.tape import Tape
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -33,7 +33,7 @@ def test_irregular_order_is_found_in_any_type(case, dtype):
 
 @pytest.mark.parametrize("exponents", [4, 16])
 @pytest.mark.parametrize("n", [1, 2, 8, 9, 32, 33, 1000, 1025])
-def test_codes_tell_every_example_from_every_other(n, exponents):
+def test_codes_separate_every_two_examples(n, exponents):
     codes = Codes(n, exponents)
     digits = [codes.digit(codes.cotangent(k)) for k in range(codes.num_digits)]
     assert codes.num_digits <= (1 if n <= 2 * exponents else 2 if n <= (2 * exponents) ** 2 else 4)
@@ -43,7 +43,7 @@ def test_codes_tell_every_example_from_every_other(n, exponents):
 
 @pytest.mark.parametrize("n", [5, 40, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_examples_in_an_order_of_their_own(n, dtype):
+def test_many_examples_in_an_irregular_order(n, dtype):
     torch.set_default_dtype(dtype)
     x, order = torch.randn(n, 3), torch.randperm(n)
     model = Calls(lambda m, x: m.f(x[order])[order.argsort()], f=nn.Linear(3, 2))
@@ -70,12 +70,12 @@ def test_weak_coupling_is_refused_in_any_type(coupled, dtype):
     with tp.record(model) as tape:
         h = model(torch.randn(20, 3))
         losses = coupled(h.square().sum(1), h)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         tape.jacobian(losses)
 
 
 @pytest.mark.parametrize("case", ["linear, flattened time first", "attention", "transformer layer"])
-def test_bad_example_is_set_aside_alone_and_teaches_nothing(case):
+def test_bad_example_leaves_the_others_and_proves_nothing(case):
     model, x = CASES[case]()
     with tp.record(model) as tape:
         losses = losses_of(model, x)
@@ -93,7 +93,7 @@ def test_bad_example_is_set_aside_alone_and_teaches_nothing(case):
 
 
 def test_number_of_backwards():
-    """With up to 32 examples two beside that for b, where every call has a regular layout."""
+    """Up to 32 examples need two beside that for b, if every call has a regular layout."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(32, 3)
     with tp.record(model) as tape:
         losses = losses_of(model, x)
@@ -104,7 +104,7 @@ def test_number_of_backwards():
 
 
 def test_batches_of_any_size_take_one_path(monkeypatch):
-    """Sizes of the model that happen to be multiples of the batch's are not taken for it."""
+    """Sizes of the model that happen to be multiples of the batch size do not change the path."""
 
     def forward(m, x):
         return m.e(x).view(len(x), 8, 4).flatten(0, 1) @ m.w
@@ -132,8 +132,8 @@ POOLS = {
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("pool", POOLS)
-def test_graphs_of_other_sizes_are_not_cut_as_equal_ones_were(pool):
-    """Two batches of equal graphs teach nothing for one of unequal ones, in which as many nodes lie otherwise."""
+def test_graphs_of_other_sizes_do_not_get_the_layout_of_equal_ones(pool):
+    """Two batches of equal graphs determine nothing for unequal ones with the same number of nodes."""
     model, layouts = (
         Calls(lambda m, x, p: m.out(POOLS[pool](m.f(x).relu(), p)), f=nn.Linear(7, 4), out=nn.Linear(4, 5)),
         Layouts(),

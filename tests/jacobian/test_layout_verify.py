@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that earlier batches taught are borne out by this batch, or measured anew; and none is guessed."""
+"""Layouts known from earlier batches are confirmed on each batch, or measured again; none is guessed."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import torch_privacy as tp
 from torch_privacy.jacobian.calls import Call, Output
+from torch_privacy.jacobian.codes import Rounding
 from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
-from torch_privacy.jacobian.measure import Rounding
 from torch_privacy.jacobian.prediction import Disagreement, Prediction
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
@@ -20,7 +20,7 @@ N, T = 6, 4
 
 
 class Counted(Layouts):
-    """Counts the batches that were measured; never looks again by chance."""
+    """Counts the batches that were measured; makes no spot checks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Counted(Layouts):
 
 
 class Model(nn.Module):
-    """Two layers on tokens (n, t, 3), with ``between`` them and losses of what comes out (n, ..)."""
+    """Two layers on tokens (n, t, 3), with ``between`` between them, and losses of the output (n, ..)."""
 
     def __init__(self, between, parts=None):
         super().__init__()
@@ -55,7 +55,7 @@ def recorded(model, layouts, *inputs) -> tuple[Tape, Tensor]:
 
 
 def clipped(model, layouts, *inputs, clip_norm=1.0, groups=None, merging=None, **settings) -> dict[str, Tensor]:
-    """The clipped sum of a batch by the tape."""
+    """Returns the clipped sum of a batch by the tape."""
 
     def clip(jacobian, group):
         return jacobian.weighted_sum(tp.Flat(clip_norm).factors(jacobian.squared_norms().sqrt()))
@@ -73,7 +73,7 @@ def clipped_rows(rows: Tensor, clip_norm=1.0) -> Tensor:
 
 
 def assert_exact(model, layouts, *inputs, **settings) -> None:
-    """Rows and clipped sum against one backward for each example."""
+    """Compares rows and clipped sum with one backward for each example."""
     rows = oracle(model, *inputs)
     tape, losses = recorded(model, layouts, *inputs)
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
@@ -95,7 +95,7 @@ def in_place(h: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Unseen(torch.autograd.Function):
-    """A gather that shows nothing of itself."""
+    """A gather inside of a custom function, which cannot be seen."""
 
     @staticmethod
     def forward(ctx, h, order):
@@ -125,7 +125,7 @@ def test_reordered_batches_are_exact_and_measured_only_at_first(pool):
 
 
 def backwards_through(model, monkeypatch) -> list[int]:
-    """Counts the backwards that come as far down as the first layer."""
+    """Counts the backwards that reach the first layer."""
     count = []
     forward = model.first.forward
 
@@ -152,7 +152,7 @@ def test_confirmed_batch_takes_one_more_backward_or_none_below_the_cut(pool, mos
 
 
 class Reordered(nn.Module):
-    """Tokens (n·t, d) behind the first layer, brought to the order that the data say."""
+    """Reorders the tokens (n·t, d) after the first layer as the data say."""
 
     def __init__(self, reorder):
         super().__init__()
@@ -185,8 +185,8 @@ REORDERINGS = {
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", REORDERINGS)
-def test_other_layouts_than_before_are_found_out_and_measured(how, order, groups):
-    """On one path the data put the tokens in their order, and later in another."""
+def test_changed_layouts_are_noticed_and_measured(how, order, groups):
+    """On one path the data keep the order of the tokens at first, and change it later."""
     model, layouts, order = Reordered(REORDERINGS[how]), Counted(), ORDERS[order]
     names = tuple(trained(model))
     split = {"all": names} if groups == 1 else {"weights": names[::2], "biases": names[1::2]}
@@ -211,7 +211,7 @@ def test_other_layouts_than_before_are_found_out_and_measured(how, order, groups
 
 
 class Dropped(nn.Module):
-    """Leaves out the layers that it is told to; a layer may be given the tokens time first."""
+    """Skips the layers that it is asked to skip; a layer may get the tokens time first."""
 
     def __init__(self, layers=4):
         super().__init__()
@@ -239,7 +239,7 @@ def test_a_new_path_of_known_calls_is_not_measured():
     assert layouts.measured == PROOFS
 
 
-def test_a_new_path_becomes_known_once_batches_have_borne_it_out():
+def test_a_new_path_becomes_known_once_batches_have_confirmed_it():
     model, layouts = Dropped(), Counted()
     count = []
     for kept in ({0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 3}, {0, 2, 3}, {0, 2, 3}):
@@ -264,8 +264,8 @@ def assert_exact_rows(model, layouts, *inputs) -> None:
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
 
 
-def test_a_batch_that_is_borne_out_gives_the_bits_of_one_that_is_measured():
-    """Else a run that was resumed, which has to learn anew, could not repeat its releases."""
+def test_a_confirmed_batch_gives_the_same_bits_as_a_measured_one():
+    """Otherwise a resumed run, which measures again, could not repeat its releases."""
     for pool in POOLS.values():
         model, layouts = Model(pool), Counted()
         for inputs in batches(PROOFS):
@@ -275,7 +275,7 @@ def test_a_batch_that_is_borne_out_gives_the_bits_of_one_that_is_measured():
             assert all(torch.equal(ours[name], anew[name]) for name in ours)
 
 
-def test_micro_batches_are_borne_out_under_their_weights():
+def test_micro_batches_are_confirmed_under_their_weights():
     model, layouts = Model(in_place), Counted()
     merging = Merging(torch.tensor([0, 1, 1, 0, 2, 1]), 4)
     for x, lengths in batches(5):
@@ -286,7 +286,7 @@ def test_micro_batches_are_borne_out_under_their_weights():
     assert layouts.measured == PROOFS
 
 
-def test_a_bad_example_is_set_aside_where_layouts_are_borne_out():
+def test_a_bad_example_leaves_the_others_when_layouts_are_confirmed():
     model, layouts = Model(in_place), Counted()
     for x, lengths in batches(PROOFS):
         clipped(model, layouts, x, lengths)
@@ -301,7 +301,7 @@ def test_a_bad_example_is_set_aside_where_layouts_are_borne_out():
 
 
 @pytest.mark.parametrize("crop", ["sliced", "indexed", "stacked"])
-def test_what_is_moved_before_any_parameter_takes_no_further_backward(crop, monkeypatch):
+def test_reordering_before_any_parameter_takes_no_additional_backward(crop, monkeypatch):
     def cropped(x):
         starts = torch.randint(0, 3, (len(x),))
         if crop == "sliced":
@@ -320,7 +320,7 @@ def test_what_is_moved_before_any_parameter_takes_no_further_backward(crop, monk
 
 
 def pooled_by_product(h: Tensor, numbers: Tensor) -> Tensor:
-    """Sums of tokens (10, d) by the number of each, by a matrix that no gradient goes back to."""
+    """Sums tokens (10, d) by the number of each, by a matrix that no gradient goes back to."""
     pool = torch.zeros(3, len(h)).scatter(0, numbers[None], 1.0)
     return torch.einsum("gn,nd->gd", pool, h)
 
@@ -332,7 +332,7 @@ def pooled_without_gradient(h: Tensor, numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pool", [pooled_by_product, pooled_without_gradient])
-def test_what_the_data_moved_is_followed_to_where_it_meets_a_gradient(pool):
+def test_reordered_data_are_followed_to_tensors_with_a_gradient(pool):
     class Graphs(nn.Module):
         def __init__(self):
             super().__init__()
@@ -351,7 +351,7 @@ def test_what_the_data_moved_is_followed_to_where_it_meets_a_gradient(pool):
 
 
 class Experts(nn.Module):
-    """Each token goes through the expert that its data choose."""
+    """Sends each token through the expert that its data choose."""
 
     def __init__(self, count=3):
         super().__init__()
@@ -370,7 +370,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("n", [N, 40])
 def test_irregular_orders_are_read_from_the_codes(n):
-    """Up to 32 examples by one further backward, up to 1024 by two."""
+    """Up to 32 examples need one more backward, up to 1024 two."""
     model, layouts, counts = Experts(), Counted(), []
     for _ in range(5):
         x = torch.randn(n, T, 3)
@@ -385,8 +385,8 @@ def test_irregular_orders_are_read_from_the_codes(n):
 
 
 @pytest.mark.parametrize("mix", ["product", "mask"])
-def test_coupling_that_comes_later_is_refused(mix):
-    """A mixture over examples, on the path that was taken before."""
+def test_coupling_that_begins_later_is_refused(mix):
+    """Examples are mixed on a path that was taken before."""
 
     def mixed(h, weights):
         if mix == "product":
@@ -397,12 +397,12 @@ def test_coupling_that_comes_later_is_refused(mix):
     for _ in range(PROOFS + 1):
         clipped(model, layouts, torch.randn(N, T, 3), torch.eye(N))
     assert layouts.measured == PROOFS
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         clipped(model, layouts, torch.randn(N, T, 3), torch.rand(N, N))
 
 
-def test_swapped_examples_pass_as_rarely_as_the_docstring_says():
-    """Of 64 examples two share a code with 1/32; of 32 none do."""
+def test_swapped_examples_are_missed_as_rarely_as_the_docstring_states():
+    """Of 64 examples two share a code with probability 1/32; of 32 none do."""
     rates = {}
     for n in (32, 64):
         slipped = 0
@@ -488,8 +488,8 @@ def test_an_outlier_hides_no_layout(order, shape, outlier, size, dtype):
 
 @pytest.mark.parametrize("outlier", ["one example", "one token"])
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_losses_are_weighted_until_one_layout_is_left(order, outlier):
-    """What the outlier leaves behind by rounding hides all the other examples."""
+def test_losses_are_weighted_until_one_layout_remains(order, outlier):
+    """The rounding of the outlier's gradient hides all the other examples."""
     model, x, weights = Ordered(order, noise=True), torch.randn(5, 5, 3), weights_of(outlier, 5, 5, 1e11)
     rows = oracle(_like(model, Ordered(order)), x, weights)
     tape, losses = recorded(model, Layouts(), x, weights)
@@ -503,7 +503,7 @@ def _like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
-def test_where_no_weights_decide_the_known_layout_or_none_is_taken(order):
+def test_the_known_layout_or_none_is_taken_if_no_weights_decide(order):
     model, x = Ordered(order, noise=True), torch.randn(5, 5, 3)
     weights = torch.ones(5, 5) + 1e22 * torch.eye(5)
     tape, losses = recorded(model, Layouts(), x, weights)
@@ -517,7 +517,7 @@ def test_where_no_weights_decide_the_known_layout_or_none_is_taken(order):
         tape.jacobian(losses)
     tape, losses = recorded(model, layouts, x, weights)
     tape.layouts._proofs.clear()
-    tape._told = lambda reached, cotangent: tape._measure(reached)
+    tape._find_layouts = lambda reached, cotangent: tape._measure(reached)
     tape.jacobian(losses)
 
 
@@ -527,7 +527,7 @@ SMALL = {torch.float32: [1e-20, 1e-24, 1e-30, 1e-42, 0.0], torch.float64: [1e-30
 @pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in SMALL.items() for size in sizes])
 @pytest.mark.parametrize("order", Ordered.ORDERS)
 def test_converged_models_are_not_refused(order, dtype, size):
-    """Gradients whose squares vanish, that vanish themselves, or that are nothing; of all examples or of one alone."""
+    """Squares of gradients underflow, or gradients do, or they are zero: for all examples, or for all but one."""
     torch.set_default_dtype(dtype)
     for alone in (False, True):
         model, x = Ordered(order), torch.randn(5, 4, 3)
@@ -559,7 +559,7 @@ def test_gradients_that_are_rounding_only_are_not_refused(dtype):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_native_backwards_are_compared_on_the_first_batches_only(groups, monkeypatch):
-    """Also where groups of parameters are clipped inside of the backward, which lets go of what calls noted."""
+    """Also if groups of parameters are clipped inside of the backward, which frees what the calls recorded."""
     model, layouts = Model(lambda h: h), Counted()
     names = tuple(trained(model))
     split = {str(k): names[k::groups] for k in range(groups)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with a parameter, drawn at random, and routed products: against one backward per example."""
+"""Compares random products with a parameter, and routed products, with one backward per example."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +17,7 @@ from parts import tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.plan import squared_norms
+from torch_privacy.jacobian.norms import squared_norms
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
 from torch_privacy.ops.linear import Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear, RoutedUse
@@ -34,7 +34,7 @@ def assert_methods_agree(jacobian: tp.Jacobian) -> None:
 
 @st.composite
 def equations(draw: st.DrawFn) -> tuple[str, str, str]:
-    """Labels of x, of the weight and of y: b numbers examples; g, h matrices; t, s positions; d, c in; e, f out."""
+    """Draws labels of x, weight and y: b numbers examples; g, h matrices; t, s positions; d, c in; e, f out."""
     some = lambda letters: draw(st.lists(st.sampled_from(letters), unique=True))  # noqa: E731
     shared, positions, inputs, outputs = some("gh"), some("ts"), some("dc"), some("ef")
     x = ["b", *shared, *positions, *inputs]
@@ -47,7 +47,7 @@ def equations(draw: st.DrawFn) -> tuple[str, str, str]:
 def test_einsum_matches_one_backward_per_example(labels, weight_first, ellipsis):
     x_labels, w_labels, y_labels = labels
     x_labels, y_labels = "b" + x_labels.replace("b", ""), y_labels
-    if ellipsis and y_labels.startswith("b"):  # the examples in the place of the dots
+    if ellipsis and y_labels.startswith("b"):  # the dots stand for the examples
         x_labels, y_labels = (text.replace("b", "...") for text in (x_labels, y_labels))
     operands = f"{w_labels},{x_labels}" if weight_first else f"{x_labels},{w_labels}"
 
@@ -79,7 +79,7 @@ def test_matmul_matches_one_backward_per_example(batch, present, weight_batch, s
 
 @dataclass(frozen=True)
 class Listed:
-    """A layout in no regular order: ``places`` (n, most) are the entries of each example, -1 where there is none."""
+    """Returns an irregular layout: ``places`` (n, most) are the entries of each example, padded with -1."""
 
     dim: int
     places: Tensor
@@ -128,7 +128,7 @@ def assert_op_equals_rows(op: RoutedLinear, rows: Tensor) -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="an older version of torch")
 def test_grouped_mm_matches_one_backward_per_example():
-    """Every place in the sequence has an expert of its own; torch has this in float32 only."""
+    """Every place in the sequence has a different expert; torch has this in float32 only."""
     torch.set_default_dtype(torch.float32)
 
     def forward(m: Calls, x: Tensor) -> Tensor:
@@ -143,18 +143,18 @@ def test_grouped_mm_matches_one_backward_per_example():
 def test_norms_are_the_same_in_chunks(name, monkeypatch):
     model, x = CASES[name]()
     whole = recorded_jacobian(model, x, losses_of).squared_norms()
-    monkeypatch.setattr("torch_privacy.jacobian.plan.CHUNK_FLOATS", 50)
+    monkeypatch.setattr("torch_privacy.jacobian.norms.CHUNK_FLOATS", 50)
     torch.testing.assert_close(recorded_jacobian(model, x, losses_of).squared_norms(), whole)
 
 
-def test_bilinear_gram_is_computed_again_where_positions_cancel():
+def test_bilinear_gram_is_computed_again_if_positions_cancel():
     b = torch.ones(4, 2, 5, dtype=torch.float32)
     b[:, 1] = -1 + 1e-5
     op = Bilinear(torch.ones(4, 2, 30).float(), torch.ones(4, 2, 20).float(), b)
     torch.testing.assert_close(op._gram(), op._rows_norms(), rtol=1e-5, atol=0)
 
 
-def test_tied_embedding_takes_rows_where_its_two_parts_cancel():
+def test_tied_embedding_takes_rows_if_its_two_parts_cancel():
     ids, x, b = torch.tensor([[1], [2]]), torch.ones(2, 1, 50).float(), torch.zeros(2, 1, 7).float()
     b[0, 0, 1] = b[1, 0, 2] = -1 + 1e-5
     op = Embedding(ids, torch.ones(2, 1, 50).float(), torch.Size((7, 50))).merge(Linear(x, b))
@@ -180,7 +180,7 @@ ORDERS = ["".join(uses) for count in (2, 3, 4) for uses in product("lp", repeat=
 
 
 def in_order(uses: str, padding_idx: int | None) -> nn.Module:
-    """A table looked up (l) and multiplied by (p) in this order."""
+    """A table that is looked up (l) and multiplied by (p) in this order."""
 
     def forward(m: Calls, ids: Tensor) -> Tensor:
         h = (ids[..., None] / 7).to(m.e.weight.dtype).expand(-1, -1, 4)
@@ -202,7 +202,7 @@ def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx
     assert [type(op) for op in block.ops] == [TiedEmbedding]
     assert_methods_agree(jacobian)
     rows, rtol = one_backward_per_example(model, ids, losses_of), 1e-9
-    if dtype == torch.bfloat16:  # in which the ordinary backward adds up
+    if dtype == torch.bfloat16:  # the ordinary backward adds up in it
         rows, rtol = rows.float(), 0.03
     assert_jacobian_equals_rows(jacobian, rows, rtol)
 
@@ -210,7 +210,7 @@ def test_tied_embedding_is_one_op_in_whatever_order_it_is_used(uses, padding_idx
 def test_weight_with_entries_per_example_is_refused_when_too_large(monkeypatch):
     monkeypatch.setattr("torch_privacy.ops.elementwise.MAX_ENTRIES", 100)
     model, x = CASES["bmm, parameter repeated"]()
-    with pytest.raises(tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has separate entries .*Met by parameter 'w'"):
+    with pytest.raises(tp.Refused, match=r"ops\.einsum: .*\(5, 4, 3\) has separate entries .*Used with parameter 'w'"):
         recorded_jacobian(model, x, losses_of)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No norm in float32 is too short: not of long sums, nor where positions cancel, nor where squares vanish."""
+"""No norm in float32 is too short: neither for long sums, nor if positions cancel, nor if squares underflow."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from torch_privacy.estimated_norms.floored import norm_bounds
-from torch_privacy.jacobian.plan import squared_norms
+from torch_privacy.jacobian.norms import squared_norms
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import RUN, SUMMED, product, squared_lengths
@@ -19,8 +19,8 @@ from torch_privacy.ops.embedding import Embedding, TiedEmbedding
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
 
-CLOSE = 5e-6  # half of what the promise allows a clipped row to be too long
-HALF_A_UNIT = 2.0**-24  # of the last place: what one addition in float32 rounds by, relative
+CLOSE = 5e-6  # half of the excess that the guarantee allows a clipped row
+HALF_A_UNIT = 2.0**-24  # relative rounding of one addition in float32
 
 
 def squared(kernel: int) -> Geometry:
@@ -57,7 +57,7 @@ FILLS: dict[str, Callable[..., Tensor]] = {
         1, *shape[1:-1], 1
     ),
 }
-SCALES = {  # of x and of b: their product may be any length
+SCALES = {  # of x and of b; their product may have any length
     "ordinary": (0.3, 1e-3),
     **{f"x of 1e{k}": (2.9 * 10.0**k, 2e18) for k in (-17, -18, -19, -20, -21, -22, -23, -24, -26, -30)},
     **{f"b of 1e{k}": (2e18, 3.1 * 10.0**k) for k in (-19, -20, -21, -22, -23, -25)},
@@ -74,7 +74,7 @@ def in_float64(held: Any) -> Any:
 
 
 def assert_not_too_short(op: Op, allowed: float = CLOSE) -> None:
-    """Of no method, where the row is long enough for any rule to notice."""
+    """Asserts that no method gives too short a norm, for rows that are long enough to be clipped."""
     exact = in_float64(op).rows().flatten(1).norm(dim=1)
     known = exact > 1e-10
     for method in op.methods():
@@ -86,15 +86,15 @@ def assert_not_too_short(op: Op, allowed: float = CLOSE) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", OPS)
-def test_factors_whose_squares_vanish_leave_no_row_unclipped(name, fill, scale):
-    """Squares of numbers below 1e-19 have no digits left in float32; the other factor may be large."""
+def test_factors_with_squares_that_underflow_leave_no_row_unclipped(name, fill, scale):
+    """Squares of numbers below 1e-19 underflow in float32; the other factor may be large."""
     torch.set_default_dtype(torch.float32)
     x, b = SCALES[scale]
     assert_not_too_short(OPS[name](lambda *shape: x * FILLS[fill](*shape), lambda *shape: b * FILLS[fill](*shape)))
 
 
-def test_positions_of_unlike_sizes_leave_no_row_unclipped():
-    """What vanishes at one position counts, however large the factors are at another."""
+def test_positions_of_different_sizes_leave_no_row_unclipped():
+    """Small factors at one position count, however large the factors are at another."""
     torch.set_default_dtype(torch.float32)
     x, b = torch.ones(1, 2, 50), torch.zeros(1, 2, 4)
     x[:, 1], b[:, 1] = 1e-23, 2e18
@@ -105,7 +105,7 @@ LONG = [100, 129, 1023, 2048, 2049, 5000, 200_000]
 
 
 def hard_to_add(kind: str, k: int) -> Tensor:
-    """(k,) numbers whose squares, added in a row in float32, sum up to less than they should.
+    """Returns (k,) numbers with squares whose sum, added one by one in float32, is too small.
 
     Those that follow a one are too small by a hair for a sum of one to notice: all of them are lost.
     """
@@ -117,10 +117,10 @@ def hard_to_add(kind: str, k: int) -> Tensor:
 @pytest.mark.parametrize("k", LONG)
 @pytest.mark.parametrize("kind", ["all the same", "rounded down"])
 def test_products_have_no_long_sums(k, kind):
-    """The largest error is the number of additions in a row times that of one, on any processor."""
+    """The largest error is the number of consecutive additions times the error of one, on any processor."""
     torch.set_default_dtype(torch.float32)
     additions = SUMMED + RUN + math.log2(k)
-    for n, m in ((1, 1), (1, 2), (3, 20)):  # torch has other loops for small products
+    for n, m in ((1, 1), (1, 2), (3, 20)):  # torch has separate loops for small products
         repeated = hard_to_add(kind, k).expand(n, m, k)
         for x in (repeated, repeated.contiguous()):
             exact = x.double() @ x.double().mT
@@ -138,7 +138,7 @@ def test_lengths_have_no_long_sums(k, kind):
 
 
 @pytest.mark.parametrize("k", [100, 129, 2048, 2049, 5000])
-def test_products_are_those_of_torch(k):
+def test_products_equal_those_of_torch(k):
     a, b = torch.randn(3, 4, k), torch.randn(3, k, 5)
     torch.testing.assert_close(product(a, b), a @ b)
     torch.testing.assert_close(product(a.mT.contiguous().mT, b), a @ b)
@@ -151,7 +151,7 @@ def test_rows_of_many_places_are_as_long_as_they_should_be(places):
     assert_not_too_short(Conv(x, b, squared(3)))
 
 
-def test_gram_is_computed_again_where_positions_cancel():
+def test_gram_is_computed_again_if_positions_cancel():
     """Two positions with nearly opposite gradients: the Gram sum loses all digits in float32, the row does not."""
     x = torch.ones(4, 2, 50)
     b = torch.ones(4, 2, 50)
@@ -162,7 +162,7 @@ def test_gram_is_computed_again_where_positions_cancel():
 
 @pytest.mark.parametrize("size", [16, 64, 256, 512])
 @pytest.mark.parametrize("common", [0.0, 0.3, 1.0, 10.0])
-def test_gram_is_right_where_alike_positions_have_alternating_gradients(size, common):
+def test_gram_is_right_if_equal_positions_have_alternating_gradients(size, common):
     torch.set_default_dtype(torch.float32)
     x = torch.rand(2, 1, 128) * common + 0.3 * torch.randn(2, size, 128)
     signs = torch.where(torch.arange(size) % 2 == 0, 1.0, -1.0)[None, :, None]
@@ -179,7 +179,7 @@ def test_gram_is_right_where_alike_positions_have_alternating_gradients(size, co
     [(16, 8, squared(3)), (64, 8, squared(1)), (16, 16, replace(squared(3), groups=16))],
     ids=["square", "pointwise", "depthwise"],
 )
-def test_gram_of_places_is_right_where_gradients_alternate(d, e, geometry, beside, common, size):
+def test_gram_of_places_is_right_if_gradients_alternate(d, e, geometry, beside, common, size):
     torch.set_default_dtype(torch.float32)
     x = torch.rand(4, 1, d, 1, 1) * common + 0.3 * torch.randn(4, 1, d, size, size)
     places = torch.arange(size)

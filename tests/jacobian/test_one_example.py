@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one example adds to the sum before the noise is never longer than the clip norm: every network, every type."""
+"""One example adds at most the clip norm to the sum before the noise, for every network and every type."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +21,8 @@ from torch_privacy.jacobian.tape import Tape
 pytestmark = QUIET
 
 TYPES = ["float32", "float32 under autocast", "bfloat16", "float16", "float64"]
-SHARE = 0.37  # no power of two: multiplying by it rounds
-BUDGETS = [1e-9, 100]  # keep what takes the least memory, or whatever is fastest
+SHARE = 0.37  # not a power of two, so that multiplying by it rounds
+BUDGETS = [1e-9, 100]  # keep what needs the least memory, or what is fastest
 
 
 def module_at(path: Path) -> ModuleType:
@@ -55,12 +55,12 @@ NETWORKS: dict[str, Callable[[], RealModel]] = {
         if make.__name__ != "gpt2_small"
     },
 }
-# The grouped product of torch has no float64, and in half precision wants widths in multiples of 16 bytes.
+# The grouped product of torch has no float64, and in half precision needs widths in multiples of 16 bytes.
 CASES = [(name, kind) for name in NETWORKS for kind in TYPES if "float32" in kind or "grouped_mm" not in name]
 
 
 def made(name: str, kind: str) -> RealModel:
-    """The network in a type, or with losses under autocast to bfloat16."""
+    """Returns the network in a type, or with losses under autocast to bfloat16."""
     torch.set_default_dtype(torch.float32)
     real, (kind, *under_autocast) = NETWORKS[name](), kind.split(" ", 1)
     dtype = getattr(torch, kind)
@@ -74,7 +74,7 @@ def made(name: str, kind: str) -> RealModel:
 
 
 def own_gradient(real: RealModel, batch: Batch) -> dict[str, Tensor]:
-    """By an ordinary backward."""
+    """Computes the gradient by an ordinary backward."""
     parameters = trained(real.module)
     total = real.losses(real.module, batch).sum()
     gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True, materialize_grads=True)
@@ -82,7 +82,7 @@ def own_gradient(real: RealModel, batch: Batch) -> dict[str, Tensor]:
 
 
 def released(real: RealModel, batch: Batch, clip_norm: float, memory_budget: float) -> dict[str, Tensor]:
-    """The clipped sum, as training makes it."""
+    """Returns the clipped sum as training computes it."""
     parameters = trained(real.module)
     constants = [*real.module.buffers(), *(p for p in real.module.parameters() if not p.requires_grad)]
 
@@ -98,7 +98,7 @@ def released(real: RealModel, batch: Batch, clip_norm: float, memory_budget: flo
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_one_example_adds_no_more_than_the_clip_norm(name, kind):
-    """A part of some gradient's norm, which it should reach and not exceed: alone, and in the sum of a batch."""
+    """The clip norm is a part of a gradient's norm, to be reached and not exceeded, alone and in a batch."""
     real = made(name, kind)
     one = part(real.batch, 0)
     clip_norm = SHARE * length(own_gradient(real, one))

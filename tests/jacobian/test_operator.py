@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The taped Jacobian against one backward per example."""
+"""Compares the taped Jacobian with one backward per example."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ from parts import in_type
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.plan import squared_norms
+from torch_privacy.jacobian.norms import squared_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
 def assert_rows_are_near(ours: Tensor, rows: Tensor, error: float) -> None:
-    """Up to ``error`` of each row's length, or a hundredth of that of the longest."""
+    """Asserts equality up to ``error`` of each row's length, or a hundredth of the longest row's."""
     lengths = rows.norm(dim=1)
     off = (ours.double() - rows).norm(dim=1)
     assert (off <= error * lengths + error / 100 * lengths.max()).all(), f"off by {(off / lengths).max():.2g}"
@@ -56,7 +56,7 @@ def test_every_method_of_every_op_gives_the_same_norms(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batch_of_one_matches_its_own_backward(case):
+def test_batch_of_one_matches_its_backward(case):
     model, x = CASES[case]()
     rows = one_backward_per_example(model, x[:1], losses_of, [x[:1]])
     jacobian = recorded_jacobian(model, x[:1], losses_of)
@@ -66,7 +66,7 @@ def test_batch_of_one_matches_its_own_backward(case):
 
 
 def runs_empty(model: nn.Module, x: Tensor) -> bool:
-    """Whether torch itself can run the model and its backward without any example."""
+    """Returns whether torch itself can run the model and its backward without any example."""
     try:
         losses_of(model, x[:0]).sum().backward()
     except (RuntimeError, ValueError, IndexError):
@@ -91,7 +91,7 @@ def test_empty_batch(case):
     assert jacobian.project(v).shape == (0, 2)
 
 
-# In one case all gradients but a few are rounding of zero, and freezing the few leaves nothing to compare with.
+# In one case most gradients are rounding of zero, and freezing the others leaves nothing to compare with.
 SEVERAL = [case for case in CASES if len(list(CASES[case]()[0].parameters())) > 1]
 SEVERAL.remove("normalised over equal entries")
 
@@ -111,7 +111,7 @@ def test_frozen_parameters_leave_the_rows_of_the_others(case):
             torch.testing.assert_close(jacobian.squared_norms(), rows.square().sum(1), rtol=1e-9, atol=1e-9)
 
 
-# Here a bad example is refused: entries that are no numbers do not tell whose they are, or are less than rounding.
+# These refuse a bad example: entries that are not finite, or below rounding, cannot be assigned to an example.
 REFUSED_WHEN_BAD = {case for case in CASES if case.startswith("irregular: ")} | {
     *("matrix with every example's own call", "images without a batch, one by one", "one parameter in two roles"),
     "normalised over equal entries",
@@ -135,7 +135,7 @@ def test_one_bad_example_leaves_the_norms_of_the_others(case):
     torch.testing.assert_close(flat(total, 0), rows.sum(0), rtol=1e-9, atol=1e-9)
 
 
-# Layouts that every batch decides anew: bfloat16 has too few digits to tell whose an entry is, and that is refused.
+# Layouts that change with every batch: bfloat16 has too few digits to assign entries to examples, so it is refused.
 TOO_COARSE = REFUSED_WHEN_BAD - {"normalised over equal entries"}
 
 
@@ -155,7 +155,7 @@ def test_irregular_layouts_are_refused_or_right_in_bfloat16(case):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_one_example_never_adds_more_than_the_clip_norm(case, dtype):
-    """‖c₁ g₁‖ <= C with c₁ = min(1, C / ‖g₁‖), for the norms and the sum that a release is made of."""
+    """‖c₁ g₁‖ <= C with c₁ = min(1, C / ‖g₁‖), for the norms and the sum of a release."""
     if dtype is torch.bfloat16 and case in TOO_COARSE:
         return
     model, x = in_type(dtype, *CASES[case]())
@@ -179,13 +179,13 @@ HALF += [(case, torch.float16) for case in list(CASES)[::4]] + [(case, torch.flo
 
 
 @pytest.mark.parametrize(("case", "dtype"), HALF, ids=[f"{case}-{dtype}" for case, dtype in HALF])
-def test_half_precision_parameters_give_the_rows_of_their_own_graph(case, dtype):
-    """Against single backwards in the same type, up to their rounding; norms are those of the rows, in float32."""
+def test_half_precision_parameters_give_the_rows_of_their_graph(case, dtype):
+    """Rows equal single backwards in the same type, up to rounding; norms are those of the rows, in float32."""
     model, x = in_type(dtype, *CASES[case]())
     rows = rows_or_skip(model, x)
     with tp.record(model) as tape:
         losses = losses_of(model, x)
-    jacobian = tape.jacobian(losses)  # unverified: a native sum in this type is itself too coarse at times
+    jacobian = tape.jacobian(losses)  # unverified, because a native sum in this type is at times too coarse
     ours = flat(jacobian.rows(), 1).double()
     assert jacobian.squared_norms().dtype is (torch.float64 if case.startswith("chain: cast") else torch.float32)
     assert_rows_are_near(ours, rows, 0.15)
@@ -230,7 +230,7 @@ def test_channels_last_changes_nothing(case):
 def test_norms_are_the_same_in_chunks(monkeypatch):
     model, x = CASES["convolutional network"]()
     whole = recorded_jacobian(model, x, losses_of).squared_norms()
-    monkeypatch.setattr("torch_privacy.jacobian.plan.CHUNK_FLOATS", 50)
+    monkeypatch.setattr("torch_privacy.jacobian.norms.CHUNK_FLOATS", 50)
     torch.testing.assert_close(recorded_jacobian(model, x, losses_of).squared_norms(), whole)
 
 
@@ -251,21 +251,21 @@ def test_record_leaves_the_model_as_it_was():
     assert not model._forward_pre_hooks
 
 
-def test_recording_takes_nothing_from_the_random_state():
+def test_recording_leaves_the_random_state_unchanged():
     model, x = CASES["convolutional network"]()
     state = torch.random.get_rng_state()
     recorded_jacobian(model, x, losses_of)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_project_wants_a_direction_for_every_parameter():
+def test_project_needs_a_direction_for_every_parameter():
     model, x = CASES["linear, one position"]()
     with pytest.raises(ValueError, match=r"no direction for parameter 'bias'"):
         recorded_jacobian(model, x, losses_of).project({"weight": torch.zeros(1, 4, 3)})
 
 
 def test_dropout_rows_are_those_of_the_masks_drawn():
-    """The same masks in both: the native gradient of every single loss, from the same graph."""
+    """The rows equal the gradients of single losses in the same graph, and so under the same masks."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
     x = torch.randn(5, 3)
     with tp.record(model) as tape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that people train: the taped Jacobian against one backward per example."""
+"""Compares the taped Jacobian of real architectures with one backward per example."""
 
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch_privacy as tp
 
 pytestmark = QUIET
 
-# The grouped product does not exist in float64; Mamba's scan computes in float32 whatever the model's type is.
+# The grouped product does not exist in float64; Mamba's scan computes in float32, whatever the model's type.
 NEVER_IN_FLOAT64 = [name for name in MODELS if "grouped_mm" in name or name == "Mamba"]
 
 

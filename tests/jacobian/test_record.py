@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tp.record`` in a loop of one's own: what it remembers of a model, and that the model does not feel it."""
+"""``tp.record`` in the user's own loop remembers layouts of a model, and leaves the model unchanged."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from parts import Calls
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian import tape as _tape
+from torch_privacy.jacobian import recording
 from torch_privacy.jacobian.layout import PROOFS, Layouts
 
 
@@ -34,7 +34,7 @@ def losses_of(model, x):
 
 
 def assert_exact(model, x, **settings) -> int:
-    """Rows against one backward for each example; gives the number of backwards it took."""
+    """Compares rows with one backward for each example; returns the number of backwards needed."""
     count = []
     with tp.record(model, **settings) as tape:
         losses = losses_of(model, x)
@@ -45,7 +45,7 @@ def assert_exact(model, x, **settings) -> int:
     return taken
 
 
-def test_from_the_third_batch_on_one_backward_will_do():
+def test_from_the_third_batch_on_one_backward_is_enough():
     model = network()
     assert [assert_exact(model, torch.randn(n, 3)) for n in (6, 5, 8, 7, 6)] == [3, 3, 1, 1, 1]
 
@@ -59,15 +59,15 @@ def test_nothing_is_kept_on_the_model():
     assert not model._forward_pre_hooks
 
 
-def test_what_is_known_goes_with_the_model():
+def test_memory_of_a_model_is_freed_with_it():
     gc.collect()
-    before = len(_tape._MEMORY._known)
+    before = len(recording._MEMORIES._memories)
     model = network()
     assert_exact(model, torch.randn(6, 3))
-    assert len(_tape._MEMORY._known) == before + 1
+    assert len(recording._MEMORIES._memories) == before + 1
     del model
     gc.collect()
-    assert len(_tape._MEMORY._known) == before
+    assert len(recording._MEMORIES._memories) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -96,7 +96,7 @@ def test_another_set_of_trained_parameters_is_another_path():
     torch.testing.assert_close(jacobian.weighted_sum(torch.ones(6))["0.bias"], jacobian.rows()["0.bias"].sum(0))
 
 
-def test_models_that_are_equal_are_remembered_apart():
+def test_equal_models_have_separate_memories():
     class Equal(nn.Sequential):
         def __eq__(self, other):
             return True
@@ -107,11 +107,11 @@ def test_models_that_are_equal_are_remembered_apart():
     one, two = Equal(nn.Linear(3, 2)), Equal(nn.Linear(3, 2))
     for _ in range(PROOFS):
         assert_exact(one, torch.randn(6, 3))
-    assert _tape._MEMORY.of(one) is not _tape._MEMORY.of(two)
+    assert recording._MEMORIES.of(one) is not recording._MEMORIES.of(two)
 
 
 class Biased(nn.Module):
-    """Adds entries of a table, chosen by whole numbers that are kept somewhere."""
+    """Adds entries of a table, chosen by integers that are kept somewhere."""
 
     def __init__(self, index_of):
         super().__init__()
@@ -134,8 +134,8 @@ def test_tensors_that_are_plain_attributes_are_constants():
         assert_exact(model, torch.randn(n, 5, 3))
 
 
-def test_whole_numbers_in_containers_of_the_model_are_constants():
-    """Also where they have as many rows as there are examples."""
+def test_integers_in_containers_of_the_model_are_constants():
+    """Also if they have as many rows as there are examples."""
     model = Biased(lambda self: self.kept["numbers"][0])
     model.kept = {"numbers": [model.index]}
     assert_exact(model, torch.randn(5, 5, 3))
@@ -150,12 +150,12 @@ def test_attributes_that_are_written_into_are_exact():
 
 @pytest.mark.parametrize("num_examples", [None, 6])
 def test_numbers_that_the_code_keeps_are_constants(num_examples):
-    """The size of the batch is that of the first input, unless it is given."""
+    """The batch size is that of the first input, unless it is given."""
     assert_exact(Biased(lambda self: made_once(5)), torch.randn(6, 5, 3), num_examples=num_examples)
 
 
-def test_where_the_examples_lie_in_the_first_input_is_learned():
-    """Five positions of six, then seven examples: one batch is refused, and teaches that positions come first."""
+def test_the_dimension_of_examples_in_the_first_input_is_learned():
+    """Five positions of six, then seven examples: one batch is refused, and shows that positions come first."""
     model = Calls(lambda m, x: m.biased(x.transpose(0, 1)), biased=Biased(lambda self: made_once(5)))
     for n, works in ((6, False), (6, True), (7, True)):
         with tp.record(model) as tape:
@@ -164,8 +164,8 @@ def test_where_the_examples_lie_in_the_first_input_is_learned():
             assert tape.jacobian(y.flatten(1).sum(1)).num_examples == n
 
 
-def test_tokens_are_no_constants_whatever_the_size_of_the_batch():
-    """Eleven tokens of four texts, in one row: no dimension can hold the examples."""
+def test_tokens_are_not_constants_for_any_batch_size():
+    """Eleven tokens of four texts in one row: no dimension can hold the examples."""
 
     class Bags(nn.Module):
         def __init__(self):
@@ -183,7 +183,7 @@ def test_tokens_are_no_constants_whatever_the_size_of_the_batch():
 
 
 @pytest.mark.parametrize("num_examples", [-1, 2.0, True])
-def test_a_batch_size_that_is_none_is_refused(num_examples):
+def test_an_invalid_batch_size_is_refused(num_examples):
     with pytest.raises(ValueError, match=r"record: num_examples=.* must be an integer of at least 0"):
         tp.record(network(), num_examples)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tape must refuse, by name: nothing is assumed and nothing is dropped."""
+"""The tape refuses by name: it assumes nothing and drops nothing."""
 
 import cases_conv
 import pytest
@@ -10,7 +10,7 @@ from parts import Calls, Hidden, losses_of, tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.self_check import Checks
+from torch_privacy.jacobian.self_check import RowCheck
 
 
 def data_mixed_into_weight(m, x):
@@ -28,7 +28,7 @@ def input_changed_after_use(m, x):
 
 @torch.library.custom_op("torch_privacy_tests::squares", mutates_args=())
 def squares_in_numpy(x: Tensor, w: Tensor) -> Tensor:
-    """An op whose backward leaves torch."""
+    """An op with a backward that leaves torch."""
     return x * w * w
 
 
@@ -45,15 +45,15 @@ squares_in_numpy.register_autograd(_backward_in_numpy, setup_context=_keep)
 
 
 def contrast(m, x):
-    """Similarities of each example's image with the texts of all examples."""
+    """Returns similarities of each example's image with the texts of all examples."""
     return F.normalize(m.image(x), dim=1) @ F.normalize(m.text(x), dim=1).T
 
 
-REFUSED = {  # name -> (model, input, what the message must name)
+REFUSED = {  # name -> (model, input, part of the message)
     "op that torch cannot batch": lambda: (
         Calls(lambda m, x: squares_in_numpy(x, m.w), w=torch.randn(3)),
         torch.randn(5, 3),
-        r"'squares.*' has no exact rule, and torch cannot batch its backward .* Met by parameter 'w'",
+        r"'squares.*' has no exact rule, and torch cannot batch its backward .* Used with parameter 'w'",
     ),
     "op that draws at random": lambda: (
         Calls(lambda m, x: torch.normal(x, m.w.exp()), w=torch.randn(3)),
@@ -63,27 +63,27 @@ REFUSED = {  # name -> (model, input, what the message must name)
     "in-batch contrast": lambda: (
         Calls(contrast, image=nn.Linear(3, 4, bias=False), text=nn.Linear(3, 4)),
         torch.randn(5, 3),
-        r"op 'linear' with parameter '(image.weight|text.bias', 'text.weight)' .* cannot be told apart",
+        r"op 'linear' with parameter '(image.weight|text.bias', 'text.weight)' .* cannot be separated",
     ),
     "loss over the batch's total": lambda: (
         Calls(lambda m, x: m.f(x).square() / m.f(x).square().sum(), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
-        r"'f.bias', 'f.weight' .* cannot be told apart",
+        r"'f.bias', 'f.weight' .* cannot be separated",
     ),
     "largest of the batch": lambda: (
         Calls(lambda m, x: x.exp() * m.w + (x * m.w).amax(), w=torch.randn(3)),
         torch.randn(5, 3),
-        r"op 'mul' with parameter 'w' .* cannot be told apart",
+        r"op 'mul' with parameter 'w' .* cannot be separated",
     ),
     "running sum over the batch": lambda: (
         Calls(lambda m, x: m.f(x).cumsum(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
-        r"'f.bias', 'f.weight' .* cannot be told apart",
+        r"'f.bias', 'f.weight' .* cannot be separated",
     ),
     "attention over the batch": lambda: (
         Calls(lambda m, x: m.f(x, x, x)[0], f=nn.MultiheadAttention(4, 2)),  # batch_first forgotten
         torch.randn(5, 6, 4),
-        r"'f.in_proj_bias', 'f.in_proj_weight'.* cannot be told apart|'f.in_proj_.*cannot be told apart",
+        r"'f.in_proj_bias', 'f.in_proj_weight'.* cannot be separated|'f.in_proj_.*cannot be separated",
     ),
     "complex parameter": lambda: (
         Calls(lambda m, x: torch.view_as_real(x * m.w), w=torch.randn(3, dtype=torch.complex128)),
@@ -103,17 +103,17 @@ REFUSED = {  # name -> (model, input, what the message must name)
     "batch norm": lambda: (
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False)),
         torch.randn(5, 3),
-        r"'linear' with parameter '0.bias', '0.weight' .* cannot be told apart",
+        r"'linear' with parameter '0.bias', '0.weight' .* cannot be separated",
     ),
     "softmax over the batch": lambda: (
         Calls(lambda m, x: m.f(x).softmax(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
-        r"'f.bias', 'f.weight' .* cannot be told apart",
+        r"'f.bias', 'f.weight' .* cannot be separated",
     ),
     "loss centred over the batch": lambda: (
         Calls(lambda m, x: m.f(x) - m.f(x).mean(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
-        r"cannot be told apart",
+        r"cannot be separated",
     ),
     "parameter never reached": lambda: (
         Calls(lambda m, x: m.f(x), f=nn.Linear(3, 4), unused=torch.randn(2)),
@@ -183,7 +183,7 @@ def test_compiled_model_is_exact_over_several_batches(part):
 
 
 def test_constant_with_data_written_into_it_is_data():
-    """A buffer made in the forward takes in activations: the path through them must count."""
+    """A buffer made in the forward takes in activations, so that the path through them counts."""
 
     def forward(m, x):
         o = m.w.new_zeros(3, 3)
@@ -206,8 +206,18 @@ def test_refuses_a_parameter_used_outside_of_the_recording():
     model, x = nn.Linear(3, 4), torch.randn(5, 3)
     with tp.record(model) as tape:
         y = model(x)
-    with pytest.raises(tp.Refused, match=r"'weight' reaches the losses by a path that no recorded op explains"):
+    with pytest.raises(tp.Refused, match=r"'weight' reaches the losses by a path that was not recorded"):
         tape.jacobian(y.sum(1) + model.weight.square().sum())
+
+
+def test_refusal_of_an_l2_penalty_names_weight_decay():
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    with tp.record(model) as tape:
+        losses = losses_of(model, x)
+    penalty = sum(p.pow(2).sum() for p in model.parameters())
+    message = r"'(weight|bias)' reaches the losses by a path .*through PowBackward0.* use the optimizer's weight_decay"
+    with pytest.raises(tp.Refused, match=message):
+        tape.jacobian(losses + 0.01 * penalty)
 
 
 @pytest.mark.parametrize(
@@ -233,17 +243,17 @@ def test_rows_in_the_wrong_order_are_refused_although_their_sum_is_right():
         losses = losses_of(model, x)
     jacobian = tape.jacobian(losses, retain_graph=True)
     swapped = jacobian.select(torch.tensor([1, 0]))
-    checks = Checks(losses, tape.parameters, {torch.float64})
-    checks.look(jacobian)
+    checks = RowCheck(losses, tape.parameters, {torch.float64})
+    checks.add(jacobian)
     checks.conclude()
-    checks = Checks(losses, tape.parameters, {torch.float64})
-    checks.look(swapped)
+    checks = RowCheck(losses, tape.parameters, {torch.float64})
+    checks.add(swapped)
     with pytest.raises(tp.Refused, match=r"'weight', 'bias' do not add up"):
         checks.conclude()
 
 
 def test_gradient_override_is_refused():
-    """A tensor hook that changes a gradient: the rows are no longer what the native backward gives."""
+    """A tensor hook changes a gradient, so that the rows differ from the native backward."""
     model = nn.Linear(3, 4)
     model.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(tp.Refused, match=r"rows of parameter 'weight' do not add up to the native gradient"):

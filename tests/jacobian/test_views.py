@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several views of one example: one row, one clip factor, one neighbor."""
+"""Several views of one example have one row, one clip factor, and one neighboring data set."""
 
 import copy
 
@@ -16,7 +16,7 @@ N, VIEWS, BATCH = 24, 3, 8.0
 
 
 class Shifted(Dataset):
-    """Every fetch of an item draws another shift of it."""
+    """Draws a new shift of an item at every fetch."""
 
     def __init__(self):
         self.x, self.y = torch.randn(N, 2, 6, 6), torch.randint(3, (N,))
@@ -47,7 +47,7 @@ def losses_of(model, x, y, views=VIEWS):
 
 
 def explicit_sum(model, batches, rule):
-    """Sum of the clipped means over views, by one backward per view."""
+    """Returns the sum of the clipped means over views, by one backward per view."""
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     rows = one_backward_per_example(
         model, torch.arange(len(x)), lambda m, i: nn.functional.cross_entropy(m(x[i]), y[i], reduction="none")
@@ -95,7 +95,7 @@ def test_any_rule_takes_views(rule):
     assert training.step_count == 4
 
 
-def test_views_that_are_alike_change_nothing_of_embedding_perturbation():
+def test_equal_views_do_not_change_embedding_perturbation():
     data, auxiliary = TensorDataset(torch.randn(N, 2, 6, 6), torch.randint(3, (N,))), torch.randn(12, 2, 6, 6)
     start, ends = network(), []
     for views in (1, VIEWS):
@@ -132,7 +132,7 @@ def test_losses_of_another_shape_are_refused(losses):
 
 
 class Centered(nn.Linear):
-    """Takes the mean of the batch, or of an example's own views, off every input."""
+    """Subtracts the mean of the batch, or of an example's views, from every input."""
 
     def __init__(self, own):
         super().__init__(72, 3)
@@ -152,8 +152,8 @@ def test_views_that_depend_on_other_examples_are_refused():
     assert training.step_count == 0
 
 
-def test_views_may_depend_on_the_example_s_other_views():
-    """Its row is the gradient of the mean over all of them."""
+def test_views_may_depend_on_the_examples_other_views():
+    """The example's row is the gradient of the mean over all views."""
     model = Centered(own=True)
     training = training_of(model, microbatch_size=3)
     for x, y in own_batches(training, losses_of):
@@ -166,25 +166,25 @@ def test_views_may_depend_on_the_example_s_other_views():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_views_that_meet_in_hidden_values_are_refused(own):
+def test_views_that_mix_in_hidden_values_are_refused(own):
     def forward(m, x):
         h = m.f(x.flatten(1))
         return h - (h.view(-1, VIEWS, 3).mean(1).repeat_interleave(VIEWS, 0) if own else h.mean(0))
 
     training = training_of(Calls(forward, f=nn.Linear(72, 3)))
     steps = (training.step(losses_of(training.model, x, y)) for x, y in training)
-    with pytest.raises(tp.Refused, match="cannot be told apart"):
+    with pytest.raises(tp.Refused, match="cannot be separated"):
         list(steps)
     assert training.step_count == 0
 
 
-def test_a_run_goes_on_with_its_own_number_of_views_only():
+def test_a_run_resumes_with_the_same_number_of_views_only():
     state = training_of(network()).state_dict()
     with pytest.raises(tp.Refused, match="views"):
         training_of(network(), views=2).load_state_dict(state)
 
 
-def test_estimated_norms_and_nonsense_are_refused():
+def test_estimated_norms_and_invalid_views_are_refused():
     with pytest.raises(tp.Refused, match="views=3 needs exact norms"):
         training_of(network(), jacobian=tp.Sketched(32))
     for views in (0, -1, 1.5):

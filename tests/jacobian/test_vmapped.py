@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vmapped Jacobian against one backward per example, and what vmap cannot take."""
+"""Compares the vmapped Jacobian with one backward per example, and refuses what vmap cannot follow."""
 
 import pytest
 import torch
@@ -9,20 +9,20 @@ from oracle import assert_jacobian_equals_rows, flat, one_backward_per_example
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.vmapped import vmapped_jacobian
+from torch_privacy.jacobian import vmapped_jacobian
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
-REFUSED = {  # cases that vmap cannot take
+REFUSED = {  # cases that vmap cannot follow
     *("long short-term memory", "irregular: packed", "irregular: two experts each", "irregular: one expert each"),
     *("irregular: sorted by expert", "conv2d, channels last", "group norm, channels last"),
     *(f"embedding bag, offsets{kind}" for kind in ("", ", mean", ", largest")),
     *(f"embedding bag, last offset{kind}" for kind in ("", ", largest")),
 }
-WRONG = {"by fallback: solve"}  # torch's own batched gradient is another than a loop's
+WRONG = {"by fallback: solve"}  # torch's batched gradient differs from a loop's
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -33,7 +33,7 @@ def test_vmapped_jacobian_matches_one_backward_per_example(case):
             vmapped_jacobian(model, losses_of, x).squared_norms()
         return
     if case in WRONG:
-        with pytest.raises(tp.Refused, match=r"row of parameter 'w' is not what a backward of its own gives"):
+        with pytest.raises(tp.Refused, match=r"row of parameter 'w' differs from that of an ordinary backward"):
             vmapped_jacobian(model, losses_of, x).squared_norms()
         return
     rows = one_backward_per_example(model, x, losses_of)
@@ -111,17 +111,17 @@ def test_vmapped_select_leaves_out_rows_that_are_not_finite():
 
 
 @pytest.mark.parametrize("chunk_size", [2, 5])
-def test_vmapped_answers_are_about_the_same_dropout_masks(chunk_size):
+def test_vmapped_answers_use_the_same_dropout_masks(chunk_size):
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     x = torch.randn(1, 3).expand(5, 3)
     jacobian = vmapped_jacobian(model, losses_of, x, chunk_size=chunk_size)
     rows = flat(jacobian.rows(), 1)
-    assert len(rows.unique(dim=0)) > 3  # equal examples, masks of their own
+    assert len(rows.unique(dim=0)) > 3  # equal examples with different masks
     assert_jacobian_equals_rows(jacobian, rows)
     assert not torch.equal(vmapped_jacobian(model, losses_of, x).squared_norms(), jacobian.squared_norms())
 
 
-def test_vmapped_answers_take_nothing_from_the_random_state():
+def test_vmapped_answers_leave_the_random_state_unchanged():
     model, x = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)), torch.randn(5, 3)
     jacobian = vmapped_jacobian(model, losses_of, x)
     state = torch.random.get_rng_state()
@@ -130,7 +130,7 @@ def test_vmapped_answers_take_nothing_from_the_random_state():
 
 
 class Remembers(nn.Module):
-    """Puts a new tensor in the place of its buffer at every call."""
+    """Replaces its buffer by a new tensor at every call."""
 
     def __init__(self):
         super().__init__()
@@ -175,13 +175,13 @@ def test_vmapped_release_of_one_example_is_within_the_clip_norm(dtype):
         assert release.double().norm() <= 0.3 * (1 + 1e-5)
 
 
-def test_vmapped_explain_tells_the_chunks():
+def test_vmapped_explain_names_the_chunk_size():
     model, x = small()
     assert "2 at a time" in vmapped_jacobian(model, losses_of, x, chunk_size=2).explain()
     assert "kept" in vmapped_jacobian(model, losses_of, x).explain()
 
 
-def test_vmapped_project_wants_a_direction_for_every_parameter():
+def test_vmapped_project_needs_a_direction_for_every_parameter():
     with pytest.raises(ValueError, match=r"no direction for parameter 'bias'"):
         vmapped_jacobian(nn.Linear(3, 4), losses_of, torch.randn(5, 3)).project({"weight": torch.zeros(1, 4, 3)})
 
@@ -229,9 +229,9 @@ def into_zeros(m, x):
     return y
 
 
-BEYOND_VMAP = {  # what the model does -> (its forward, part of the message)
+BEYOND_VMAP = {  # name -> (forward, part of the message)
     "item": (lambda m, x: m.f(x) * x.sum().item(), "number is taken out"),
-    "control flow": (lambda m, x: m.f(x) if x.sum() > 0 else 2 * m.f(x), "`if` asks"),
+    "control flow": (lambda m, x: m.f(x) if x.sum() > 0 else 2 * m.f(x), "`if` depends"),
     "list": (lambda m, x: m.f(x) * x.sum().tolist(), "list or a NumPy array"),
     "boolean mask": (lambda m, x: m.f(x)[x > 0].sum()[None], "shape depends on the data"),
     "nonzero": (lambda m, x: m.f(x)[:, x[0].nonzero()[:, 0]].sum(1), "shape depends on the data"),
@@ -296,7 +296,7 @@ def test_vmapped_jacobian_takes_batch_norm_in_eval_mode():
     assert_jacobian_equals_rows(vmapped_jacobian(model, losses_of, x), rows)
 
 
-def test_vmapped_jacobian_refuses_parameters_used_past_the_model():
+def test_vmapped_jacobian_refuses_parameters_used_outside_of_the_model():
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
     weight = model.weight
     for losses in (lambda m, x: (m(x) + x @ weight.T).squeeze(1), lambda m, x: (m(x) + other(x)).squeeze(1)):
@@ -304,7 +304,7 @@ def test_vmapped_jacobian_refuses_parameters_used_past_the_model():
             vmapped_jacobian(model, losses, torch.randn(5, 3)).squared_norms()
 
 
-def test_vmapped_jacobian_refuses_to_go_on_with_a_changed_model():
+def test_vmapped_jacobian_refuses_a_changed_model():
     model, x = nn.Linear(3, 4), torch.randn(5, 3)
     jacobian = vmapped_jacobian(model, losses_of, x)
     with torch.no_grad():

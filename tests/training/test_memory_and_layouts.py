@@ -186,7 +186,7 @@ def test_coupling_that_begins_later_is_refused(coupled):
         plain = F.cross_entropy(h, y, reduction="none")
         return coupled(plain, h) if training.step_count >= 4 else plain
 
-    with pytest.raises(tp.Refused, match=r"cannot be told apart"):
+    with pytest.raises(tp.Refused, match=r"cannot be separated"):
         train(training, losses=losses)
     assert training.step_count == 4
 
@@ -209,7 +209,7 @@ def test_coupling_that_begins_later_under_autocast_is_refused(dtype, coupled):
             plain = F.cross_entropy(h, y, reduction="none")
             return coupled(plain, h.float()) if training.step_count >= 4 else plain
 
-    with pytest.raises(tp.Refused, match=r"cannot be told apart"):
+    with pytest.raises(tp.Refused, match=r"cannot be separated"):
         train(training, losses=losses)
     assert training.step_count == 4
 

@@ -37,8 +37,9 @@ from torch import Tensor
 
 from .._validate import Refused
 from ..jacobian.blocks import Block
-from ..jacobian.measure import fresh_generator
-from ..jacobian.plan import held_bytes, projections
+from ..jacobian.codes import fresh_generator
+from ..jacobian.norms import projections
+from ..jacobian.plan import held_bytes
 from ..ops import Method, Op
 from ..ops.conv import Conv
 from ..ops.dense import Rows, squared_lengths, sum_rows

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..jacobian.blocks import Block
+from ..jacobian.norms import squared_norms
 from ..jacobian.operator import Jacobian
-from ..jacobian.plan import squared_norms
 from ..ops import Op
 from ..ops.conv import Conv, by_group
 from ..ops.embedding import TiedEmbedding

@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from .._replay import RandomState
 from .._validate import Refused
-from ..jacobian.agreement import Check, vjp
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
+from ..jacobian.codes import fresh_generator
 from ..jacobian.graph import Graph
-from ..jacobian.layout import PROOFS, Merging, told_by
-from ..jacobian.measure import fresh_generator
-from ..jacobian.tape import check_losses
+from ..jacobian.layout import PROOFS, Merging, relevant_keys
+from ..jacobian.reach import check_losses
+from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from .directions import Directions
@@ -53,7 +53,7 @@ class SketchedJacobian:
         parameters: Mapping[str, Tensor],
         estimates: Tensor,
         project: Project,
-        check: Check,
+        check: ProjectionCheck,
         explanation: str,
         *,
         kept: Tensor | None = None,
@@ -80,7 +80,7 @@ class SketchedJacobian:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. Frees the graph."""
         c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))
         total = vjp(self._losses, self._parameters, c, retain_graph=False)
-        self._check.look(total, c)
+        self._check.compare(total, c)
         return total
 
     def check_single_rows(self) -> None:
@@ -91,7 +91,7 @@ class SketchedJacobian:
             torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
         ]
         for c in [torch.ones_like(self._losses), *single] if finite else []:
-            self._check.look(vjp(self._losses, self._parameters, c, retain_graph=True), c)
+            self._check.compare(vjp(self._losses, self._parameters, c, retain_graph=True), c)
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """Returns J v, (n, k), for k directions given as name -> (k, *shape)."""
@@ -161,7 +161,7 @@ class Projector:
     def is_new(self, graph: Graph, num_examples: int) -> bool:
         """Returns True if a batch with this graph must still be checked; counts the batch."""
         path = hash(tuple(node.name() for node in graph.nodes()))
-        known = any(self._checked[path, one] >= PROOFS for one in told_by(num_examples))
+        known = any(self._checked[path, one] >= PROOFS for one in relevant_keys(num_examples))
         self._checked[path, num_examples == 1] += 1
         return not known
 
@@ -265,7 +265,7 @@ class Projector:
         for call in calls:
             call.free_shared()
         r = self.setting.num_projections
-        check = Check(v, projections, (total / r).sqrt())
+        check = ProjectionCheck(v, projections, (total / r).sqrt())
 
         def project(v: Mapping[str, Tensor]) -> Tensor:
             return STRATEGIES[strategy](losses, parameters, calls)(v)

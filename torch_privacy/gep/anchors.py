@@ -19,10 +19,11 @@ from .._replay import RandomState, begin_random_numbers, unwatched
 from .._torch_modes import uncompiled, without_autocast
 from .._validate import Refused
 from ..batches import Batches, Draw
-from ..jacobian.independence import written_into
+from ..jacobian.comparison import written_into
 from ..jacobian.layout import Layouts
 from ..jacobian.operator import Jacobian
-from ..jacobian.tape import Tape, check_losses
+from ..jacobian.reach import check_losses
+from ..jacobian.tape import Tape
 from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from .orthonormal import OrthonormalBasis, RandomStart, orthonormalize
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-example gradients of one batch: recorded, told apart, measured, and summed with a factor for each example."""
+"""Per-example gradients of one batch: recorded, separated by example, and summed with a factor for each example."""
 
 from .operator import Jacobian as Jacobian
-from .tape import record as record
+from .recording import record as record
 from .vmapped import vmapped_jacobian as vmapped_jacobian

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
-from .plan import Budget, chunk_size, held_bytes, least_bytes, projections, rows_and_norms, squared_norms
+from .norms import chunk_size, projections, rows_and_norms, squared_norms
+from .plan import Budget, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tape notes of one op call, and what of that lies behind the losses of one batch."""
+"""Recorded op calls, and those of them that the losses of one batch depend on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.autograd.graph import GradientEdge, Node
 from ..ops import Use
 from .graph import Graph
 
-# The op of what a composition of our own noted.
+# The op of calls that one of our own compositions recorded.
 SCAN = "scan"
 # Two further backwards through this part of the graph are cheaper than one through all of it.
 NEAR = 0.3
-# What the op of a cut begins with, see ``Call.cut``.
+# Prefix of the op of a cut, see ``Call.cut``.
 CUT = "into "
 
 
 @dataclass(slots=True)
 class Output:
-    """Where an op's output y hangs in the graph: at ``edge``, y's own or that of the base that y is a part of."""
+    """The position of an op's output y in the graph: ``edge`` is y's, or that of the base that y is a part of."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -32,48 +32,48 @@ class Output:
 
     @property
     def size(self) -> int:
-        """Bytes of y."""
+        """Returns the bytes of y."""
         return self.shape.numel() * self.dtype.itemsize
 
     def gradient(self, g: Tensor | None, like: Tensor) -> Tensor:
-        """Gradient in y, from that at the edge; zeros where the losses do not depend on it."""
+        """Returns the gradient in y, given that at the edge; zeros if the losses do not depend on y."""
         if g is None:
             return like.new_zeros(self.shape, dtype=self.dtype)
         if self.part is None:
             return g if g.shape == self.shape else g.reshape(self.shape)
         base, stride, offset = self.part
-        laid_out = torch.empty_strided(base.shape, base.stride(), dtype=g.dtype, device=g.device).copy_(g)
-        return laid_out.as_strided(self.shape, stride, offset)
+        whole = torch.empty_strided(base.shape, base.stride(), dtype=g.dtype, device=g.device).copy_(g)
+        return whole.as_strided(self.shape, stride, offset)
 
 
 @dataclass(slots=True)
 class Call:
-    """One op call that met parameters."""
+    """One op call whose inputs include parameters."""
 
     op: str
     output: Output
-    inputs: tuple[Node, ...]  # where the graph goes on behind the call, other than to the noted parameters
+    inputs: tuple[Node, ...]  # where the graph continues past the call, other than to the recorded parameters
     uses: tuple[Use, ...]
     versions: list[tuple[Tensor, int]]
-    place: int = 0  # in the code
+    place: int = 0  # hash of the place in the code
 
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
-        """Not a call, but a tensor whose entries are moved by ``func`` as the data say: its gradient is looked at."""
+        """Returns a cut: a tensor whose entries ``func`` moves as the data say, so that its gradient is measured."""
         return Call(CUT + getattr(func, "__name__", ""), output, (), (), [], place)
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is no call."""
+        """True if it is a cut, and no call."""
         return self.op.startswith(CUT)
 
     @property
     def is_scan(self) -> bool:
-        """Whether a composition of our own noted it, whose inputs are nobody's in particular."""
+        """True if one of our own compositions recorded it; its inputs are then no single tensors of the user's."""
         return self.op == SCAN
 
     def forget(self) -> None:
-        """Let go of the inputs: the ops made of the call have what they need."""
+        """Drops the inputs; the ops made from the call hold what they need."""
         self.uses, self.versions = (), []
 
     @property
@@ -86,16 +86,16 @@ class Call:
 
     @property
     def size(self) -> int:
-        """Bytes of inputs that are kept for the backward, and of the output."""
+        """Returns the bytes of inputs that are kept for the backward, and of the output."""
         saved = sum(t.numel() * t.itemsize for use in self.uses for t in use.saved())
         return saved + self.output.size
 
 
 @dataclass(slots=True)
 class Reached:
-    """What the losses of one batch were computed from: the calls between them and the parameters, and the way there.
+    """The calls between the losses of one batch and the parameters, with the graph and its path number.
 
-    ``cuts`` are the tensors on the way whose entries may have been moved as the data say.
+    ``cuts`` are the tensors in between whose entries the data may have reordered.
     """
 
     losses: Tensor
@@ -106,11 +106,11 @@ class Reached:
 
     @property
     def places(self) -> list[Call]:
-        """Calls and cuts."""
+        """Returns calls and cuts."""
         return [*self.calls, *self.cuts]
 
     def dtypes(self) -> set[torch.dtype]:
-        """The floating-point types on the way, casts between the calls included."""
+        """Returns the floating-point types between losses and parameters, including casts between calls."""
         dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
         for node in self.graph.nodes():
             if node.name() == "ToCopyBackward0":
@@ -118,16 +118,44 @@ class Reached:
         return dtypes
 
     def precision(self) -> float:
-        """Relative rounding of the coarsest floating-point type on the way."""
+        """Returns the relative rounding of the coarsest floating-point type between losses and parameters."""
         return max(torch.finfo(dtype).eps for dtype in self.dtypes())
 
     def deepest(self, places: Sequence[Call]) -> list[bool]:
-        """Which of these have no other below them in the graph."""
+        """Returns, for each call or cut, whether no other one lies below it in the graph."""
         nodes = [place.output.edge.node for place in places]
         above = self.graph.above(set(nodes))
         return [node not in above for node in nodes]
 
     def cuts_are_near(self) -> bool:
-        """Whether the part of the graph above the cuts is small enough to be gone through twice."""
+        """True if the part of the graph above the cuts is small enough for two more backwards through it."""
         above = self.graph.above({cut.output.edge.node for cut in self.cuts})
         return len(above) <= NEAR * len(self.graph.children)
+
+
+def output_of(y: Tensor) -> Output:
+    """Returns the position of y in the graph, which stays valid after y is changed in place, as by ``relu_``.
+
+    Some ops return a view of what they computed (linear of a rank-3 input, conv1d). Changing that view in place gives
+    it a new history through its base; so the base's edge is taken if the two hold the same entries. An op that changes
+    a part of a tensor in place gives the whole a new history: b is then that part of the whole's gradient.
+    """
+    base = y._base
+    if base is None or base.grad_fn is None:
+        return Output(edge_of(y), y.shape, y.dtype, None)
+    if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
+        return Output(edge_of(base), y.shape, y.dtype, None)
+    if not base.grad_fn.name().endswith("CopySlices"):
+        return Output(edge_of(y), y.shape, y.dtype, None)
+    return Output(edge_of(base), y.shape, y.dtype, (without_entries(base), y.stride(), int(y.storage_offset())))
+
+
+def without_entries(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the same shape, strides and type, and without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def edge_of(y: Tensor) -> GradientEdge:
+    """Returns the gradient edge of y."""
+    assert y.grad_fn is not None
+    return GradientEdge(y.grad_fn, y.output_nr)

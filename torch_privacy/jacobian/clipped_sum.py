@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped sum, block by block while the backward runs, so that each op's input and b are freed early."""
+"""Computes the clipped sum block by block while the backward runs, so that each op's input and b are freed early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .calls import Call, Reached
     from .layout import Merging
     from .recorder import Source
-    from .self_check import Checks
+    from .self_check import RowCheck
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
@@ -35,10 +35,10 @@ Observe = Callable[[Jacobian, str], None]
 class NormEstimates(Protocol):
     """Estimates of the rows' norms, which take the place of the exact ones."""
 
-    block_by_block: bool  # whether estimates add up over the blocks, so that what they are made of may be freed
+    block_by_block: bool  # True if estimates add up over the blocks, so that each block may be freed
 
     def prepare(self, block: Block, *, alone: bool) -> None:
-        """Takes a block whose uses are all known; ``alone`` if no other block meets its parameter."""
+        """Receives a block with all of its uses; ``alone`` if no other block has its parameter."""
 
     def squared_norms(self, jacobian: Jacobian) -> Tensor | None:
         """Returns estimates (n,) for whole rows; None if those of the blocks add up."""
@@ -70,15 +70,15 @@ def layouts_by(source: Sequence[AnyLayout] | Prediction, merging: Merging | None
 
 
 class Collector:
-    """Receives the b of every call and makes the blocks: a block is done when all uses of its weight are in.
+    """Receives the b of every call and makes the blocks: a block is complete when all uses of its weight are known.
 
     Args:
-        calls: the calls whose b will come.
-        layouts: where the examples lie in the output of each; also of cuts, whose b may come as well.
-        sources: weight's id -> what is known about it.
+        calls: the calls whose b is received.
+        layouts: of the output of each call; also of cuts, whose b may be received too.
+        sources: weight's id -> its source.
         budget: decides what may be kept; None keeps everything, for any question.
-        native: gives the sum of blocks of which nothing is kept; with a budget only.
-        frees_inputs: whether the calls' inputs are not needed any more.
+        native: computes the sum of blocks of which nothing is kept; with a budget only.
+        frees_inputs: whether the calls' inputs may be freed.
         estimates: take the place of exact norms.
     """
 
@@ -100,7 +100,7 @@ class Collector:
         self.on_block: OnBlock | None = None
         self._open: dict[int, Block] = {}
         self._awaited = Counter(id(use.weight) for call in calls for use in call.uses)
-        self.names = [sources[key].names for key in self._awaited]  # behind each block that will come
+        self.names = [sources[key].names for key in self._awaited]  # parameters of each block to come
         self._sharing = Counter(name for names in self.names for name in names)
 
     def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
@@ -155,11 +155,11 @@ def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> O
     try:
         return use.op(b, layout)
     except Refused as error:
-        raise Refused(f"{error} Met by parameter {', '.join(map(repr, names))}.") from None
+        raise Refused(f"{error} Used with parameter {', '.join(map(repr, names))}.") from None
 
 
 class GroupSums:
-    """Clips and sums each group of parameters as soon as its last block is done; then frees the group.
+    """Clips and sums each group of parameters as soon as its last block is complete; then frees the group.
 
     Args:
         groups: label -> names of its parameters.
@@ -167,12 +167,12 @@ class GroupSums:
         num_rows: number of rows of the Jacobian.
         dtype: type of the losses.
         parameters: all recorded ones.
-        blocks: the names behind each block that will come.
-        budget: gets back what is not held any more.
-        checks: sees every group's rows.
-        observe: sees them, too, with the label.
+        blocks: the parameters' names of each block to come.
+        budget: is given back the bytes that are no longer held.
+        check: receives every group's rows.
         estimates: take the place of exact norms.
-        prove: raises unless the layouts hold, before anything is computed from the blocks.
+        observe: also receives the rows, with the label.
+        confirm: raises unless the layouts hold, before anything is computed from the blocks.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class GroupSums:
         parameters: Mapping[str, Tensor],
         blocks: Sequence[tuple[str, ...]],
         budget: Budget,
-        checks: Checks | None = None,
+        check: RowCheck | None = None,
         estimates: NormEstimates | None = None,
         observe: Observe | None = None,
-        prove: Callable[[], None] | None = None,
+        confirm: Callable[[], None] | None = None,
     ):
-        self._budget, self._checks, self._estimates = budget, checks, estimates
-        self._observe, self._prove = observe, prove
+        self._budget, self._check, self._estimates = budget, check, estimates
+        self._observe, self._confirm = observe, confirm
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -202,7 +202,7 @@ class GroupSums:
                 self._finish(label)
 
     def add(self, block: Block) -> None:
-        """Adds a block that is done."""
+        """Adds a complete block."""
         for label in self._labels(block.names):
             self._blocks[label].append(block)
             self._awaited[label] -= 1
@@ -213,12 +213,12 @@ class GroupSums:
         return {self._label[name] for name in names}
 
     def _finish(self, label: str) -> None:
-        if self._prove is not None:
-            self._prove()
+        if self._confirm is not None:
+            self._confirm()
         blocks = self._blocks.pop(label)
         jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks).restricted(self._groups[label])
-        if self._checks is not None:
-            self._checks.look(jacobian)
+        if self._check is not None:
+            self._check.add(jacobian)
         if self._estimates is not None:
             jacobian = jacobian.estimated(self._estimates.squared_norms(jacobian))
         if self._observe is not None:
@@ -228,7 +228,7 @@ class GroupSums:
 
 
 class NativeBackward:
-    """Gives the clipped sum of blocks of which nothing was kept: by a backward of the losses, times the factors.
+    """Computes the clipped sum of blocks of which nothing was kept, by a backward of the losses times the factors.
 
     Args:
         losses: (n,), whose graph stays.
@@ -272,7 +272,7 @@ def backward_into(
 ) -> None:
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
-    ``deepest`` marks the calls below which there is no other: the backward ends at these.
+    ``deepest`` marks the calls that have no other below them: the backward ends at these.
     """
     handles = []
     try:
@@ -298,13 +298,13 @@ def _hand_over(sink: GradientSink, number: int, output: int, losses: Tensor) -> 
     return hook
 
 
-class RowsAsTheyCome:
-    """The rows of one batch, made op by op while the backward runs; no more is kept than necessary.
+class StreamedRows:
+    """Computes the rows of one batch op by op while the backward runs, and keeps no more than necessary.
 
     Args:
-        reached: what the losses were computed from; its graph is used up.
-        layouts: where the examples lie in the output of each call; or a prediction, for one group of parameters.
-        sources: weight's id -> what is known about it.
+        reached: the calls that the losses depend on; their graph is freed.
+        layouts: of the output of each call; or a prediction, for one group of parameters.
+        sources: weight's id -> its source.
         parameters: all recorded ones.
         merging: examples whose mean is one row.
         estimates: take the place of exact norms.
@@ -332,19 +332,19 @@ class RowsAsTheyCome:
         groups: Mapping[str, Sequence[str]],
         clip: Clip | None,
         budget: Callable[[], Budget],
-        checks: Checks | None,
+        check: RowCheck | None,
         observe: Observe | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the sum of all groups by name; ``checks`` see the rows first and must agree.
+        """Returns the sum of all groups by name; ``check`` receives the rows first and must agree.
 
         Without ``clip`` nothing is summed.
         """
         if clip is None:
-            return self._run(groups, lambda *_: {}, budget(), checks, observe)
+            return self._run(groups, lambda *_: {}, budget(), check, observe)
         if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
-            return self._run(groups, clip, budget(), checks, observe)
-        if checks is not None or observe is not None:  # these need rows
-            self._run(groups, lambda *_: {}, budget(), checks, observe, retain_graph=True)
+            return self._run(groups, clip, budget(), check, observe)
+        if check is not None or observe is not None:  # these need rows
+            self._run(groups, lambda *_: {}, budget(), check, observe, retain_graph=True)
         try:
             dropping = budget()
             dropping.may_drop = True
@@ -362,7 +362,7 @@ class RowsAsTheyCome:
         groups: Mapping[str, Sequence[str]],
         clip: Clip,
         budget: Budget,
-        checks: Checks | None = None,
+        check: RowCheck | None = None,
         observe: Observe | None = None,
         *,
         retain_graph: bool = False,
@@ -387,7 +387,7 @@ class RowsAsTheyCome:
             self._parameters,
             collector.names,
             budget,
-            checks,
+            check,
             self._estimates,
             observe,
             None if predicted is None else predicted.conclude,
@@ -396,6 +396,6 @@ class RowsAsTheyCome:
         places = calls if predicted is None else predicted.calls
         deepest = self._reached.deepest(places)
         backward_into(collector, losses, self._cotangent, places, deepest, retain_graph=retain_graph)
-        if checks is not None:
-            checks.conclude()
+        if check is not None:
+            check.conclude()
         return sums.sums

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a forward ran: a rehearsal speaks for this code alone, so a batch that runs other code needs its own."""
+"""Records which code a forward ran: a rehearsal covers only this code, so that other code needs a rehearsal too."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-SMALL = 4  # whole numbers below this are dimensions, flags and counts; larger ones are sizes, which may vary
+SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
 
 class CodePath:
     """The torch functions that were called, each with the place in the code that called it.
 
-    The order of the calls and the sizes of tensors have no part in it: a layer that is left out at random, or a longer
-    text, is no new code.
+    The order of calls and the sizes of tensors do not count: a layer that is left out at random, or a longer text, is
+    not new code.
     """
 
     def __init__(self) -> None:
         self.features: set[Any] = set()
-        self.shapes = 0  # a number that tells whether all results had the same shapes
-        self.place = 0  # in the code, of the call noted last
+        self.shapes = 0  # hash of the shapes of all results
+        self.place = 0  # hash of the place in the code of the latest call
 
     def note_call(self, func: Callable, numbers: tuple) -> None:
-        """A torch function was called with these whole numbers, names and flags."""
+        """Adds a call of a torch function with these integers, names and flags."""
         place = self.place = _place(sys._getframe(2))
         self.features.add((func, place, _without_sizes(numbers)))
 
     def note_shape(self, shape: tuple[int, ...]) -> None:
-        """A result has this shape."""
+        """Adds the shape of a result."""
         self.shapes = hash((self.shapes, shape))
 
     def note_inputs(self, inputs: Any, batch: Any) -> None:
-        """The model is given tensors of the batch, views of them, or others that the loop made."""
-        own = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
-        storages = {_storage(t) for t in own}
+        """Adds whether each input of the model is a tensor of the batch, a view of one, or made by the loop."""
+        originals = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        storages = {_storage(t) for t in originals}
         for k, t in enumerate(tree_leaves(inputs)):
             if isinstance(t, Tensor):
-                kind = 0 if any([t is one for one in own]) else 1 if _storage(t) in storages else 2
+                kind = 0 if any([t is one for one in originals]) else 1 if _storage(t) in storages else 2
                 self.features.add(("input", k, kind))
-        self.features.update(("written into", k) for k, t in enumerate(own) if t._version)
+        self.features.update(("written into", k) for k, t in enumerate(originals) if t._version)
 
     def note(self, features: Iterable[Any]) -> None:
-        """Whatever else tells one path from another."""
+        """Adds anything else in which paths differ."""
         self.features.update(features)
 
 
@@ -56,9 +56,9 @@ def _storage(t: Tensor) -> Any:
 
 
 def _place(a: Any) -> int:
-    """A place in the code: six frames of the stack, which are enough to tell two layers of one class apart.
+    """Returns a hash of six frames of the stack, enough to distinguish two layers of one class.
 
-    Written out, since it is asked of every call of a torch function.
+    The loop is unrolled because this runs for every call of a torch function.
     """
     try:
         b = a.f_back
@@ -68,7 +68,7 @@ def _place(a: Any) -> int:
         f = e.f_back
         codes = id(a.f_code), id(b.f_code), id(c.f_code), id(d.f_code), id(e.f_code), id(f.f_code)
         return hash((codes, a.f_lasti, b.f_lasti, c.f_lasti, d.f_lasti, e.f_lasti, f.f_lasti))
-    except AttributeError:  # the stack is not as deep
+    except AttributeError:  # the stack has fewer frames
         place = 0
         while a is not None:
             place = hash((place, id(a.f_code), a.f_lasti))
@@ -77,24 +77,24 @@ def _place(a: Any) -> int:
 
 
 class RehearsedCode:
-    """What code was rehearsed so far. What a batch of one showed holds for batches of one alone."""
+    """Remembers which code was rehearsed. A rehearsal of a batch of one covers only batches of one."""
 
     def __init__(self) -> None:
         self._features: dict[bool, set[Any]] = {True: set(), False: set()}
 
     def has(self, path: CodePath, num_examples: int) -> bool:
-        """Whether all of this code was rehearsed."""
+        """True if all of this code was rehearsed."""
         new = path.features - self._features[False]
         return not (new - self._features[True] if num_examples == 1 else new)
 
     def add(self, path: CodePath, num_examples: int) -> None:
-        """This code was rehearsed."""
+        """Adds code that was rehearsed."""
         self._features[num_examples == 1] |= path.features
 
 
 @lru_cache(maxsize=2**14)
 def _without_sizes(numbers: tuple) -> tuple:
-    """The same with every large whole number taken out."""
+    """Returns the values with ``int`` in place of every large integer."""
     return tuple(
         _without_sizes(value)
         if isinstance(value, tuple)

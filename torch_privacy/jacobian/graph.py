@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd graph behind the losses, read once: asking torch for a node's neighbors costs more than all the rest."""
+"""The autograd graph of the losses, read once, because asking torch for a node's neighbors is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 
 class Graph:
-    """Nodes behind ``losses``; ``children`` are those a node's gradients go to."""
+    """The nodes that ``losses`` were computed by; ``children`` are those that a node's gradients go to."""
 
     def __init__(self, losses: Tensor):
         assert losses.grad_fn is not None
@@ -31,20 +31,20 @@ class Graph:
             stack += children
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, the losses' own first."""
+        """Yields all nodes, starting with that of the losses."""
         return iter(self.children)
 
     def has_custom_functions(self) -> bool:
-        """Whether a gradient goes back through an ``autograd.Function``, which shows nothing of what it does."""
+        """True if a gradient passes an ``autograd.Function``, whose inside cannot be seen."""
         return any(isinstance(node, BackwardCFunction) for node in self.children)
 
     def following(self, node: Node) -> list[Node]:
-        """A node's children; also of one outside, as is the history of a tensor that was changed in place since."""
+        """Returns a node's children; the node may be outside of the graph, as that of a tensor changed in place."""
         known = self.children.get(node)
         return _children(node) if known is None else known
 
     def before(self, stops: Collection[Node]) -> Iterator[Node]:
-        """The nodes that are reached from the losses without passing one of ``stops``."""
+        """Yields the nodes that are reached from the losses without passing one of ``stops``."""
         stack, seen = [self.root], {self.root}
         while stack:
             node = stack.pop()
@@ -55,7 +55,7 @@ class Graph:
                 stack += following
 
     def above(self, nodes: Collection[Node]) -> set[Node]:
-        """The nodes that have one of ``nodes`` strictly below them."""
+        """Returns the nodes that have one of ``nodes`` strictly below them."""
         stack = [parent for node in nodes for parent in self._parents.get(node, ())]
         found: set[Node] = set()
         while stack:
@@ -66,30 +66,30 @@ class Graph:
         return found
 
 
-def saved_bytes(graph: Graph, n: int, but: Iterable[Tensor]) -> int:
-    """Bytes of what autograd keeps for the backward and that can hold n examples; shared memory counts once.
+def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
+    """Returns the bytes that autograd saves for the backward in tensors that can hold n examples.
 
-    Not counted is the memory of some tensors, which is there in any case, and of sparse ones.
+    Shared memory counts once. Sparse tensors do not count, nor do ``excluded`` ones, which are held in any case.
     """
-    own = {t.untyped_storage().data_ptr() for t in but if t.layout is torch.strided}
+    excluded_memory = {t.untyped_storage().data_ptr() for t in excluded if t.layout is torch.strided}
     sizes: dict[int, int] = {}
     for node in graph.nodes():
         for tensor in _saved_by(node):
             if tensor.layout is torch.strided and any([size and size % n == 0 for size in tensor.shape]):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
-    return sum([size for start, size in sizes.items() if start not in own])
+    return sum([size for start, size in sizes.items() if start not in excluded_memory])
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node keeps; none where it will not say."""
+    """Yields the tensors that a node saves, if it shows them."""
     if isinstance(node, BackwardCFunction):
         yield from (t for t in node.saved_tensors if isinstance(t, Tensor))
         return
     for name in _saved_names(type(node)):
         try:
             saved = getattr(node, name)
-        except RuntimeError:  # freed, or changed in place since: the backward itself will say so
+        except RuntimeError:  # freed, or changed in place since: the backward itself will raise
             continue
         yield from (t for t in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(t, Tensor))
 

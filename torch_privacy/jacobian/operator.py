@@ -16,7 +16,8 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
 from .blocks import Block, Direction, JoinedRows, disjoint
-from .plan import choices, chunk_size
+from .norms import chunk_size
+from .plan import choices
 
 
 class Jacobian:
@@ -74,7 +75,7 @@ class Jacobian:
         if missing:
             raise ValueError(f"Jacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
         k = len(next(iter(v.values())))
-        others = {name: self._all[name].new_zeros(k, *self._all[name].shape) for name in self._met() - set(v)}
+        others = {name: self._all[name].new_zeros(k, *self._all[name].shape) for name in self._used() - set(v)}
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
         for block in self._blocks:
@@ -84,8 +85,8 @@ class Jacobian:
     @exact
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
-        unmet = self._parameters.keys() - self._met()
-        total = {name: torch.zeros_like(self._all[name], memory_format=torch.contiguous_format) for name in unmet}
+        unused = self._parameters.keys() - self._used()
+        total = {name: torch.zeros_like(self._all[name], memory_format=torch.contiguous_format) for name in unused}
         others = (
             part
             for block in self._blocks
@@ -96,7 +97,7 @@ class Jacobian:
             total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 
-    # More than the three, for the self-check, rehearsals and small models
+    # Further questions, for the self-check, rehearsals and small models
 
     @torch.no_grad()
     def parts_of_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -108,9 +109,9 @@ class Jacobian:
 
     @torch.no_grad()
     def project_on(self, direction: Direction) -> Tensor:
-        """Returns the product (n,) of each row with one direction, given in the space of what ops met.
+        """Returns the product (n,) of each row with one direction, given in the space of the ops' weights.
 
-        These are weights, or what was computed from parameters: nothing is pushed through the way between the two.
+        A weight may be computed from parameters: the direction is not pushed through that computation.
         """
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
         others = (part for block in self._blocks if block not in self._joined for part in block.project_on(direction))
@@ -137,8 +138,8 @@ class Jacobian:
     @exact
     def rows(self) -> dict[str, Tensor]:
         """Returns the rows themselves, name -> (n, *shape): n times the memory of the model."""
-        unmet = self._parameters.keys() - self._met()
-        total = {name: self._all[name].new_zeros(self.num_examples, *self._all[name].shape) for name in unmet}
+        unused = self._parameters.keys() - self._used()
+        total = {name: self._all[name].new_zeros(self.num_examples, *self._all[name].shape) for name in unused}
         for block in self._blocks:
             for name, part in block.rows(self._all).items():
                 total[name] = total[name] + part if name in total else part
@@ -210,7 +211,7 @@ class Jacobian:
 
     @property
     def _sum_dtype(self) -> torch.dtype:
-        """Returns the widest type of losses and parameters, at least float32: lengths are sums over all of these."""
+        """Returns the widest type of losses and parameters, at least float32, because lengths are sums over all."""
         least = torch.promote_types(self._dtype, torch.float32)
         return reduce(torch.promote_types, (p.dtype for p in self._all.values()), least)
 
@@ -218,12 +219,12 @@ class Jacobian:
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters.values()), torch.device("cpu"))
 
-    def _met(self) -> set[str]:
-        """Returns the parameters that some op met."""
+    def _used(self) -> set[str]:
+        """Returns the parameters that some op used."""
         return {name for block in self._blocks for name in block.names}
 
     def _split(self, wanted: set[str]) -> tuple[list[Block], list[Block]]:
-        """Returns the blocks whose norms simply add up, and those whose rows must be added or pulled back first."""
+        """Returns the blocks with norms that add up, and those with rows that must be added or pulled back first."""
         sharing: dict[str, list[Block]] = {}
         for block in self._blocks:
             for name in block.names:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's proof on the user's own batch: what the rows add up to is what ordinary backwards give."""
+"""Checks the engine on the user's own batch: sums of its rows must equal the gradients of ordinary backwards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
@@ -10,24 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._validate import Refused
+from .codes import fresh_generator
 from .layout import Merging
-from .measure import fresh_generator
 from .operator import Jacobian
 
 PIECE = 2**16  # entries that are sketched at once
-BUCKETS = 256  # a difference of two gradients is as long as that of their sketches, within a tenth or so
+BUCKETS = 256  # numbers in a sketch; its length estimates that of a difference of gradients within about a tenth
 
 
-class Checks:
-    """Compares the sum of all rows, and two rows drawn at random, with native backwards.
+class RowCheck:
+    """Compares the sum of all rows, and two random rows, with native backwards.
 
-    Held are random sketches of the gradients, linear and of a few numbers each, so that neither the native ones nor
-    ours have to be there all at once.
+    Only linear random sketches of the gradients are held, of a few numbers each, so that neither the native gradients
+    nor ours must be in memory all at once.
 
     Args:
         losses: (n,), with their graph, which stays.
         parameters: all recorded ones.
-        dtypes: the floating-point types on the way.
+        dtypes: the floating-point types between losses and parameters.
         merging: examples whose mean is one row.
     """
 
@@ -48,12 +49,12 @@ class Checks:
         self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
         self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator())) for name in parameters}
         self._squares: Tensor | float = 0.0
-        self._off = [self._native(losses, parameters, c, merging) for c in self._weights]
+        self._differences = [self._native(losses, parameters, c, merging) for c in self._weights]
 
     def _native(
         self, losses: Tensor, parameters: Mapping[str, Tensor], c: Tensor, merging: Merging | None
     ) -> dict[str, Tensor | float]:
-        """Sketches of the negative gradient of ``c · losses``."""
+        """Returns sketches of the negative gradient of ``c · losses``."""
         if merging is not None:
             c = c[merging.assignment.to(c.device)] * merging.weights().to(c)
         native = torch.autograd.grad(losses, list(parameters.values()), c, retain_graph=True, allow_unused=True)
@@ -63,23 +64,23 @@ class Checks:
         }
 
     @torch.no_grad()
-    def look(self, jacobian: Jacobian) -> None:
-        """Take in the rows of some of the parameters; each parameter is to come once."""
+    def add(self, jacobian: Jacobian) -> None:
+        """Adds the rows of some of the parameters; each parameter must be added once."""
         self._squares = self._squares + jacobian.squared_norms()
-        for c, off in zip(self._weights, self._off, strict=True):
+        for c, difference in zip(self._weights, self._differences, strict=True):
             for name, part in jacobian.parts_of_sum(c):
-                off[name] = off[name] + self._sketch(name, part)
+                difference[name] = difference[name] + self._sketch(name, part)
 
     def conclude(self) -> None:
-        """Refuse unless all agree."""
+        """Raises ``Refused`` unless all rows agree with the native gradients."""
         assert isinstance(self._squares, Tensor)
         norms = self._squares.sqrt()
-        for c, off in zip(self._weights, self._off, strict=True):
+        for c, difference in zip(self._weights, self._differences, strict=True):
             scale = (c * norms.to(c.dtype)).sum()
             if not scale.isfinite():
                 continue
             most = self._tolerance * float(scale)
-            wrong = [name for name, sketch in off.items() if _length(sketch) > most + self._floors[name]]
+            wrong = [name for name, sketch in difference.items() if _length(sketch) > most + self._floors[name]]
             if wrong:
                 raise Refused(
                     f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
@@ -88,7 +89,7 @@ class Checks:
                 )
 
     def _sketch(self, name: str, gradient: Tensor) -> Tensor:
-        """(BUCKETS,): sums of the entries with random signs, the same for one parameter every time."""
+        """Returns (BUCKETS,), sums of the entries with random signs, the same signs for one parameter every time."""
         flat = gradient.detach().flatten()
         generator = torch.Generator(flat.device).manual_seed(self._seeds[name])
         total = flat.new_zeros(BUCKETS, dtype=torch.promote_types(flat.dtype, torch.float32))
@@ -100,7 +101,7 @@ class Checks:
 
 
 def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
-    """A gradient of this length or less may be lost: its squares vanish in the type for sums, or itself on the way."""
+    """Returns the length up to which a gradient may be lost: its squares underflow, or its entries do on the way."""
     infos = [torch.finfo(dtype) for dtype in {*dtypes, p.dtype}]
     for_sums = torch.finfo(torch.promote_types(p.dtype, torch.float32))
     entry = max(for_sums.smallest_normal**0.5, *(16 * info.smallest_normal * info.eps for info in infos))
@@ -109,3 +110,48 @@ def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
 
 def _length(sketch: Tensor | float) -> float:
     return float(sketch.norm()) if isinstance(sketch, Tensor) else abs(sketch)
+
+
+class ProjectionCheck:
+    """Compares sums of rows by ordinary backwards with random projections of the rows: ``v·(Jᵀ c)`` is ``c·(J v)``.
+
+    Args:
+        v: name -> (g, *shape): some of the directions.
+        projections: (n, g), the rows projected on these.
+        norms: (n,), estimates that set the scale.
+    """
+
+    def __init__(self, v: Mapping[str, Tensor], projections: Tensor, norms: Tensor):
+        self._v, self._projections, self._norms = v, projections, norms
+
+    def compare(self, total: Mapping[str, Tensor], c: Tensor) -> None:
+        """Raises unless the projections confirm the weighted sum ``total`` with weights c.
+
+        Raises:
+            Refused: the model's backward is not the derivative of its forward, is not linear, or is undefined.
+        """
+        length = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in total.values()))
+        if not math.isfinite(length) and not all(bool(part.isfinite().all()) for part in total.values()):
+            raise Refused(
+                "Sketched: the sum of the clipped gradients is not finite, and with one backward for all examples the "
+                "example that caused it cannot be left out. Keep losses and their gradients finite, e.g. by "
+                "log_softmax in place of log(softmax), or by clamping the model's inputs."
+            )
+        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
+        used = c != 0
+        expected = c[used] @ self._projections[used].to(c)
+        scale = length + float((c[used] * self._norms[used].to(c)).sum())
+        tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
+        if not float((ours - expected).abs().max()) <= tolerance * scale:
+            raise Refused(
+                "Sketched: the model's ordinary gradient is not what its projections say. Possible causes: a custom "
+                "backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "
+                "forward that does not repeat. Remove it."
+            )
+
+
+def vjp(losses: Tensor, parameters: Mapping[str, Tensor], c: Tensor, *, retain_graph: bool) -> dict[str, Tensor]:
+    """Returns the gradient of ``c · losses`` by name; zeros for parameters that the losses do not depend on."""
+    grads = torch.autograd.grad(losses, list(parameters.values()), c, retain_graph=retain_graph, allow_unused=True)
+    pairs = zip(parameters.items(), grads, strict=True)
+    return {name: torch.zeros_like(p) if g is None else g.detach().clone() for (name, p), g in pairs}

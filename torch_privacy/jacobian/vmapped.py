@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The "multiple" method: the rows themselves by ``vmap(grad)``, a chunk of examples at a time.
+"""Computes the rows themselves by ``vmap(grad)``, a chunk of examples at a time: a second method beside the tape.
 
-Exact for whatever ``torch.func`` can differentiate and batch, whether or not the ops have a rule on the tape; slower
-than the tape, and with the memory of the model for each example of a chunk.
+It is exact for everything that ``torch.func`` can differentiate and batch, whether or not the ops have a rule on the
+tape. It is slower than the tape, and needs the memory of the model for each example of a chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..ops._base import in_sum_dtype
 LossesOf = Callable[[nn.Module, Any], Tensor]
 CHUNK_ROW_FLOATS = 2**26  # rows made at a time: 256 MiB of float32
 
-# What torch says -> what the model or losses_of does that vmap cannot follow.
+# Words of torch's error -> what the model or losses_of does that vmap cannot follow.
 CAUSES = {
-    ".item()": "a number is taken out of a tensor (.item(), int(), float()) or `if` asks for a tensor's value",
+    ".item()": "a number is taken out of a tensor (.item(), int(), float()) or `if` depends on a tensor's value",
     "data pointer": "a tensor is turned into a list or a NumPy array",
     "dynamic shape": "a shape depends on the data (nonzero, unique, a boolean mask)",
     "captured Tensor": "a tensor outside of the example, such as a buffer, is changed in place",
@@ -42,27 +42,27 @@ CAUSES = {
 def vmapped_jacobian(
     model: nn.Module, losses_of: LossesOf, batch: Any, *, chunk_size: int | None = None
 ) -> VmappedJacobian:
-    """The Jacobian of the per-example losses in the model's trainable parameters, by ``vmap(grad)`` when asked.
+    """Returns the Jacobian of the per-example losses in the model's trainable parameters, computed by ``vmap(grad)``.
 
     Args:
-        model: functional as vmap understands it; its parameters are those that require a gradient.
+        model: must be functional in the sense of vmap; its parameters are those that require a gradient.
         losses_of: ``losses_of(model, batch) -> (n,)``. It is called with one example at a time, as a batch of one, so
-            that a loss divided by the batch's size is divided by 1. It must use the model that it is given.
+            that a loss divided by the batch's size is divided by 1. It must use the model passed to it.
         batch: tensor (n, ...), or any nesting of tuples, lists and dicts of such tensors.
-        chunk_size: examples taken at a time; by default as many as make 2²⁶ numbers in their rows (256 MiB). The
-            activations of a chunk come on top.
+        chunk_size: examples per chunk; by default as many as have 2²⁶ numbers in their rows (256 MiB). The activations
+            of a chunk need memory too.
 
     Guarantees:
         - Row i is the gradient of ``losses_of(model, batch of example i alone)``.
-        - All answers of one object are about the same random numbers (dropout masks), different for every example.
-          One number is drawn from torch's random state, for their seed.
-        - Parameters, buffers and gradients are left as they were.
+        - All answers of one object use the same random numbers (dropout masks), different for every example. One
+          number is drawn from torch's random state, as their seed.
+        - Parameters, buffers and gradients are unchanged.
 
     Raises:
-        Refused: batch normalization that mixes examples; (by the answers) losses that are not (1,) for a batch of one
-            or reach parameters other than through the model, anything that vmap cannot follow, and a model that was
-            changed in between.
-        ValueError: a batch that is not of tensors with n first.
+        Refused: batch normalization that mixes examples; (raised by the answers) losses that are not (1,) for a batch
+            of one or reach parameters other than through the model, anything that vmap cannot follow, and a model
+            that was changed in between.
+        ValueError: a batch that does not consist of tensors with n first.
 
     Example:
         >>> model, x = nn.Linear(3, 1), torch.randn(5, 3)
@@ -78,12 +78,12 @@ def vmapped_jacobian(
 
 
 class VmappedJacobian:
-    """The n x p matrix of per-example gradients as `Jacobian` presents it, answered from rows made chunk by chunk.
+    """The n x p matrix of per-example gradients, with the methods of `Jacobian`, from rows computed chunk by chunk.
 
-    Every answer makes the rows anew, unless one chunk holds them all; then they are kept. Answers are detached.
+    Every answer computes the rows again, unless one chunk holds them all; then they are kept. Answers are detached.
 
-    Guarantees: as of `Jacobian`; ``weighted_sum`` adds up the very rows that ``squared_norms`` measured, so that the
-    clip factors bound what is summed whatever the rounding. Half precision is summed in float32.
+    Guarantees: as of `Jacobian`; ``weighted_sum`` adds up the same rows that ``squared_norms`` measured, so that the
+    clip factors bound what is summed, whatever the rounding. Half precision is summed in float32.
     """
 
     def __init__(self, rows: _Rows, examples: Tensor):
@@ -93,12 +93,12 @@ class VmappedJacobian:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name and shape of every parameter, in the model's order."""
+        """Returns name and shape of every parameter, in the model's order."""
         return {name: p.shape for name, p in self._rows.parameters.items()}
 
     @torch.no_grad()
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
-        """Squared norms of the rows, (n,), over all parameters or over those named."""
+        """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
         wanted = [name for name in self.shapes if names is None or name in names]
         total = self._rows.zeros(self.num_examples)
         for at, rows in self._chunks():
@@ -108,7 +108,7 @@ class VmappedJacobian:
 
     @torch.no_grad()
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
-        """Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
+        """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         total = {name: in_sum_dtype(torch.zeros_like(p)) for name, p in self._rows.parameters.items()}
         for at, rows in self._chunks():
             for name, part in rows.items():
@@ -118,7 +118,7 @@ class VmappedJacobian:
 
     @torch.no_grad()
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
-        """J v, (n, k), for k directions given as name -> (k, *shape); every parameter must be named."""
+        """Returns J v (n, k) for k directions given as name -> (k, *shape); every parameter must be named."""
         missing = sorted(set(self.shapes) - set(v))
         if missing:
             raise ValueError(f"VmappedJacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
@@ -130,7 +130,7 @@ class VmappedJacobian:
 
     @torch.no_grad()
     def rows(self) -> dict[str, Tensor]:
-        """The rows themselves, name -> (n, *shape): n times the memory of the model."""
+        """Returns the rows themselves, name -> (n, *shape): n times the memory of the model."""
         total = {name: p.new_zeros(self.num_examples, *p.shape) for name, p in self._rows.parameters.items()}
         for at, rows in self._chunks():
             for name, part in rows.items():
@@ -138,11 +138,11 @@ class VmappedJacobian:
         return total
 
     def select(self, index: Tensor | slice) -> VmappedJacobian:
-        """The rows of some of the examples only; chunks, and so random numbers, stay those of the whole batch."""
+        """Returns the rows of some of the examples; chunks, and so random numbers, stay those of the whole batch."""
         return VmappedJacobian(self._rows, self._examples[index.cpu() if isinstance(index, Tensor) else index])
 
     def explain(self) -> str:
-        """How the answers are made, and what a chunk holds."""
+        """Returns how the answers are computed, and the size of a chunk, as text."""
         rows, n = self._rows, self.num_examples
         floats = sum(shape.numel() for shape in self.shapes.values())
         return (
@@ -152,7 +152,7 @@ class VmappedJacobian:
         )
 
     def _chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Chunk by chunk: which rows of ours it has, (m,), and these rows, name -> (m, *shape)."""
+        """Yields, for each chunk, the positions (m,) of its rows here, and these rows, name -> (m, *shape)."""
         for start in self._rows.starts:
             inside = self._examples - start
             at = ((inside >= 0) & (inside < self._rows.chunk_size)).nonzero().flatten()
@@ -164,7 +164,7 @@ class VmappedJacobian:
 
 
 class _Rows:
-    """Makes the rows of a chunk of the batch; called with the number of its first example."""
+    """Computes the rows of a chunk of the batch; called with the number of its first example."""
 
     def __init__(
         self, model: nn.Module, losses_of: LossesOf, batch: Any, num_examples: int, chunk_size: int | None
@@ -196,14 +196,14 @@ class _Rows:
         return min(self.chunk_size, self._num_examples - start)
 
     def zeros(self, *shape: int) -> Tensor:
-        """In the type of sums: the widest of the parameters', float32 at least."""
+        """Returns zeros in the type of sums: the widest of the parameters', at least float32."""
         dtype = torch.float32
         for p in self.parameters.values():
             dtype = torch.promote_types(dtype, p.dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def __call__(self, start: int) -> dict[str, Tensor]:
-        """Rows of the examples from ``start`` to the end of their chunk, name -> (m, *shape)."""
+        """Returns the rows of the examples from ``start`` to the end of their chunk, name -> (m, *shape)."""
         if self._kept is not None:
             return self._kept
         rows = self._make(start)
@@ -214,14 +214,14 @@ class _Rows:
     def _make(self, start: int) -> dict[str, Tensor]:
         if self._losses.versions() != self._versions:
             raise Refused(
-                "vmapped_jacobian: the model was changed since, so that its rows are now others. Ask before "
-                "optimizer.step(), or call vmapped_jacobian again."
+                "vmapped_jacobian: the model was changed since, so that its rows have changed. Compute the answers "
+                "before optimizer.step(), or call vmapped_jacobian again."
             )
         chunk = tree_map(lambda t: t[start : start + self.chunk_size], self._batch)
         trained = {name: p.detach() for name, p in self.parameters.items()}
         rows_of = vmap(grad_and_value(self._losses.of_one), in_dims=(None, 0), randomness="different")
         try:
-            # Gradients stay on outside of vmap, so that losses which reach the parameters past it can be told.
+            # Gradients stay on outside of vmap, to detect losses that reach the parameters another way.
             with _seeded(self._seed + start, self.device), torch.enable_grad():
                 rows, losses = rows_of(trained, chunk)
         except Refused:
@@ -231,8 +231,8 @@ class _Rows:
             raise Refused(_message(error)) from error
         if losses.requires_grad:
             raise Refused(
-                "vmapped_jacobian: the losses reach a parameter other than through the model that losses_of was given, "
-                "so its gradient would be missed. Use losses_of's argument, and detach or freeze anything else."
+                "vmapped_jacobian: the losses reach a parameter other than through the model passed to losses_of, so "
+                "its gradient would be missed. Use losses_of's argument, and detach or freeze anything else."
             )
         if not self._verified:
             self._losses.verify_first(self.parameters, chunk, rows)
@@ -244,7 +244,7 @@ class _Rows:
 
 
 class _Losses(nn.Module):
-    """``losses_of`` as the forward of a module, so that ``functional_call`` puts other tensors in the model's place."""
+    """Makes ``losses_of`` the forward of a module, so that ``functional_call`` can replace the model's tensors."""
 
     def __init__(self, model: nn.Module, losses_of: LossesOf):
         super().__init__()
@@ -255,24 +255,24 @@ class _Losses(nn.Module):
         return self._losses_of(self.model, batch)
 
     def versions(self) -> list[int]:
-        """Numbers that grow when a tensor of the model is written to."""
+        """Returns numbers that grow when a tensor of the model is written to."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return [t._version for t in tensors if not t.is_inference()]
 
     def of_one(self, trained: Mapping[str, Tensor], example: Any) -> Tensor:
-        """The loss, a scalar, of one example; buffers are handed in so that any put in their place are gone after."""
+        """Returns the loss, a scalar, of one example; buffers are passed so that replacements of them do not last."""
         return self._call({**trained, **dict(self.model.named_buffers())}, example)
 
     @torch.no_grad()
     def try_without_vmap(self, trained: Mapping[str, Tensor], chunk: Any) -> None:
-        """Raises what an ordinary call with the first example raises, if anything: then vmap is not to blame."""
+        """Raises what an ordinary call with the first example raises, if anything: vmap is then not the cause."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self._call({**trained, **buffers}, tree_map(lambda t: t[0], chunk))
 
     def verify_first(self, parameters: Mapping[str, Tensor], chunk: Any, rows: Mapping[str, Tensor]) -> None:
-        """Refuse unless the first row equals a backward of its own; not asked where the loss draws random numbers.
+        """Raises unless the first row equals an ordinary backward; skipped if the loss draws random numbers.
 
-        Batched rules of torch can be wrong: torch.linalg.solve of a parameter is, in torch 2.13.
+        Batched rules of torch can be wrong: that of torch.linalg.solve of a parameter is, in torch 2.13.
         """
         trained = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
@@ -288,8 +288,8 @@ class _Losses(nn.Module):
             error = (row - (torch.zeros_like(row) if g is None else in_sum_dtype(g))).norm()
             if error > torch.finfo(p.dtype).eps ** 0.5 * (1 + row.norm()):
                 raise Refused(
-                    f"vmapped_jacobian: the row of parameter {name!r} is not what a backward of its own gives: torch's "
-                    "vmap is wrong about one of the model's ops. Use torch_privacy.record in its place."
+                    f"vmapped_jacobian: the row of parameter {name!r} differs from that of an ordinary backward: "
+                    "torch's vmap is wrong for one of the model's ops. Use torch_privacy.record instead."
                 )
 
     def _call(self, tensors: Mapping[str, Tensor], example: Any) -> Tensor:
@@ -306,13 +306,13 @@ class _Losses(nn.Module):
 
 
 def _flat(rows: Tensor) -> Tensor:
-    """(m, *shape) -> (m, p), in the type of sums."""
+    """Returns rows (m, *shape) as (m, p), in the type of sums."""
     return in_sum_dtype(rows).reshape(len(rows), -1)
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's random numbers on the CPU and the device from a seed, inside only."""
+    """Seeds torch's random numbers on the CPU and the device, inside the context only."""
     accelerator = torch.get_device_module(device) if device.type != "cpu" else None
     devices: Iterable[torch.device] = [device] if accelerator else []
     with torch.random.fork_rng(devices, device_type=device.type if accelerator else "cuda"):
@@ -329,7 +329,7 @@ def _num_examples(where: str, batch: Any) -> int:
         got = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else repr(t) for t in leaves) or "nothing"
         raise ValueError(
             f"{where}: batch holds {got}: must be tensors with the same n first, one tensor or a nesting of them. "
-            "Give anything else to losses_of beforehand."
+            "Bind anything else to losses_of before the call."
         )
     return sizes.pop()
 
@@ -350,8 +350,10 @@ def _refuse_batch_norm(where: str, model: nn.Module) -> None:
 
 def _message(error: RuntimeError) -> str:
     said = str(error)
-    cause = next((cause for sign, cause in CAUSES.items() if sign in said), "something vmap cannot follow is done")
+    cause = next(
+        (cause for sign, cause in CAUSES.items() if sign in said), "the code does something vmap cannot follow"
+    )
     return (
         f"vmapped_jacobian: {cause}, which vmap refuses ({said.splitlines()[0][:200]}). Record the model on the tape "
-        "instead (torch_privacy.record), or write that step out of place and without asking for values."
+        "instead (torch_privacy.record), or write that step out of place and without reading values."
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from .._model import Seal
 from .._replay import OwnRandomNumbers, is_unwatched
-from ..jacobian.independence import Turn
+from ..jacobian.turns import Turn
 from ..mechanism import Recording
 
 

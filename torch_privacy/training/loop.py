@@ -25,8 +25,12 @@ from ..batches import Batches, Collate, Draw
 from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
-from ..jacobian.independence import AS_IT_IS, Answers, RowAnswers, Turn, without_random_numbers, written_into
-from ..jacobian.tape import MEMORY_BUDGET, Tape, check_losses
+from ..jacobian.comparison import written_into
+from ..jacobian.randomness import RandomNumbers, without_random_numbers
+from ..jacobian.reach import check_losses
+from ..jacobian.row_answers import RowAnswers
+from ..jacobian.tape import MEMORY_BUDGET, Tape
+from ..jacobian.turns import Answers, Turn
 from ..mechanism import ClippedSum, Summing
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
@@ -498,10 +502,10 @@ class PrivateTraining:
         if part.rehearsed and self._start is None:
             self._start = next_numbers()  # the same before every turn
             numbers.begin(seed)
-        if turn.random != AS_IT_IS:
+        if turn.random is not RandomNumbers.AS_DRAWN:
             contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
-            contexts.enter_context(turn.trace.watching(size))
+            contexts.enter_context(turn.trace.recording(size))
         self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
         self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
         return turn.batch

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..batches import Drawn
 from ..jacobian.code_path import CodePath, RehearsedCode
-from ..jacobian.independence import Answers, Rehearsal, Turn, few, halves, inner
+from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
+from ..jacobian.turns import Answers, Turn
 from .release import Releases
 
 THOROUGH = 2  # every batch is rehearsed in full up to this step: both halves replaced, one left out
@@ -86,8 +87,8 @@ class Rehearsals:
                     "The data set gives other items when it is asked again, so whether they depend on items that were "
                     "fetched before was not shown. It is harmless where random numbers of its own are the reason."
                 )
-        kept = halves(drawn.count, drawn.generator, units)
-        alone = [few(drawn.count, drawn.generator), *(map(inner, kept) if thorough else ())]
+        kept = draw_halves(drawn.count, drawn.generator, units)
+        alone = [draw_few(drawn.count, drawn.generator), *(map(without_ends, kept) if thorough else ())]
         return Rehearsal(
             self.model,
             drawn,

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of the user's code on a batch, as a rehearsal asks for it, and the answers that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from .._model_state import ModelState
+from .randomness import RandomNumbers
+from .row_answers import RowAnswers
+from .trace import Trace
+
+
+class Examples(Protocol):
+    """A batch with examples that can be replaced and left out."""
+
+    batch: Any
+    count: int
+
+    def with_others(self, keep: np.ndarray) -> Any:
+        """Returns the batch with other examples where ``keep`` (count,) is false, at equal shapes; None if none fit."""
+
+    def without(self, keep: np.ndarray) -> Any:
+        """Returns a batch of the kept examples alone; None if they cannot be separated from the others."""
+
+
+@dataclass
+class Turn:
+    """One run of the user's code on a batch."""
+
+    batch: Any
+    count: int
+    is_batch: bool = False  # True for the batch itself, which is released unless something was found
+    rows: bool = True  # whether rows are compared, not the losses alone
+    random: RandomNumbers = RandomNumbers.AS_DRAWN
+    trace: Trace | None = None  # records what the modules return
+    prepare: Callable[[], None] = lambda: None  # must be called right before the run
+    state: ModelState | None = None  # of the model before the run, as far as it is put back
+
+
+@dataclass
+class Answers:
+    """The results of a run that must not depend on other examples."""
+
+    losses: Tensor  # (count, views)
+    rows: RowAnswers | None
+    changes: dict[str, Any]  # buffers and attributes that the user's code changed
+    random: Any  # state of the random number generators at the end
+    later: dict[str, Any] = field(default_factory=dict)  # the same changes, after the backward passes
+    settled: bool = False  # True if these passes were the usual ones, and none that only measures layouts
+    drew: bool = False  # whether random numbers were drawn
+    shapes: int = 0  # equal for two runs if all results in their forwards had the same shapes
