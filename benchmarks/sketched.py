@@ -26,7 +26,7 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy._model import Census
+from torch_privacy._model_state import ModelTensors
 from torch_privacy.estimated_norms.choose import sketching
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.projected import Sketch
@@ -57,14 +57,14 @@ def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
     model, x, y = problem
     trained, others = dict(model.named_parameters()), dict(model.named_buffers())
     layouts, key, numbers = Layouts(), secrets.token_bytes(32), count()
-    census = Census(trained, others)
+    tensors = ModelTensors(trained, others)
     estimating = None if setting is None else sketching(setting, layouts)
 
     def step() -> None:
         if estimating is None:
             watch = Tape(trained, others.values(), layouts, len(x))
         else:
-            watch = estimating.watch(census, len(x), Directions(key, next(numbers), 0))
+            watch = estimating.recorder(tensors, len(x), Directions(key, next(numbers), 0))
         args = watch.probe((x,))
         if isinstance(watch, Sketch):
             watch.begin(model, args, {})

@@ -24,7 +24,6 @@ FLOORS = [  # from the top: what a user calls, down to the ground
     ["privacy"],
     ["data"],
     ["noise", "sampling", "batches"],
-    ["_model"],
     ["_model_state"],
     ["_replay", "_torch_modes"],
     ["_validate"],

@@ -366,7 +366,9 @@ def test_check_says_what_it_could_not_compare():
     assert numpy.notes == ("Parts of the batch were not compared, for the forward is random even in eval mode.",)
     x = torch.randn(X)
     without_batch = check(nn.Linear(3, 4), lambda m, b: losses_of(m, x), None)
-    assert without_batch.notes[0].startswith("Nothing was rehearsed, for no tensor in the batch has the examples first")
+    assert without_batch.notes[0].startswith(
+        "Nothing was rehearsed, because no tensor in the batch has the examples first"
+    )
 
 
 def test_check_refuses_losses_that_do_not_repeat():

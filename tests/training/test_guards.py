@@ -458,13 +458,13 @@ def test_what_opacus_wrapped_is_refused_by_name(kind):
         wrapped = wrapper()
         wrapped.inner = model
         model = wrapped
-    with refused("is Opacus's. Pass model and optimizer as they were before make_private"):
+    with refused("comes from Opacus. Pass model and optimizer as they were before make_private"):
         training_of(model, optimizer)
 
 
 def test_a_data_frame_is_refused():
     frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
-    with refused("dataset is a DataFrame of pandas, and its items are columns"):
+    with refused("dataset is a pandas DataFrame, whose items are columns"):
         training_of(dataset=frame(["a", "b"]))
 
 

@@ -19,7 +19,7 @@ from ..jacobian.layout import PROOFS, Layouts
 from ..jacobian.tape import Tape
 
 if TYPE_CHECKING:
-    from .._model import Census
+    from .._model_state import ModelTensors
     from ..jacobian.blocks import Block
     from ..jacobian.operator import Jacobian
     from .choose import Sketched
@@ -112,10 +112,10 @@ class Estimating:
         """Whether enough batches were looked at to trust one of this size."""
         return self._layouts.settled(size)
 
-    def watch(self, census: Census, size: int, directions: Directions) -> Tape:
+    def recorder(self, tensors: ModelTensors, size: int, directions: Directions) -> Tape:
         """The tape of a (micro)batch of so many examples."""
-        estimates = self._make(self.setting, directions, census.trained, self._forms)
-        return Tape(census.trained, census.constants, self._layouts, size, estimates)
+        estimates = self._make(self.setting, directions, tensors.trained, self._forms)
+        return Tape(tensors.trained, tensors.constants, self._layouts, size, estimates)
 
     def explain(self) -> str:
         """How the norms are estimated, and which parameters' parts are exact."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import privacy
-from .._model import Census
+from .._model_state import ModelTensors
 from ..clipping import ClippingRule
 from ..mechanism import ClippedSum, Recording
 from .choose import Sketched, check_price, check_rule, sketching
@@ -49,8 +49,8 @@ class SketchedSum(ClippedSum):
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "jacobian": repr(self._sketching.setting)}
 
-    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Recording:
-        return self._sketching.watch(census, size, Directions(key, step, part))
+    def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
+        return self._sketching.recorder(tensors, size, Directions(key, step, part))
 
     def explain(self) -> str:
         return self._sketching.explain()

@@ -31,7 +31,7 @@ from .jvp import WAYS, Manner, Run, against_ahead, differentiable_twice
 from .projections import SketchedJacobian
 
 if TYPE_CHECKING:
-    from .._model import Census
+    from .._model_state import ModelTensors
     from .choose import Sketched
 
 SMALL = 2**14  # entries of the forward's values in the mean; with fewer a call of torch costs more than its work
@@ -66,9 +66,9 @@ class Sketching:
         """Whether some graph was looked at often enough to trust the model with so many examples."""
         return any(count >= PROOFS for (_, one), count in self._looked_at.items() if one in told_by(size))
 
-    def watch(self, census: Census, size: int, directions: Directions) -> Sketch:
+    def recorder(self, tensors: ModelTensors, size: int, directions: Directions) -> Sketch:
         """What looks on at the forward on a (micro)batch of so many examples."""
-        return Sketch(self, census.trained, directions)
+        return Sketch(self, tensors.trained, directions)
 
     @property
     def pushes_ahead(self) -> bool:

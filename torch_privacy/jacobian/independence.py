@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .._model_state import ModelState, ParameterMarks, restore, same
+from .._model_state import ModelState, ParameterDigests, restore, same
 from .._replay import in_eval, torch_generators
 from .._validate import Refused
 from .operator import Jacobian
@@ -193,7 +193,7 @@ class Rehearsal:
         weights = [p for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
         copies = [p.detach().clone() for p in weights]
         while True:
-            before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
+            before, marks = ModelState(self._model, self._moving), ParameterDigests(self._model)
             passed = False
             try:
                 moved, overwritten = yield from self._attempt(before, marks)
@@ -211,7 +211,7 @@ class Rehearsal:
             self._expected = {name: self._expected[name] for name in overwritten}
 
     def _attempt(
-        self, before: ModelState, marks: ParameterMarks
+        self, before: ModelState, marks: ParameterDigests
     ) -> Generator[Turn, Answers, tuple[set[str], set[str]]]:
         """One rehearsal, and the batch. It is done again where it gives names of parameters or attributes:
 
@@ -222,7 +222,7 @@ class Rehearsal:
 
         def prepare(turn: Turn) -> None:
             ended.append(before.changes(with_parameters=True))
-            before.restore(but=self._overwritten if turn.is_batch else ())
+            before.restore(except_for=self._overwritten if turn.is_batch else ())
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 

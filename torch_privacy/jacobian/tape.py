@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from .._model import Attributes, Census
+from .._model_state import AttributeTensors, ModelTensors
 from .._torch_modes import uncompiled, without_autocast
 from .._validate import Refused, whole
 from ..ops import OPS, AnyLayout, Layout
@@ -476,7 +476,7 @@ class _Known:
     """What is remembered of a model between recordings."""
 
     def __init__(self, model: nn.Module):
-        self.layouts, self.attributes = Layouts(), Attributes(model)
+        self.layouts, self.attributes = Layouts(), AttributeTensors(model)
 
 
 class _Memory:
@@ -546,8 +546,8 @@ class record(Tape):
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        census = Census(trainable, {**frozen, **dict(model.named_buffers())}, known.attributes.unchanged())
-        super().__init__(census.trained, census.constants, known.layouts, num_examples)
+        tensors = ModelTensors(trainable, {**frozen, **dict(model.named_buffers())}, known.attributes.unchanged())
+        super().__init__(tensors.trained, tensors.constants, known.layouts, num_examples)
         self._model, self._contexts = model, ExitStack()
 
     def __enter__(self) -> Self:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``check``: everything the engine verifies about a model and its losses, on one batch, before anything is trained."""
+"""Provides ``check``, which verifies a model and its losses on one batch before any training."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,136 +14,51 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from ._model import Attributes, Census, check_model, check_no_hooks, take_census
-from ._replay import OwnRandomNumbers, RandomState, Snapshot, frozen, next_numbers
-from ._torch_modes import uncompiled
-from ._validate import Refused
-from .batches import CollatedExamples
-from .jacobian.calls import Call
-from .jacobian.independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
-from .jacobian.layout import Layouts, Measurement
-from .jacobian.operator import Jacobian, PlanRow
-from .jacobian.tape import Tape, check_losses
-from .ops import AnyLayout, Layout
-from .ops.fallback import ReplayUse
+from .._model_state import AttributeTensors, ModelTensors
+from .._replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
+from .._torch_modes import tensors_in, uncompiled
+from .._validate import Refused, quoted
+from ..batches import CollatedExamples
+from ..jacobian.independence import Answers, Rehearsal, RowAnswers, Turn, halves, without_random_numbers
+from ..jacobian.layout import Layouts
+from ..jacobian.operator import PlanRow
+from ..jacobian.tape import Tape, check_losses
+from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, Meeting, Problem, Verdict
+from .recorded_run import RecordedRun, message_of
+from .requirements import check_model, check_no_gradient_hooks, model_tensors
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-_Refusal = tuple[tuple[str, ...], str]  # names of the parameters blamed, and the engine's words
-
-EXACT, REFUSED, NOT_CHECKED = "exact", "refused", "not checked"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that training would refuse, or that would make its guarantee void; ``text`` says what to do."""
-
-    check: str  # the one that found it
-    names: tuple[str, ...]  # parameters and buffers concerned
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.check}: {self.text}"
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A call of a torch function that met a parameter."""
-
-    op: str  # the function's name
-    module: str  # dotted name of the innermost module whose forward made the call; the model itself is ""
-    inside: bool  # whether the model's own forward was running
-    layout: str  # shape of the output with n where the examples sit, "(n, 16, 64)", "(n·16, 64)"; "" if not measured
-    generic: bool  # a function without a rule of its own: its rows come from its own backward, which is slower
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the check found about one trainable parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    meetings: tuple[Meeting, ...]
-    plan: tuple[PlanRow, ...]
-    verdict: str  # "exact", "refused", "not checked"
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """Torch functions that met the parameter; a star marks those without a rule of their own."""
-        return tuple(dict.fromkeys(met.op + "*" * met.generic for met in self.meetings))
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Where the examples sit in these functions' outputs."""
-        return tuple(dict.fromkeys(met.layout for met in self.meetings if met.layout))
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """How the norms are computed."""
-        return tuple(dict.fromkeys(row.norms_by for row in self.plan))
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """What the clipped sum is made of."""
-        return tuple(dict.fromkeys(row.keeps for row in self.plan))
-
-
-@dataclass(frozen=True)
-class Checkup:
-    """What ``check`` found; prints as a table of verdicts, followed by every problem with its cure."""
-
-    num_examples: int  # 0 if there were no losses to count
-    verdicts: tuple[Verdict, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]  # what could not be checked, or is worth knowing
-
-    @property
-    def ok(self) -> bool:
-        """Whether no check found a problem."""
-        return not self.problems
-
-    def raise_if_refused(self) -> None:
-        """Raise ``Refused`` with all problems, if there are any."""
-        if self.problems:
-            raise Refused("\n".join(map(str, self.problems)))
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {"ok": self.ok, **asdict(self)}
-
-    def __str__(self) -> str:
-        from .cli.tables import checkup_text
-
-        return checkup_text(self)
+_Refusal = tuple[tuple[str, ...], str]  # names of the parameters concerned, and the message
 
 
 def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
-    """Run every self-check of the engine on one batch: no data set, no optimizer, no noise, and nothing is trained.
+    """Runs every self-check of the engine on one batch; needs no dataset, optimizer or noise, and trains nothing.
 
     Args:
         model: the module to be trained; its parameters that require a gradient are checked.
         loss_fn: (model, batch) -> (n,) losses, one for each example.
-        batch: a tensor, or tuples, lists and mappings of such, with the n examples first; at least two of them, and
-            of different lengths if examples have lengths.
+        batch: a tensor, or tensors in tuples, lists and mappings, with the n examples along the first dimension; at
+            least two examples, of different lengths if examples have lengths.
 
     Returns:
-        A ``Checkup``: a verdict for every parameter, and all problems instead of the first one.
+        A ``Checkup``: a verdict on every parameter, and all problems instead of the first one.
 
     Guarantees:
-        - ``ok`` says: the losses have shape (n,) and are finite; no batch normalization is in training mode; every
-          trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to the
-          native gradient, and two rows drawn at random equal backwards of their own; loss and row of every example
-          stay when other examples of the batch take the places of the rest (each half is kept once); each half, and
-          the first example, have alone the losses that they have in the whole batch; what the forward changes in
-          buffers, or in attributes that it reads later, does not depend on the examples; it changes no parameter.
-        - Afterwards the tensors and modes of the model are what they were, and so is the random state of torch, numpy
-          and Python. Plain attributes that the forward sets hold what the last run left there. Meanwhile the model's
-          tensors are held twice.
+        - If ``ok`` is true: the losses have shape (n,) and are finite; no batch normalization is in training mode;
+          every trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to
+          the native gradient, and two random rows equal those of separate backward passes; loss and row of every
+          example stay the same when other examples of the batch replace the rest (each half is kept once); the losses
+          of each half alone, and of the first example alone, equal those in the whole batch; what the forward changes
+          in buffers, or in attributes that it reads later, does not depend on the examples; it changes no parameter.
+        - Afterwards the tensors and modes of the model are as before, and so is the random state of torch, numpy and
+          Python. Plain attributes that the forward sets keep what the last run stored there. During the check the
+          model's tensors take twice their memory.
 
     Edge cases:
-        With batch normalization in training mode, which is a problem, the other checks go on in its eval mode. Where
-        the forward draws random numbers, parts of the batch are compared with all modules in eval mode and, if that is
-        not enough, with random numbers replaced by their means; if it is still random then, a note says that parts
-        were not compared.
+        Batch normalization in training mode is a problem; the other checks are then made with it in eval mode. If the
+        forward draws random numbers, parts of the batch are compared with all modules in eval mode and, if that is
+        not enough, with random numbers replaced by their means; if it is still random, a note says that parts were
+        not compared.
 
     Raises:
         Refused: no parameter requires a gradient, or one is not initialized yet (lazy modules).
@@ -160,13 +74,13 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
 
 
 class _Examination:
-    """One run of ``check``: the model as it was, and what was found so far."""
+    """Runs one ``check``: keeps the model's original state and the problems found so far."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any):
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
-        self._attributes = Attributes(model)
+        self._attributes = AttributeTensors(model)
         self._parameters = _trainable(model)
-        # A stand-in: only its list of parameters is looked at.
+        # The checks of requirements.py expect an optimizer; they read only its list of parameters.
         self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
         self._problems: list[Problem] = []
         self._notes: list[str] = []
@@ -177,7 +91,7 @@ class _Examination:
         self._layouts = Layouts()
 
     def checkup(self) -> Checkup:
-        """Run all checks, and leave model and random state as they were."""
+        """Runs all checks, then restores the model and the random state."""
         self._random, self._before = RandomState(), Snapshot(self._model)
         try:
             self._run()
@@ -189,95 +103,97 @@ class _Examination:
 
     def _run(self) -> None:
         for name, p in self._parameters.items():
-            self._passes("parameters", (name,), check_no_hooks, {name: p})
-        set_aside = self._set_aside_batch_norms()
+            self._passes("parameters", (name,), check_no_gradient_hooks, {name: p})
+        batch_norm_parameters = self._put_batch_norms_in_eval_mode()
         losses = self._losses(self._batch)
         if self._usable(losses):
             self._num_examples = len(losses)
-            self._check_parameters([name for name in self._parameters if name not in set_aside])
+            self._check_parameters([name for name in self._parameters if name not in batch_norm_parameters])
             self._check_independence()
 
     def _losses(self, batch: Any) -> Any:
-        """The losses of a batch, by the model and with the random numbers of the first run."""
+        """Returns the losses of a batch, with the original model and the random numbers of the first run."""
         self._before.restore_tensors()
         self._random.restore()
         with torch.enable_grad():
             return self._loss_fn(self._model, batch)
 
-    def _set_aside_batch_norms(self) -> tuple[str, ...]:
-        """Names of the parameters of batch normalization in training mode, which is put in eval mode meanwhile."""
-        found = [m for m in self._model.modules() if isinstance(m, _BatchNorm) and m.training]
-        own = {id(p) for m in found for p in m.parameters()}
-        names = tuple(name for name, p in self._parameters.items() if id(p) in own)
+    def _put_batch_norms_in_eval_mode(self) -> tuple[str, ...]:
+        """Puts batch normalization in eval mode, reports it as a problem, and returns the names of its parameters."""
+        batch_norms = [m for m in self._model.modules() if isinstance(m, _BatchNorm) and m.training]
+        parameters = {id(p) for m in batch_norms for p in m.parameters()}
+        names = tuple(name for name, p in self._parameters.items() if id(p) in parameters)
         if not self._passes("modules", names, check_model, self._model, self._optimizer):
             self._notes.append("All other checks were made with the batch normalization in eval mode.")
-        for module in found:
+        for module in batch_norms:
             module.training = False
         return names
 
     def _usable(self, losses: Any) -> bool:
-        """Whether the other checks can go on with these losses."""
+        """True if the other checks can go on with these losses; reports the problem otherwise."""
         if not self._passes("losses", (), check_losses, losses):
             return False
-        n, sizes = len(losses), sorted({len(t) for t in _tensors(self._batch) if t.ndim})
-        wrong = (~losses.isfinite()).nonzero().flatten().tolist()
+        n, sizes = len(losses), sorted({len(t) for t in tensors_in(self._batch) if t.ndim})
+        non_finite = (~losses.isfinite()).nonzero().flatten().tolist()
         if sizes and n not in sizes:
             examples = " or ".join(map(str, sizes))
             self._blame("losses", f"there are {n} for a batch of {examples} examples: must be one for each example.")
         elif n < 2:
             self._blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
-        elif wrong:
-            self._blame("losses", f"those of examples {_listed(wrong)} are not finite, nor would be their gradients.")
-        return not (wrong or n < 2 or (sizes and n not in sizes))
+        elif non_finite:
+            listed = quoted(non_finite, at_most=5)
+            self._blame("losses", f"those of examples {listed} are not finite, nor would their gradients be.")
+        return not (non_finite or n < 2 or (sizes and n not in sizes))
 
     def _check_parameters(self, names: Sequence[str]) -> None:
-        """Rows in the parameters that there is nothing to say against; the others are set aside problem by problem."""
+        """Finds the parameters with exact rows, by leaving out those that each refusal names; reports the refusals."""
         refused: dict[str, list[_Refusal]] = {}  # by kind
-        attempt = self._attempt(names)
-        while attempt.refusal is not None:
-            blamed = _named_in(attempt.refusal, names) or tuple(names)
-            refused.setdefault(_kind(attempt.refusal), []).append((blamed, attempt.refusal))
+        run = self._record(names)
+        while run.refusal is not None:
+            blamed = _named_in(run.refusal, names) or tuple(names)
+            refused.setdefault(_kind(run.refusal), []).append((blamed, run.refusal))
             names = [name for name in names if name not in blamed]
-            attempt = self._attempt(names)
-        self._exact, self._plan = names, attempt.plan()
+            run = self._record(names)
+        self._exact, self._plan = names, run.plan()
         for kind in refused.values():
             self._blame_all(kind)
         self._note_uses_outside()
 
-    def _attempt(self, names: Sequence[str]) -> _Attempt:
-        """The tape over some of the parameters, the others being frozen."""
-        self._before.restore_tensors()  # now, since the tape knows its tensors by version
-        attempt = _Attempt(self._census(), names, self._num_examples)
+    def _record(self, names: Sequence[str]) -> RecordedRun:
+        """Records the batch with respect to these parameters, while the others are frozen."""
+        self._before.restore_tensors()  # before the tape notes the versions of its tensors
+        run = RecordedRun(self._tensors(), names, self._num_examples)
         if names:
-            with frozen(self._parameters, but=names):
-                attempt.run(self._model, lambda: self._losses(self._batch))
-            self._meetings |= attempt.meetings()
-        return attempt
+            with frozen(self._parameters, except_for=names):
+                run.run(self._model, lambda: self._losses(self._batch))
+            self._meetings |= run.meetings()
+        return run
 
     def _blame_all(self, refusals: list[_Refusal]) -> None:
-        """Refusals of one kind, told once."""
+        """Reports refusals of one kind as one problem."""
         (first, text), *others = refusals
         more = [name for names, _ in others for name in names]
-        also = f" The same holds for {_listed(more)}." if more else ""
+        also = f" The same holds for {quoted(more, at_most=5)}." if more else ""
         self._blame("parameters", text + self._in_modules(first) + also, (*first, *more))
 
     def _note_uses_outside(self) -> None:
+        """Notes the parameters that are used outside of the model's own forward."""
         outside = [name for name, meetings in self._meetings.items() if not all(met.inside for met in meetings)]
         if outside:
             self._notes.append(
-                f"Parameter {_quoted(outside)} is used outside of the model's own forward. With PrivateTraining put "
-                "that under `with training.record():`."
+                f"Parameter {quoted(outside)} is used outside of the model's own forward. With PrivateTraining put "
+                "that code under `with training.record():`."
             )
 
     def _check_independence(self) -> None:
-        """Do losses and rows stay when other examples take the places of some, or when some are left out?"""
+        """Checks that losses and rows stay the same when other examples of the batch are replaced or left out."""
         n = self._num_examples
         generator = np.random.default_rng(0)
         examples = CollatedExamples(self._batch, n, generator)
         if examples.without(np.ones(n, bool)) is None:
             self._notes.append(
-                "Nothing was rehearsed, for no tensor in the batch has the examples first: whether examples depend on "
-                "each other is not known. Training replaces items before they are collated, and will find out."
+                "Nothing was rehearsed, because no tensor in the batch has the examples first: whether examples depend "
+                "on each other is not known. Training replaces items before they are collated, and will show it."
             )
             return
         kept = halves(n, generator)
@@ -291,45 +207,47 @@ class _Examination:
         except StopIteration:
             self._notes += sorted(notes)
         except Refused as error:
-            self._blame("examples", _words(error), _named_in(str(error), self._all_names()))
+            self._blame("examples", message_of(error), _named_in(str(error), self._all_names()))
         finally:
             turns.close()
 
     def _answers(self, turn: Turn) -> Answers:
-        """What the user's losses give on the batch of a turn."""
+        """Runs the user's losses on the batch of one turn, and returns what the rehearsal compares."""
         turn.prepare()
-        numbers = OwnRandomNumbers(b"check")
+        numbers = SeededRandomNumbers(b"check")
         try:
-            start = next_numbers()
+            start = random_position()
             numbers.begin(b"check")
             with without_random_numbers(self._model, turn.random), torch.enable_grad():
                 trace = nullcontext() if turn.trace is None else turn.trace.watching(turn.count)
                 with trace:
                     losses, rows, shapes = self._losses_and_rows(turn)
-            end = next_numbers()
+            end = random_position()
         finally:
             numbers.close()
         changes = {} if turn.state is None else turn.state.changes()
         return Answers(losses.detach()[:, None], rows, changes, end, drew=end != start, shapes=shapes)
 
     def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
+        """Returns losses, norms and fingerprints of the exact rows, and a digest of the shapes in the forward."""
         if not turn.rows or not self._exact:
             return self._losses_of(turn), None, 0
-        census = self._census()
-        frozen_names = (p for name, p in census.trained.items() if name not in self._exact)
-        exact = {name: census.trained[name] for name in self._exact}
+        tensors = self._tensors()
+        frozen_names = (p for name, p in tensors.trained.items() if name not in self._exact)
+        exact = {name: tensors.trained[name] for name in self._exact}
         rows = RowAnswers()
-        with frozen(self._parameters, but=self._exact):
-            with Tape(exact, [*frozen_names, *census.constants], self._layouts, turn.count) as tape:
+        with frozen(self._parameters, except_for=self._exact):
+            with Tape(exact, [*frozen_names, *tensors.constants], self._layouts, turn.count) as tape:
                 tape.note_inputs(turn.batch)
                 losses = self._losses_of(turn)
             rows.take(tape.jacobian(losses, may_miss=exact), "all")
         return losses, rows, tape.code.shapes
 
     def _losses_of(self, turn: Turn) -> Tensor:
+        """Returns the losses of a turn's batch; refuses losses of another shape, and code that fails on it."""
         try:
             losses = self._loss_fn(self._model, turn.batch)
-        except Exception as error:  # whatever the loss function stumbles over
+        except Exception as error:  # of any kind, raised by the user's code
             raise Refused(
                 f"the losses of {turn.count} of the {self._num_examples} examples alone cannot be computed: "
                 f"{_first_line(error)} Batches of private training have any size; write model and losses for any n."
@@ -338,32 +256,35 @@ class _Examination:
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise Refused(
                 f"the losses of {turn.count} of the {self._num_examples} examples alone have shape {shape}: must be "
-                f"({turn.count},). Write model and losses for any n; squeeze(), for one, drops an n of 1, and "
+                f"({turn.count},). Write model and losses for any n; squeeze(), for example, drops an n of 1; "
                 "squeeze(1) does not."
             )
         return losses
 
     def _blame(self, check: str, text: str, names: tuple[str, ...] = ()) -> None:
+        """Reports a problem."""
         self._problems.append(Problem(check, names, text))
 
     def _passes(self, check: str, names: tuple[str, ...] | None, run: Callable, *args: Any) -> bool:
-        """Whether a check of the engine passes; else what it says is blamed on ``names``, or on those that it names."""
+        """True if ``run(*args)`` passes; reports its refusal otherwise, for ``names`` or those in the message."""
         try:
             run(*args)
         except Refused as error:
-            self._blame(check, _words(error), _named_in(str(error), self._all_names()) if names is None else names)
+            self._blame(check, message_of(error), _named_in(str(error), self._all_names()) if names is None else names)
             return False
         return True
 
-    def _census(self) -> Census:
-        return take_census(self._model, self._optimizer, self._attributes)
+    def _tensors(self) -> ModelTensors:
+        return model_tensors(self._model, self._optimizer, self._attributes)
 
     def _all_names(self) -> list[str]:
+        """Returns the names of all parameters and buffers."""
         return [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
 
     def _in_modules(self, names: Sequence[str]) -> str:
+        """Returns a sentence with the modules that use these parameters; empty if there is none."""
         modules = {met.module for name in names for met in self._meetings.get(name, ()) if met.module}
-        return f" (In module {_quoted(sorted(modules))}.)" if modules else ""
+        return f" (In module {quoted(sorted(modules))}.)" if modules else ""
 
     def _verdict(self, name: str, p: Tensor) -> Verdict:
         refused = any(name in problem.names for problem in self._problems)
@@ -372,137 +293,28 @@ class _Examination:
         return Verdict(name, tuple(p.shape), self._meetings.get(name, ()), plan, verdict)
 
 
-class _Attempt:
-    """One run of the tape over some of the parameters."""
-
-    def __init__(self, census: Census, names: Sequence[str], n: int):
-        frozen = (p for name, p in census.trained.items() if name not in names)
-        self._layouts = _Witness()
-        trained = {name: census.trained[name] for name in names}
-        self.tape = Tape(trained, [*frozen, *census.constants], self._layouts, n)
-        self.losses: Tensor | None = None  # None also where the tape refused before there were any
-        self.refusal: str | None = None
-        self._jacobian: Jacobian | None = None
-        self._forwards: list[tuple[str, range]] = []
-
-    def run(self, model: nn.Module, losses_of: Callable[[], Tensor]) -> None:
-        """Compute the losses, and ask for their Jacobian."""
-        try:
-            with _watching(model, self.tape, self._forwards), self.tape:
-                self.losses = losses_of()
-            self._jacobian = self.tape.jacobian(self.losses, retain_graph=True, verify=bool(self.tape.parameters))
-        except Refused as error:
-            self.refusal = _words(error)
-
-    def meetings(self) -> dict[str, tuple[Meeting, ...]]:
-        """What each parameter met."""
-        found: dict[str, tuple[Meeting, ...]] = {}
-        for number, call in enumerate(self.tape._calls):
-            around = [name for name, calls in self._forwards if number in calls]
-            for use in call.uses:
-                where = around[-1] if around else "", "" in around
-                met = Meeting(call.op, *where, self._layouts.of(call), isinstance(use, ReplayUse))
-                found |= {name: (*found.get(name, ()), met) for name in self.tape._names_of(use.weight)}
-        return found
-
-    def plan(self) -> list[PlanRow]:
-        """How norms and sums are computed."""
-        return [] if self._jacobian is None else self._jacobian.plan()
-
-
-class _Witness(Layouts):
-    """Remembers what was measured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shapes: dict[int, str] = {}
-
-    def of(self, call: Call) -> str:
-        """The layout of a call; empty if it was not measured."""
-        return self._shapes.get(id(call), "")
-
-    def measure(self, path: int, measurement: Measurement, *args: Any, **kwargs: Any) -> list[AnyLayout]:
-        layouts = super().measure(path, measurement, *args, **kwargs)
-        calls = measurement.calls
-        self._shapes = {id(call): _shape(call, layout) for call, layout in zip(calls, layouts, strict=True)}
-        return layouts
-
-
-def _shape(call: Call, layout: AnyLayout) -> str:
-    """A call's output with n where the examples sit: (n, 3), (n·16, 3), (16·n, 3); or (80 by owner, 3)."""
-    sizes = [str(size) for size in call.shape]
-    if isinstance(layout, Layout):
-        around = str(layout.before) * (layout.before > 1), "n", str(layout.after) * (layout.after > 1)
-        sizes[layout.dim] = "·".join(filter(None, around))
-    else:
-        sizes[layout.dim] += " by owner"
-    return f"({', '.join(sizes)})"
-
-
-@contextmanager
-def _watching(model: nn.Module, tape: Tape, forwards: list[tuple[str, range]]) -> Iterator[None]:
-    """Notes in ``forwards``, as they begin, which of the tape's calls fall into which module's forward."""
-    running: list[int] = []
-    names = {module: name for name, module in model.named_modules()}
-
-    def before(module: nn.Module, _: Any) -> None:
-        running.append(len(forwards))
-        forwards.append((names[module], range(len(tape._calls), len(tape._calls))))
-
-    def after(module: nn.Module, *_: Any) -> None:
-        number = running.pop()
-        forwards[number] = names[module], range(forwards[number][1].start, len(tape._calls))
-
-    hooks = [module.register_forward_pre_hook(before) for module in names]
-    hooks += [module.register_forward_hook(after, always_call=True) for module in names]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Returns the parameters that require a gradient; refuses lazy modules, and a model without any."""
     lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
-        raise Refused(f"check: parameter {_quoted(lazy)} is not initialized yet. Run the model once on a batch before.")
+        raise Refused(f"check: parameter {quoted(lazy)} is not initialized yet. Run the model on one batch first.")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise Refused("check: no parameter of the model requires a gradient; there is nothing to train.")
     return trainable
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and mappings."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
-
-
-def _words(error: Refused) -> str:
-    """What the engine says, without the part of it that says it."""
-    return re.sub(r"^(PrivateTraining|tape|rehearsal): ", "", str(error))
-
-
 def _named_in(message: str, names: Sequence[str]) -> tuple[str, ...]:
-    quoted = set(re.findall(r"'([^']+)'", message))
-    return tuple(name for name in names if name in quoted)
+    """Returns those of the names that the message has in quotes."""
+    in_quotes = set(re.findall(r"'([^']+)'", message))
+    return tuple(name for name in names if name in in_quotes)
 
 
 def _kind(refusal: str) -> str:
-    """The words of a refusal without the names and numbers in it."""
+    """Returns the refusal without names and numbers, so that refusals of one kind are equal."""
     return " ".join(re.sub(r"'[^']*'|[\d(),]", " ", refusal).split())
 
 
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _listed(things: Sequence[Any]) -> str:
-    return ", ".join(map(repr, things[:5])) + (f" and {len(things) - 5} more" if len(things) > 5 else "")
-
-
 def _first_line(error: Exception) -> str:
+    """Returns the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .:") + "."

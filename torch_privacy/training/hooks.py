@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._model import Seal
-from .._replay import OwnRandomNumbers, is_unwatched
+from .._model_state import MutationGuard
+from .._replay import SeededRandomNumbers, is_recording_disabled
 from ..jacobian.independence import Turn
 from ..mechanism import Recording
 
@@ -24,8 +24,8 @@ class Pending:
 
     turn: Turn
     tape: Recording | None  # None if only the losses are asked for
-    seal: Seal
-    numbers: OwnRandomNumbers
+    guard: MutationGuard
+    numbers: SeededRandomNumbers
     contexts: ExitStack
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ForwardHooks:
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         pending = self._pending()
-        tape = None if pending is None or not torch.is_grad_enabled() or is_unwatched() else pending.tape
+        tape = None if pending is None or not torch.is_grad_enabled() or is_recording_disabled() else pending.tape
         self._running.recordings.append(tape)
         if tape is not None and pending is not None:
             tape.code.note_inputs((args, kwargs), pending.turn.batch)

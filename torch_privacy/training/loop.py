@@ -17,23 +17,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._model import Attributes, Census, Seal, check_model, check_no_hooks, padding_rows, take_census
-from .._replay import OwnRandomNumbers, next_numbers
+from .._model_state import AttributeTensors, ModelTensors, MutationGuard
+from .._replay import SeededRandomNumbers, random_position
 from .._torch_modes import uncompiled
 from .._validate import Refused, whole
-from ..batches import Batches, Collate, Draw
+from ..batches import Batches, BatchRequest, Collate
 from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
 from ..jacobian.independence import AS_IT_IS, Answers, RowAnswers, Turn, without_random_numbers, written_into
 from ..jacobian.tape import MEMORY_BUDGET, Tape, check_losses
-from ..mechanism import ClippedSum, Summing
+from ..mechanism import ClippedSum, Summation
+from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
 from .release import Releases
 from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
 from .statement import Account, Progress, Spent
-from .weights import WeightGuard
+from .weights import WeightGuard, padding_rows
 
 
 class _Latest(threading.local):
@@ -197,19 +198,19 @@ class PrivateTraining:
         check_model(model, optimizer)
         check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._attributes = Attributes(model)
-        self._census = self._take_census()
-        self._mechanism = settings.new_mechanism(self._census.trained, dataset)
+        self._attributes = AttributeTensors(model)
+        self._tensors = self._find_tensors()
+        self._mechanism = settings.new_mechanism(self._tensors.trained, dataset)
         self.settings = settings.with_noise(self._mechanism)
         self.event = self.settings.event(self._mechanism)
         self.ledger = open_ledger(run_folder, self.settings.prior_releases)
         self._account = Account(self.settings, self.event, self.ledger)
-        self._weight_guard = WeightGuard(_weakly(self, lambda training: training._census.trained, {}))
+        self._weight_guard = WeightGuard(_weakly(self, lambda training: training._tensors.trained, {}))
         self._step_count = 0
         self._num_non_finite = 0
         self._stop_reason: str | None = None
         self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
-        self._padding = padding_rows(model, self._census.trained)
+        self._padding = padding_rows(model, self._tensors.trained)
         self._releases = Releases(self.settings, self.event, self.ledger)
         self._rehearsals = Rehearsals(model, self._releases, assumed=assume_independent is not None)
         self._part: Part | None = None  # the (micro)batch in progress
@@ -269,7 +270,7 @@ class PrivateTraining:
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        self._census = self._take_census()
+        self._tensors = self._find_tensors()
         self._weight_guard.activate()
         num_steps = self._account.steps_allowed
         drawn = self._batches(self._draws(self.step_count, num_steps))
@@ -277,8 +278,8 @@ class PrivateTraining:
             while self.step_count < num_steps:
                 self._sums = {}
                 parts = self._releases.parts(self.step_count)
-                self._census = self._take_census()
-                self._mechanism.begin(self.model, self._census, self._releases.noise.key, self.step_count)
+                self._tensors = self._find_tensors()
+                self._mechanism.begin(self.model, self._tensors, self._releases.noise.key, self.step_count)
                 for number in range(len(parts)):
                     self._begin_part(next(drawn), number, len(parts))
                     while self._turn is not None:
@@ -326,7 +327,7 @@ class PrivateTraining:
             raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
         self._hooks.unwind()
         try:
-            sums, summing, answers = self._answers(pending, part, losses)
+            sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
                 self._rehearsals.restart(part, self._units(part.drawn.count))
@@ -347,7 +348,7 @@ class PrivateTraining:
         assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
         self._rehearsals.note_passed(part, pending.tape.code)
-        self._num_non_finite += summing.num_left_out
+        self._num_non_finite += summation.num_left_out
         for name, tensor in sums.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
         if part.is_last:
@@ -459,13 +460,13 @@ class PrivateTraining:
 
     # Turns: a batch, or a rehearsal of it
 
-    def _draws(self, step: int, end: int) -> Iterator[Draw]:
+    def _draws(self, step: int, end: int) -> Iterator[BatchRequest]:
         for later in range(step, end):
             parts = self._releases.parts(later)
             for number, part in enumerate(parts):
                 rehearsed, _ = self._rehearsals.are_due(later, number, len(parts))
                 seed = self._releases.secret(b"data", later, number)
-                yield Draw(part, self.settings.views, seed, rehearsed)
+                yield BatchRequest(part, self.settings.views, seed, rehearsed)
 
     def _begin_part(self, drawn: Any, number: int, count: int) -> None:
         """Begins a (micro)batch of this step with its first turn."""
@@ -487,23 +488,23 @@ class PrivateTraining:
             )
         turn.prepare()
         self._check_optimizer_settings()
-        self._census, step = self._take_census(), self.step_count
+        self._tensors, step = self._find_tensors(), self.step_count
         size, tape = turn.count * self.settings.views, None
         if turn.rows or turn.is_batch:
-            tape = self._mechanism.watch(self._census, self._releases.noise.key, step, part.number, size)
+            tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, step, part.number, size)
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
         seed = self._releases.secret(b"random numbers", step, part.number)
-        numbers = OwnRandomNumbers(seed)
+        numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
-            self._start = next_numbers()  # the same before every turn
+            self._start = random_position()  # the same before every turn
             numbers.begin(seed)
         if turn.random != AS_IT_IS:
             contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.watching(size))
         self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
-        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
+        self._pending = Pending(turn, tape, MutationGuard(self.model), numbers, contexts)
         return turn.batch
 
     def _check_optimizer_settings(self) -> None:
@@ -524,7 +525,7 @@ class PrivateTraining:
                 "scheduler=; and let no setting depend on the batch."
             )
 
-    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
+    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[dict[str, Tensor], Summation, Answers]:
         """Returns the sums of a turn, which are secret, and what is compared."""
         turn, tape = pending.turn, pending.tape
         losses = self._of_views(losses, turn.count)
@@ -535,12 +536,16 @@ class PrivateTraining:
                 "numbers come from the training's secret key, and a resumed run repeats them."
             )
         _check_unscaled(losses)
-        written, changed = pending.seal.changed()
+        written, changed = pending.guard.changed()
         if written:
             raise Refused(written_into(written))
         changes = {} if turn.state is None else turn.state.changes()
-        summing = self._mechanism.summing(self._releases.sampler, self.step_count, turn.count)
-        rows = RowAnswers(None if turn.is_batch else summing.weigh) if tape is not None and part.rehearsed else None
+        summation = self._mechanism.summation(self._releases.sampler, self.step_count, turn.count)
+        rows = (
+            RowAnswers(None if turn.is_batch else summation.compute_factors)
+            if tape is not None and part.rehearsed
+            else None
+        )
         sums: dict[str, Tensor] = {}
         if tape is not None:
             tape.code.note(("changed", name) for name in changed)
@@ -548,19 +553,19 @@ class PrivateTraining:
                 sums = tape.clipped_sum(
                     losses,
                     self._mechanism.groups(list(tape.parameters)),
-                    summing if turn.is_batch else None,
-                    merging=summing.merging,
+                    summation if turn.is_batch else None,
+                    merging=summation.merging,
                     may_miss=self._seen if turn.is_batch else tape.parameters,
                     memory_budget=self.settings.memory_budget,
                     observe=None if rows is None else rows.take,
                 )
-            summing.check_bound()
+            summation.check_bound()
             otherwise = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
             self._padding = {name: row for name, row in self._padding.items() if name not in otherwise}
             self._seen |= tape.reached  # layers that are left out at random are reached when they are not
         if rows is not None:
-            rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
-        end = next_numbers() if part.rehearsed else None
+            rows.factors = {name: factors.double().cpu() for name, factors in summation.factors.items()}
+        end = random_position() if part.rehearsed else None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.settings.views),
             rows=rows,
@@ -571,7 +576,7 @@ class PrivateTraining:
             drew=end is not None and self._start != end,
             shapes=0 if tape is None else tape.code.shapes,
         )
-        return sums, summing, answers
+        return sums, summation, answers
 
     def _of_views(self, losses: Tensor, size: int) -> Tensor:
         """Returns the losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
@@ -600,7 +605,7 @@ class PrivateTraining:
     def _release(self) -> None:
         """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
         self._check_unchanged()
-        parameters, step = self._census.trained, self.step_count
+        parameters, step = self._tensors.trained, self.step_count
         release = self._mechanism.complete(self._sums, parameters)
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
@@ -637,7 +642,7 @@ class PrivateTraining:
             )
 
     def _settings_that_must_agree(self) -> dict[str, Any]:
-        return self.settings.that_must_agree(self._mechanism, self._census.trained)
+        return self.settings.that_must_agree(self._mechanism, self._tensors.trained)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -647,10 +652,10 @@ class PrivateTraining:
             frozenset(self._rehearsals.not_compared),
         )
 
-    def _take_census(self) -> Census:
-        census = take_census(self.model, self.optimizer, self._attributes)
-        check_no_hooks(census.trained)
-        return census
+    def _find_tensors(self) -> ModelTensors:
+        tensors = model_tensors(self.model, self.optimizer, self._attributes)
+        check_no_gradient_hooks(tensors.trained)
+        return tensors
 
 
 def _check_unscaled(losses: Tensor) -> None:

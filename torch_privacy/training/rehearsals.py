@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from ..batches import Drawn
+from ..batches import DatasetExamples
 from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.independence import Answers, Rehearsal, Turn, few, halves, inner
 from .release import Releases
@@ -24,7 +24,7 @@ Script = Generator[Turn, Answers, None]
 class Part:
     """A (micro)batch in progress: its turns, of which the batch itself is the last."""
 
-    drawn: Drawn
+    drawn: DatasetExamples
     number: int  # of the microbatch in its step
     is_last: bool
     script: Script
@@ -58,7 +58,7 @@ class Rehearsals:
             return False, False
         return early or step & (step - 1) == 0 or chance % RARELY == 0, early
 
-    def begin(self, drawn: Drawn, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
+    def begin(self, drawn: DatasetExamples, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
         """Returns the part that begins with this microbatch."""
         rehearsed, thorough = self.are_due(step, number, count)
         script = self._script(drawn, units, thorough=thorough) if rehearsed else _unrehearsed(drawn)
@@ -78,7 +78,7 @@ class Rehearsals:
         if part.rehearsed:
             self.code.add(code, part.drawn.count)
 
-    def _script(self, drawn: Drawn, units: np.ndarray | None, *, thorough: bool) -> Script:
+    def _script(self, drawn: DatasetExamples, units: np.ndarray | None, *, thorough: bool) -> Script:
         if thorough:
             self.overwritten.clear()  # to be shown again
             if not drawn.repeats():
@@ -102,5 +102,5 @@ class Rehearsals:
         ).turns()
 
 
-def _unrehearsed(drawn: Drawn) -> Script:
+def _unrehearsed(drawn: DatasetExamples) -> Script:
     yield Turn(drawn.batch, drawn.count, is_batch=True)

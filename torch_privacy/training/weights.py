@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -55,6 +55,17 @@ def _sampled(p: Tensor) -> Tensor:
     some = flat[:: max(1, flat.numel() // SAMPLED)]
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return some.view(kinds[p.itemsize]) if p.itemsize in kinds else torch.view_as_real(some)
+
+
+def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns ``padding_idx`` for each trained embedding table that has one and that no other module shares."""
+    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    tables = {
+        id(m.weight): m.padding_idx
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.padding_idx is not None
+    }
+    return {name: tables[id(p)] for name, p in trained.items() if id(p) in tables and uses.count(id(p)) == 1}
 
 
 class WeightGuard:
