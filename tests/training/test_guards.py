@@ -274,7 +274,7 @@ def test_a_learning_rate_of_zero_is_no_skipped_step():
 def test_a_scheduler_that_asks_for_a_loss_is_refused_at_construction():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with refused("scheduler=ReduceLROnPlateau asks for metrics"):
+    with refused("scheduler=ReduceLROnPlateau needs metrics"):
         training_of(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 

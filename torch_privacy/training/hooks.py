@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks that switch the recorder on while the model runs on a batch of the training."""
+"""Provides the forward hooks that switch the recorder on while the model runs on a batch of the training."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..mechanism import Recording
 
 @dataclass
 class Pending:
-    """The (micro)batch that the loop has got and whose losses are awaited."""
+    """Holds a (micro)batch that was handed to the loop and waits for its losses."""
 
     turn: Turn
-    tape: Recording | None  # None if only the losses are asked for
+    tape: Recording | None  # None if only the losses are compared
     guard: MutationGuard
     numbers: SeededRandomNumbers
     contexts: ExitStack
 
     def close(self) -> None:
-        """Puts back what was set while the user's code ran; a second call does nothing."""
+        """Restores what was set while the user's code ran; a second call does nothing."""
         self.contexts.close()
         self.numbers.close()
 
 
 class _Running(threading.local):
-    """The forwards that run in one thread; None for one that is not recorded."""
+    """Holds the recordings of the forwards that run in one thread; None for a forward that is not recorded."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording | None] = []
@@ -44,11 +44,11 @@ class _Running(threading.local):
 class ForwardHooks:
     """Turns the recorder on while the model's forward runs on a pending batch, and off again.
 
-    Copies are empty, so that a copied or pickled model is an ordinary one, and evaluation between steps is not
-    recorded.
+    Copied or pickled hooks do nothing, so that a copy of the model is an ordinary model. Evaluation between steps is
+    not recorded.
 
     Args:
-        pending: gives the batch that is waiting for its losses, if there is one; must not keep the training alive.
+        pending: returns the batch that is waiting for its losses, if any; must not keep the training alive.
     """
 
     def __init__(self, pending: Callable[[], Pending | None] = lambda: None):
@@ -62,7 +62,7 @@ class ForwardHooks:
         return ForwardHooks, ()
 
     def register(self, model: nn.Module) -> None:
-        """Registers one hook before all others and one behind them, so that the recorder sees what those do."""
+        """Registers one hook before all others and one after them, so that the recorder sees what they do."""
         model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after, always_call=True)
 
