@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``check`` finds every problem, all of them at once, and leaves no trace."""
+"""Tests that ``check`` finds all problems at once, and changes neither the model nor the random state."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 class LearningScale(nn.Module):
-    """Divides by a running mean of sizes, kept in a buffer: by itself, batches alone do not show it."""
+    """Divides by a running mean of sizes, kept in a buffer; the losses of one batch do not show it."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class LearningScale(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small language model with tied weights."""
+    """Is a small language model with tied weights."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -55,7 +55,7 @@ def next_token_losses(model, ids):
 
 
 def padded_tokens(n=6):
-    """(n, 6) tokens of different lengths, and which of them count."""
+    """Returns (n, 6) tokens of different lengths, and the mask of those that count."""
     lengths = torch.arange(n) % 5 + 2
     return tokens(n, 6), torch.arange(6) < lengths[:, None]
 
@@ -90,7 +90,7 @@ def token_head():
 
 
 X = (5, 3)
-PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters refused, what the text must name
+PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters refused, pattern of the text
     "batch norm": lambda: (
         *(nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64)), losses_of, torch.randn(X)),
         *("modules", ["1.weight", "1.bias"], r"module '1' \(use nn.GroupNorm\(32, 64\)\)"),
@@ -195,7 +195,7 @@ def verdicts_of(checkup):
     return {verdict.name: verdict.verdict for verdict in checkup.verdicts}
 
 
-@pytest.mark.filterwarnings("ignore:std")  # of one example alone
+@pytest.mark.filterwarnings("ignore:std")  # of a single example
 @pytest.mark.parametrize("case", PROBLEMS)
 def test_check_finds(case):
     model, losses, batch, check_name, refused, text = PROBLEMS[case]()
@@ -275,13 +275,13 @@ def test_check_passes_a_transformer(dropout):
     assert all(verdict.methods for verdict in checkup.verdicts)
 
 
-# Rounding is all that is left of this one's gradient in the input, which the engine mistakes for a coupling.
-NOTHING_BUT_ROUNDING = {"normalised over equal entries"}
+# This case's gradient in the input is rounding error only, which the engine mistakes for a coupling.
+ROUNDING_ONLY = {"normalised over equal entries"}
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("case", sorted(CASES.keys() - NOTHING_BUT_ROUNDING))
-def test_check_passes_whatever_has_exact_rows(case):
+@pytest.mark.parametrize("case", sorted(CASES.keys() - ROUNDING_ONLY))
+def test_check_passes_every_model_with_exact_rows(case):
     model, x = CASES[case]()
     if len(x) < 2:
         return
@@ -345,7 +345,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_check_takes_batches_apart(kind):
+def test_check_takes_batches_of_any_structure(kind):
     batch, parts = BATCHES[kind](torch.randn(X), torch.randn(5))
 
     def good(model, batch):
@@ -454,7 +454,7 @@ def test_checkup_marks_ops_without_a_rule_of_their_own():
 
 
 def without_numbers(text):
-    """Which example moved the most, and its last digits, are other ones on other processors; so are line breaks."""
+    """Returns the text without numbers and line breaks, which differ between processors."""
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.e-]*", "#", text))
 
 

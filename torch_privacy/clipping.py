@@ -359,7 +359,7 @@ class Adaptive(ClippingRule):
 
     Edge cases: an infinite or undefined norm gets the factor 0 and counts as outside of the clip norm.
 
-    Source: Andrew, Thakkar, McMahan & Ramaswamy (2021, arXiv:1905.03871), Algorithm 1 and Theorem 1, whose σ_b is m/20.
+    Source: Andrew, Thakkar, McMahan & Ramaswamy (2021, arXiv:1905.03871), Algorithm 1 and Theorem 1, with σ_b = m/20.
 
     Example:
         >>> rule = Adaptive(clip_norm=1.0, learning_rate=0.2)
@@ -454,8 +454,8 @@ class MicroBatches(ClippingRule):
 
     Edge cases: an empty group has mean 0 and adds nothing; a group with an infinite or undefined mean gets factor 0.
 
-    Source: the ``num_microbatches`` of TensorFlow Privacy (McMahan et al. 2018, arXiv:1812.06210), whose noise is
-    scaled by C; we scale it by 2C.
+    Source: the ``num_microbatches`` of TensorFlow Privacy (McMahan et al. 2018, arXiv:1812.06210). Its
+    noise is scaled by C; ours by 2C.
 
     Example:
         >>> rule = MicroBatches(clip_norm=1.0, size=16)

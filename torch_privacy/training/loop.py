@@ -59,8 +59,8 @@ class PrivateTraining:
     is false.
 
     Args:
-        model: any module whose trained parameters are used by ops with exact rows (others are refused by name).
-        optimizer: any torch optimizer over parameters of the model; it trains those that require a gradient.
+        model: any module; its trained parameters must be used by ops with exact rows (others are refused by name).
+        optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
         dataset: map-style; one item is one example, the unit of protection. Its size is treated as public.
         expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step.
         num_steps: total number of steps (releases).

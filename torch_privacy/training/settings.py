@@ -212,7 +212,7 @@ def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuses a scheduler whose steps need a loss."""
+    """Refuses a scheduler that needs a loss at every step."""
     if scheduler is None:
         return
     needed = [
