@@ -4,7 +4,7 @@
 import copy
 import random
 import re
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -336,6 +336,7 @@ BATCHES = {
     "tuple": lambda x, y: ((x, y), lambda b: b),
     "named tuple": lambda x, y: (Pair(x, y), lambda b: (b.x, b.y)),
     "dictionary": lambda x, y: ({"x": x, "y": y, "scale": 1.0}, lambda b: (b["x"], b["y"])),
+    "mapping of another type": lambda x, y: (UserDict(x=x, y=y), lambda b: (b["x"], b["y"])),
     "nested": lambda x, y: ([{"x": x}, (y, None)], lambda b: (b[0]["x"], b[1][0])),
     "strings": lambda x, y: (
         {"x": x, "words": ["a", "bb", "ccc", "d", "e"]},
@@ -357,6 +358,12 @@ def test_check_takes_batches_of_any_structure(kind):
 
     assert check(nn.Linear(3, 1), good, batch).problems == ()
     assert [problem.check for problem in check(nn.Linear(3, 1), bad, batch).problems] == ["examples"]
+
+
+def test_check_counts_the_examples_in_mappings_of_any_type():
+    batch = UserDict(x=torch.randn(X))  # as tokenizers return
+    (problem,) = check(nn.Linear(3, 4), lambda model, batch: model(batch["x"]).flatten(), batch).problems
+    assert "there are 20 for a batch of 5 examples" in problem.text
 
 
 def test_check_says_what_it_could_not_compare():

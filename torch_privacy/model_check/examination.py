@@ -102,6 +102,7 @@ class _Examination:
         return Checkup(self._num_examples, verdicts, tuple(self._problems), tuple(self._notes))
 
     def _run(self) -> None:
+        """Runs all checks; those of rows and independence need usable losses."""
         for name, p in self._parameters.items():
             self._passes("parameters", (name,), check_no_gradient_hooks, {name: p})
         batch_norm_parameters = self._put_batch_norms_in_eval_mode()
@@ -265,16 +266,17 @@ class _Examination:
         """Reports a problem."""
         self._problems.append(Problem(check, names, text))
 
-    def _passes(self, check: str, names: tuple[str, ...] | None, run: Callable, *args: Any) -> bool:
-        """True if ``run(*args)`` passes; reports its refusal otherwise, for ``names`` or those in the message."""
+    def _passes(self, check: str, names: tuple[str, ...], run: Callable, *args: Any) -> bool:
+        """True if ``run(*args)`` passes; reports its refusal as a problem of these parameters otherwise."""
         try:
             run(*args)
         except Refused as error:
-            self._blame(check, message_of(error), _named_in(str(error), self._all_names()) if names is None else names)
+            self._blame(check, message_of(error), names)
             return False
         return True
 
     def _tensors(self) -> ModelTensors:
+        """Returns the present tensors of the model."""
         return model_tensors(self._model, self._optimizer, self._attributes)
 
     def _all_names(self) -> list[str]:
@@ -287,6 +289,7 @@ class _Examination:
         return f" (In module {quoted(sorted(modules))}.)" if modules else ""
 
     def _verdict(self, name: str, p: Tensor) -> Verdict:
+        """Returns the verdict on one parameter."""
         refused = any(name in problem.names for problem in self._problems)
         verdict = REFUSED if refused else EXACT if name in self._exact else NOT_CHECKED
         plan = tuple(row for row in self._plan if name in row.names)
