@@ -120,8 +120,8 @@ class TrainingSettings:
             )
         if self.clipping is not None:
             raise Refused(
-                f"{WHERE}: clipping={self.clipping!r} cannot be combined with perturbation={kind}(...), which clips "
-                f"embedding and residual by its own rules. Leave it out, or pass {kind}(..., embedding_clipping=...)."
+                f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which has clipping rules of its "
+                f"own for embedding and residual. Leave clipping out, or pass {kind}(..., embedding_clipping=...)."
             )
         if share_examples(perturbation.subspace.dataset, dataset):
             raise Refused(
