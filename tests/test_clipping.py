@@ -406,9 +406,9 @@ def test_importance_sampling_of_the_page_is_unbiased_with_less_variance():
 
 
 def test_rule_of_one_s_own_in_the_documentation_trains(capsys):
-    _, own, _ = python_blocks()
+    _, rule, *_ = python_blocks()
     torch.set_default_dtype(torch.float32)
-    exec(own, {"__name__": __name__})
+    exec(rule, {"__name__": __name__})
     assert capsys.readouterr().out == "{'rule': 'Smooth', 'clip_norm': 1.0}\n"
 
 
