@@ -28,7 +28,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._model import Census
+from torch_privacy._model_state import ModelTensors
 from torch_privacy.gep.mechanism import EmbeddedSum
 
 GROUPS = ["stem", "stages.0", "stages.1", "stages.2", "head"]
@@ -69,16 +69,16 @@ def mechanism(setting: Setting, chunk_size: int) -> EmbeddedSum:
 
 def ours(setting: Setting, chunk_size: int) -> Step:
     model, (x, y), gep = setting.model, setting.batch, mechanism(setting, chunk_size)
-    census = Census(dict(model.named_parameters()), {})
+    tensors = ModelTensors(dict(model.named_parameters()), {})
 
     def step(size: int = len(x)) -> dict[str, Tensor]:
-        gep.begin(model, census, b"", 0)
-        tape = gep.watch(census, b"", 0, 0, size)
+        gep.begin(model, tensors, b"", 0)
+        tape = gep.recorder(tensors, b"", 0, 0, size)
         with tape:
             losses = per_example(model(x[:size]), y[:size])
-        summing = gep.summing(None, 0, size)  # type: ignore[arg-type]
-        sums = tape.clipped_sum(losses, {"all": tuple(census.trained)}, summing)
-        return gep.gradient(gep.complete(sums, census.trained))
+        summation = gep.summation(None, 0, size)  # type: ignore[arg-type]
+        sums = tape.clipped_sum(losses, {"all": tuple(tensors.trained)}, summation)
+        return gep.gradient(gep.complete(sums, tensors.trained))
 
     for _ in range(WARM_UP):
         step(WARM_UP_SIZE)

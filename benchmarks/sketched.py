@@ -26,7 +26,7 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy._model import Census
+from torch_privacy._model_state import ModelTensors
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.mechanism import norm_estimator
 from torch_privacy.jacobian.layout import Layouts
@@ -56,14 +56,14 @@ def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
     model, x, y = problem
     trained, others = dict(model.named_parameters()), dict(model.named_buffers())
     layouts, key, numbers = Layouts(), secrets.token_bytes(32), count()
-    census = Census(trained, others)
+    tensors = ModelTensors(trained, others)
     estimator = None if setting is None else norm_estimator(setting, layouts)
 
     def step() -> None:
         if estimator is None:
             recording = Tape(trained, others.values(), layouts, len(x))
         else:
-            recording = estimator.recording(census, len(x), Directions(key, next(numbers), 0))
+            recording = estimator.recording(tensors, len(x), Directions(key, next(numbers), 0))
         recording.begin(model, (x,), {})
         out = model(x)
         recording.end(out)

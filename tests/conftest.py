@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test runs in float64, with fixed seeds and one thread (the models are tiny), unless it says otherwise."""
+"""Runs every test in float64, with fixed seeds and one thread (the models are tiny)."""
 
 import random
 import secrets
@@ -15,9 +15,9 @@ settings.load_profile("fixed")  # before pytest obeys --hypothesis-profile
 
 @pytest.fixture(autouse=True)
 def float64_and_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Also what the library draws from the system, keys and the seeds of its checks, is the same in every run.
+    """Fixes seeds, dtype and threads, and what the library draws from the system: keys and the seeds of its checks.
 
-    Every test has keys of its own: the library remembers with which ones something was released.
+    Every test gets its own keys, because the library remembers the keys with which it has released something.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)

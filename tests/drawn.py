@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hypothesis draws examples: the same examples in every run, or, by ``make fuzz``, new ones and many more."""
+"""Configures hypothesis: the same examples in every run, or, by ``make fuzz``, new ones and many more."""
 
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = 12  # by default: a composition takes tens of milliseconds
-LONGER = 25  # times as many in a longer search
+LONGER = 25  # factor for ``make fuzz``
 
 # No deadline and no health check of the time that drawing takes, because a shared machine may be busy.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -13,5 +13,5 @@ settings.register_profile("fuzz", max_examples=LONGER * EXAMPLES, print_blob=Tru
 
 
 def draws(count: int) -> settings:
-    """So many examples for one test, and in a longer search as many times more as by default."""
+    """Returns settings with ``count`` examples for one test, and ``LONGER`` times as many under ``make fuzz``."""
     return settings(max_examples=count * settings.default.max_examples // EXAMPLES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A JSON schema validator for the keywords that our schema uses; any other keyword is an error."""
+"""Validates data against a JSON schema with the keywords that our schema uses; refuses other keywords."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _number(value: Any) -> bool:
     return _is("number", value)
 
 
-RULES = {  # keyword -> whether a value keeps to it
+RULES = {  # keyword -> function that is true if a value satisfies it
     "type": lambda rule, value: any(_is(kind, value) for kind in ([rule] if isinstance(rule, str) else rule)),
     "const": lambda rule, value: value == rule and type(value) is type(rule),
     "enum": lambda rule, value: value in rule,
@@ -37,7 +37,7 @@ RULES = {  # keyword -> whether a value keeps to it
 
 
 def violations(schema: dict[str, Any], value: Any, path: str = "$") -> list[str]:
-    """Every place where a value breaks a rule, as ``path: keyword``."""
+    """Returns every violation of the schema, as ``path: keyword``."""
     found = []
     for keyword, rule in schema.items():
         if keyword in RULES:

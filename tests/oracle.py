@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: one ordinary backward per example, and comparisons against it."""
+"""Provides the oracle, one ordinary backward per example, and comparisons against it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ LossesOf = Callable[[nn.Module, Any], Tensor]
 def one_backward_per_example(
     model: nn.Module, x: Tensor, losses_of: LossesOf, parts: Sequence[Any] | None = None
 ) -> Tensor:
-    """(n, p): row i is the gradient of example i's own loss, ``parts[i]`` being the batch of that example alone."""
+    """Returns (n, p): row i is the gradient of example i's own loss; ``parts[i]`` is a batch of example i alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for part in x.split(1) if parts is None else parts:
@@ -32,7 +32,7 @@ def one_backward_per_example(
 
 
 def rows_of_one_graph(losses: Tensor, model: nn.Module) -> Tensor:
-    """(n, p): the gradient of each loss alone, all from one forward, in float64."""
+    """Returns (n, p): the gradient of each loss, all from one forward, in float64."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     grads = [
         torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
@@ -42,7 +42,7 @@ def rows_of_one_graph(losses: Tensor, model: nn.Module) -> Tensor:
 
 
 def rows_or_skip(model: nn.Module, x: Tensor) -> Tensor:
-    """The same from the model's own forward; the test is skipped where torch has no op for the model's type."""
+    """Returns `rows_of_one_graph` of the model; skips the test if torch has no op for the model's dtype."""
     try:
         return rows_of_one_graph(losses_of(model, x), model)
     except (RuntimeError, NotImplementedError) as error:
@@ -50,12 +50,12 @@ def rows_or_skip(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def length(parts: dict[str, Tensor]) -> float:
-    """Norm of all parts together, in float64."""
+    """Returns the norm of all parts together, in float64."""
     return torch.cat([part.double().flatten() for part in parts.values()]).norm().item()
 
 
 def flat(parts: dict[str, Tensor], start: int) -> Tensor:
-    """The parameters' parts side by side, each flattened from dimension ``start``."""
+    """Returns the parameters' parts, each flattened from dimension ``start``, concatenated."""
     return torch.cat([part.reshape(*part.shape[:start], -1) for part in parts.values()], dim=start)
 
 
@@ -66,7 +66,7 @@ def recorded_jacobian(model: nn.Module, x: Tensor, losses_of: LossesOf) -> tp.Ja
 
 
 def assert_exact(model: nn.Module, x: Tensor, rtol: float = 1e-9) -> tp.Jacobian:
-    """The taped Jacobian against one backward per example."""
+    """Asserts that the taped Jacobian equals one backward per example, and returns it."""
     rows = one_backward_per_example(model, x, losses_of)
     jacobian = recorded_jacobian(model, x, losses_of)
     assert_jacobian_equals_rows(jacobian, rows, rtol)
@@ -74,7 +74,7 @@ def assert_exact(model: nn.Module, x: Tensor, rtol: float = 1e-9) -> tp.Jacobian
 
 
 def assert_jacobian_equals_rows(jacobian: tp.Jacobian, rows: Tensor, rtol: float = 1e-9) -> None:
-    """All three answers, the rows and a part of them against the explicit matrix."""
+    """Asserts that all three answers, the rows and a selection of them equal the explicit matrix."""
     n, p = rows.shape
     scale = rows.abs().max().item() if rows.numel() else 1.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cases are made of: a module whose forward is a function, inputs of tokens, and the losses."""
+"""Provides the parts of test cases: a module defined by a function, tokens, losses, and a loop without rehearsals."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Calls(nn.Module):
-    """A module whose forward is a function of itself and x."""
+    """Calls a function of the module and x as its forward."""
 
     def __init__(self, forward: Callable, **parts: nn.Module | Tensor):
         super().__init__()
@@ -22,7 +22,7 @@ class Calls(nn.Module):
 
 
 class Hidden(torch.autograd.Function):
-    """``x w²`` by a custom function, whose parameter no torch function shows to the tape."""
+    """Computes ``x w²`` by a custom function, so that the tape does not see the use of ``w``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -40,13 +40,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def in_type(dtype: torch.dtype, model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
-    """Model and input in this type, which is also that of tensors made in the forward."""
+    """Returns model and input in this dtype, and makes it the default of tensors created in the forward."""
     torch.set_default_dtype(dtype)
     return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
 
 
 def own_batches(training: Any, losses: Callable) -> Iterator[Any]:
-    """The batches of a training but its rehearsals, which are answered here by ``losses(model, *batch)``."""
+    """Yields the batches of a training; answers its rehearsals itself with ``losses(model, *batch)``."""
     for batch in training:
         if training.rehearsing:
             assert not training.step(losses(training.model, *batch))
@@ -59,7 +59,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:
-    """One loss per example that gives every position another weight."""
+    """Returns one loss per example, with another weight for every position."""
     y = model(x)
     y = y.reshape(len(x), y.numel() // max(1, len(x)))
     return (y.sin() * torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype)).sum(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go down the floors of the package only, those for types included."""
+"""Tests that imports go only downward in the order of the package's parts, type-only imports included."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "torch_privacy"
-FLOORS = [  # from the top: what a user calls, down to the ground
+FLOORS = [  # from the commands at the top to the validators at the bottom
     ["cli"],
     ["experiments"],
     ["training"],
@@ -24,7 +24,6 @@ FLOORS = [  # from the top: what a user calls, down to the ground
     ["privacy"],
     ["data"],
     ["noise", "sampling", "batches"],
-    ["_model"],
     ["_model_state"],
     ["_replay", "_torch_modes"],
     ["_validate"],
@@ -38,7 +37,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
-    """The rooms that a file imports from, wherever in the file."""
+    """Yields the parts of the package that a file imports from, anywhere in the file."""
     here = ("torch_privacy", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

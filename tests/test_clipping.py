@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping rules: the bound holds for every norm, and one example moves the sum by at most the sensitivity."""
+"""Tests that the bounds hold for every norm, and that one example moves the sum by at most the sensitivity."""
 
 import math
 import re
@@ -36,8 +36,8 @@ RULES = {
     "per layer": lambda c: (PerLayer(2 * c).bind(["a.w", "b.w", "c.w", "d.w"]), "c"),
     "each layer": lambda c: (EachLayer(c), "any"),
     "automatic": lambda c: (Automatic(c), "all"),
-    "automatic, normalising": lambda c: (Automatic(c, gamma=0.0), "all"),
-    "automatic, hardly any gamma": lambda c: (Automatic(c, gamma=1e-30), "all"),
+    "automatic, normalizing": lambda c: (Automatic(c, gamma=0.0), "all"),
+    "automatic, tiny gamma": lambda c: (Automatic(c, gamma=1e-30), "all"),
     "adaptive": lambda c: (Adaptive(c), "all"),
     "micro-batches": lambda c: (MicroBatches(c, 2), "all"),
 }
@@ -60,7 +60,7 @@ def test_factor_times_norm_never_exceeds_the_bound(rule, dtype, c, norms):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_is_not_finite_gets_the_factor_zero(rule):
+def test_norms_that_are_not_finite_get_the_factor_zero(rule):
     rule, group = RULES[rule](2.0)
     factors = rule.factors(torch.tensor([math.inf, math.nan, -math.inf, -math.nan]), group)
     assert factors.tolist() == [0.0] * 4
@@ -78,13 +78,13 @@ def test_flat_leaves_a_gradient_within_the_bound_as_it_is(clip_norm, norms):
 
 def test_factors_whose_digits_are_lost_or_that_overflow_are_zero():
     norms = torch.tensor([1e38, 2e38, 3e38], dtype=torch.float32)
-    assert (Flat(1.1e-6).factors(norms) == 0).all()  # else 8e-45 or 4e-45 or 3e-45, half of it rounding
+    assert (Flat(1.1e-6).factors(norms) == 0).all()  # not subnormal numbers, half of which is rounding error
     assert Automatic(1e30, gamma=0.0).factors(torch.tensor([1e-9], dtype=torch.float32)) == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_release_of_one_tiny_example_is_within_the_bound(rule):
-    """The squares of most entries are lost in float32, so that the norm comes out a hundred times too small."""
+    """float32 loses the squares of most entries, so that the computed norm is a hundred times too small."""
     row = torch.full((1, 100_000), 2e-23, dtype=torch.float32)
     row[0, 0] = 1e-22
     rule, group = RULES[rule](1.0)
@@ -106,7 +106,7 @@ def test_automatic_is_the_formula():
 
 
 def clipped_sum(rule: ClippingRule, rows: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """Rows (n, number of names, entries), one block of entries for each parameter."""
+    """Returns the clipped sum of rows (n, number of names, entries), one block of entries for each parameter."""
     total = torch.zeros_like(rows[0])
     for group, members in rule.groups(names).items():
         columns = [names.index(name) for name in members]
@@ -180,7 +180,7 @@ def test_groups_are_a_partition_also_of_some_of_the_names():
         groups = rule.groups(NAMES)
         assert sorted(name for members in groups.values() for name in members) == sorted(NAMES)
         assert rule.bind(NAMES).groups(NAMES) == groups
-        some = rule.bind(NAMES).groups(NAMES[:2])  # the others were frozen later
+        some = rule.bind(NAMES).groups(NAMES[:2])  # as if the other parameters were frozen later
         assert sorted(name for members in some.values() for name in members) == sorted(NAMES[:2])
 
 
@@ -263,7 +263,7 @@ def test_adaptive_count_moves_by_half_when_added_by_one_when_replaced():
 @pytest.mark.parametrize("relation", NeighboringRelation)
 @pytest.mark.parametrize(("z", "stddev"), [(0.5, 0.51), (1.0, 50.0), (3.0, 3.1)])
 def test_adaptive_sum_and_count_together_are_one_release(z, stddev, relation):
-    """By the accountant: the two Gaussians composed cost what one of the joint multiplier costs."""
+    """Composed by the accountant, the two Gaussians cost the same as one with the joint multiplier."""
     rule = Adaptive(1.0, count_noise_stddev=stddev)
     gradient, count_stddev = rule.split(z, expected_batch_size=100, relation=relation)
     assert gradient > z
@@ -330,7 +330,7 @@ def test_micro_batches_number_their_groups_by_public_numbers():
 
 
 def test_micro_batches_of_one_are_refused():
-    with pytest.raises(ValueError, match=r"size=1 must be at least 2\. .*take Flat"):
+    with pytest.raises(ValueError, match=r"size=1 must be at least 2\. .*use Flat"):
         MicroBatches(1.0, 1)
     with pytest.raises(ValueError, match=r"size=2\.0 must be an integer"):
         MicroBatches(1.0, 2.0)  # pyright: ignore[reportArgumentType]
@@ -400,15 +400,15 @@ def test_importance_sampling_of_the_page_is_unbiased_with_less_variance():
     rows = [
         torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, retain_graph=True)]) for loss in losses
     ]
-    drawn_rows = torch.stack(rows) / (200 * probabilities[:, None])  # what one draw contributes
+    drawn_rows = torch.stack(rows) / (200 * probabilities[:, None])  # contribution of one draw
     torch.testing.assert_close(probabilities @ drawn_rows, torch.stack(rows).mean(0))
     assert probabilities @ drawn_rows.square().sum(1) < torch.stack(rows).square().sum(1).mean()
 
 
 def test_rule_of_one_s_own_in_the_documentation_trains(capsys):
-    _, own, _ = python_blocks()
+    _, rule, *_ = python_blocks()
     torch.set_default_dtype(torch.float32)
-    exec(own, {"__name__": __name__})
+    exec(rule, {"__name__": __name__})
     assert capsys.readouterr().out == "{'rule': 'Smooth', 'clip_norm': 1.0}\n"
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``check`` finds every problem, all of them at once, and leaves no trace."""
+"""Tests that ``check`` finds all problems at once, and changes neither the model nor the random state."""
 
 import copy
 import random
 import re
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 class LearningScale(nn.Module):
-    """Divides by a running mean of sizes, kept in a buffer: by itself, batches alone do not show it."""
+    """Divides by a running mean of sizes, kept in a buffer; the losses of one batch do not show it."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class LearningScale(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small language model with tied weights."""
+    """Is a small language model with tied weights."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -55,7 +55,7 @@ def next_token_losses(model, ids):
 
 
 def padded_tokens(n=6):
-    """(n, 6) tokens of different lengths, and which of them count."""
+    """Returns (n, 6) tokens of different lengths, and the mask of those that count."""
     lengths = torch.arange(n) % 5 + 2
     return tokens(n, 6), torch.arange(6) < lengths[:, None]
 
@@ -90,7 +90,7 @@ def token_head():
 
 
 X = (5, 3)
-PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters refused, what the text must name
+PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters refused, pattern of the text
     "batch norm": lambda: (
         *(nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64)), losses_of, torch.randn(X)),
         *("modules", ["1.weight", "1.bias"], r"module '1' \(use nn.GroupNorm\(32, 64\)\)"),
@@ -199,7 +199,7 @@ def verdicts_of(checkup):
     return {verdict.name: verdict.verdict for verdict in checkup.verdicts}
 
 
-@pytest.mark.filterwarnings("ignore:std")  # of one example alone
+@pytest.mark.filterwarnings("ignore:std")  # of a single example
 @pytest.mark.parametrize("case", PROBLEMS)
 def test_check_finds(case):
     model, losses, batch, check_name, refused, text = PROBLEMS[case]()
@@ -279,13 +279,13 @@ def test_check_passes_a_transformer(dropout):
     assert all(verdict.methods for verdict in checkup.verdicts)
 
 
-# Rounding is all that is left of this one's gradient in the input, which the engine mistakes for a coupling.
-NOTHING_BUT_ROUNDING = {"normalised over equal entries"}
+# This case's gradient in the input is rounding error only, which the engine mistakes for a coupling.
+ROUNDING_ONLY = {"normalised over equal entries"}
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("case", sorted(CASES.keys() - NOTHING_BUT_ROUNDING))
-def test_check_passes_whatever_has_exact_rows(case):
+@pytest.mark.parametrize("case", sorted(CASES.keys() - ROUNDING_ONLY))
+def test_check_passes_every_model_with_exact_rows(case):
     model, x = CASES[case]()
     if len(x) < 2:
         return
@@ -340,6 +340,7 @@ BATCHES = {
     "tuple": lambda x, y: ((x, y), lambda b: b),
     "named tuple": lambda x, y: (Pair(x, y), lambda b: (b.x, b.y)),
     "dictionary": lambda x, y: ({"x": x, "y": y, "scale": 1.0}, lambda b: (b["x"], b["y"])),
+    "mapping of another type": lambda x, y: (UserDict(x=x, y=y), lambda b: (b["x"], b["y"])),
     "nested": lambda x, y: ([{"x": x}, (y, None)], lambda b: (b[0]["x"], b[1][0])),
     "strings": lambda x, y: (
         {"x": x, "words": ["a", "bb", "ccc", "d", "e"]},
@@ -349,7 +350,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_check_takes_batches_apart(kind):
+def test_check_takes_batches_of_any_structure(kind):
     batch, parts = BATCHES[kind](torch.randn(X), torch.randn(5))
 
     def good(model, batch):
@@ -363,6 +364,12 @@ def test_check_takes_batches_apart(kind):
     assert [problem.check for problem in check(nn.Linear(3, 1), bad, batch).problems] == ["examples"]
 
 
+def test_check_counts_the_examples_in_mappings_of_any_type():
+    batch = UserDict(x=torch.randn(X))  # as tokenizers return
+    (problem,) = check(nn.Linear(3, 4), lambda model, batch: model(batch["x"]).flatten(), batch).problems
+    assert "there are 20 for a batch of 5 examples" in problem.text
+
+
 def test_check_says_what_it_could_not_compare():
     numpy = check(
         nn.Linear(3, 4), lambda m, x: losses_of(m, x + torch.from_numpy(np.random.randn(*x.shape))), torch.randn(X)
@@ -370,7 +377,9 @@ def test_check_says_what_it_could_not_compare():
     assert numpy.notes == ("Parts of the batch were not compared, because the forward is random even in eval mode.",)
     x = torch.randn(X)
     without_batch = check(nn.Linear(3, 4), lambda m, b: losses_of(m, x), None)
-    assert without_batch.notes[0].startswith("Nothing was rehearsed, for no tensor in the batch has the examples first")
+    assert without_batch.notes[0].startswith(
+        "Nothing was rehearsed, because no tensor in the batch has the examples first"
+    )
 
 
 def test_check_refuses_losses_that_do_not_repeat():
@@ -456,7 +465,7 @@ def test_checkup_marks_ops_without_a_rule_of_their_own():
 
 
 def without_numbers(text):
-    """Which example moved the most, and its last digits, are other ones on other processors; so are line breaks."""
+    """Returns the text without numbers and line breaks, which differ between processors."""
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.e-]*", "#", text))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small private training and what tests ask of it: data, network, its noise, rows and parameters."""
+"""Provides a small private training for tests, and its noise, rows and parameters."""
 
 import copy
 
@@ -12,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.mechanism import COUNT
+from torch_privacy.noise import Noise
+from torch_privacy.sampling import Poisson
 
 N = 40
 
@@ -39,15 +41,15 @@ def cross_entropy(model, x, y):
 
 
 def train(training, steps=None, losses=cross_entropy):
-    """Answers every batch; the batches' examples (first column of x) step by step."""
-    seen = {}  # a batch whose code no rehearsal has seen comes a second time, behind its rehearsals
+    """Trains to the end or to this step; returns the examples (first column of x) of each batch but rehearsals."""
+    seen = []
     for x, y in training:
-        if not training.rehearsing:
-            seen[training.step_count, training._part.number] = x[:, 0].tolist()
         training.step(losses(training.model, x, y))
+        if not training.rehearsing:
+            seen.append(x[:, 0].tolist())
         if steps is not None and training.step_count >= steps:
             break
-    return [*seen.values()]
+    return seen
 
 
 def cross_entropy_of_pair(model, pair):
@@ -55,12 +57,26 @@ def cross_entropy_of_pair(model, pair):
 
 
 def noise_of(training, step):
-    """The standard normal numbers of a step, flattened; the count's is the last where the rule is adaptive."""
+    """Returns the standard normal numbers of a step, flattened; with an adaptive rule the count's is the last."""
     zeros = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
     if isinstance(training.clipping, tp.Adaptive):
         zeros[COUNT] = torch.zeros(1)
-    training._releases.noise.add_to(step, zeros, stddev=1.0)
+    Noise(bytes.fromhex(training.state_dict()["noise_key"])).add_to(step, zeros, stddev=1.0)
     return torch.cat([z.flatten() for z in zeros.values()])
+
+
+def groups_of(training, step, size, count):
+    """Returns the micro-batch, one of ``count``, that each of ``size`` examples of a step joins."""
+    settings, key = training.settings, bytes.fromhex(training.state_dict()["sampler_key"])
+    return torch.from_numpy(
+        Poisson(settings.num_examples, settings.sampling_probability, key).groups(step, size, count)
+    )
+
+
+def squared_norms_of(training, losses):
+    """Returns the squared norms of the rows that the training has recorded for its present batch."""
+    tape = training.record()
+    return tape.jacobian(losses, retain_graph=True).squared_norms()
 
 
 def network_parameters():
@@ -91,7 +107,7 @@ def clipped_means(rows, groups):
     return clipped(torch.stack([rows[groups == k].mean(0) for k in groups.unique()]), 0.5)
 
 
-RULES = {  # name -> (rule, the clipped sum from rows and the numbers of their groups, sensitivity)
+RULES = {  # name -> (rule, function of rows and groups to the clipped sum, sensitivity)
     "flat": (tp.Flat(0.5), clipped_in_parts([26], [0.5]), 0.5),
     "per layer": (tp.PerLayer(0.5), clipped_in_parts([16, 10], [0.125**0.5] * 2), 0.5),
     "each layer": (tp.EachLayer(0.3), clipped_in_parts([16, 10], [0.3, 0.3]), 0.18**0.5),

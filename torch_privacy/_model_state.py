@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model holds beside its parameters: buffers and plain attributes, which a forward may change."""
+"""Finds the tensors and attributes of a model, detects changes in them, and restores them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -14,68 +15,123 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ENTRIES = 10_000  # of a container that are looked at; one that is longer is known by its length alone
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_Slot = tuple[str, dict[str, Any], str, Any]  # dotted name, where it is kept, under which key, what is there
+from ._torch_modes import tensors_in
+
+MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+_Entry = tuple[str, dict[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of a model: those that are trained, and those that hold no data of the batch."""
+
+    trained: Mapping[str, Tensor]  # held by the optimizer and requiring a gradient, by dotted name
+    others: Mapping[str, Tensor]  # frozen parameters and buffers, which hold no data of the batch
+    attributes: Sequence[Tensor] = ()  # tensors in plain attributes, unchanged since before the first batch
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """All tensors that hold no data of the batch."""
+        return [*self.others.values(), *self.attributes]
+
+
+class AttributeTensors:
+    """Remembers the tensors in a model's plain attributes, or in containers there, such as position indices.
+
+    Tensors that are added later, or written into, may hold data of a batch.
+    """
+
+    def __init__(self, model: nn.Module):
+        found = (t for _, _, _, value in state_entries([*model.named_modules()]) for t in tensors_in(value))
+        self._kept = [(t, t._version) for t in found if not t.requires_grad and not t.is_inference()]
+
+    def unchanged(self) -> list[Tensor]:
+        """Returns the tensors into which nothing was written since."""
+        return [t for t, version in self._kept if t._version == version]
+
+
+class MutationGuard:
+    """Detects whether parameters or buffers of a model were replaced, or written into other than through ``.data``."""
+
+    def __init__(self, model: nn.Module):
+        self._kept = [
+            (f"{prefix}.{key}" if prefix else key, registry, key, t, t._version)
+            for prefix, module in model.named_modules()
+            for registry in (module._parameters, module._buffers)
+            for key, t in registry.items()
+            if t is not None and not t.is_inference()
+        ]
+
+    def changed(self) -> tuple[list[str], list[str]]:
+        """Returns the names of the parameters and of the buffers that have changed."""
+        names = [
+            (name, isinstance(t, nn.Parameter))
+            for name, registry, key, t, version in self._kept
+            if registry.get(key) is not t or t._version != version
+        ]
+        return [name for name, is_parameter in names if is_parameter], [
+            name for name, is_parameter in names if not is_parameter
+        ]
 
 
 class ModelState:
-    """Buffers and attributes of a model as they are now: to put them back, and to see what a forward changed.
+    """Copies the buffers and attributes of a model, to restore them and to detect what a forward changed.
 
     Args:
-        model: looked into with the plain objects that its modules hold.
-        parameters: names of frozen parameters that are put back, too.
+        model: the model; the attributes of plain objects that its modules hold are included.
+        parameters: names of frozen parameters that are copied and restored, too.
     """
 
     def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
         self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
-        self._slots = [(slot, _copied(slot[3])) for slot in self._now()]
+        self._entries = [(entry, _copied(entry[3])) for entry in self._current_entries()]
 
-    def _now(self, *, with_parameters: bool = True) -> Iterator[_Slot]:
-        frozen = _parameter_slots(self._modules, self._parameters if with_parameters else ())
-        return chain(slots(self._modules), frozen)
+    def _current_entries(self, *, with_parameters: bool = True) -> Iterator[_Entry]:
+        frozen = _parameter_entries(self._modules, self._parameters if with_parameters else ())
+        return chain(state_entries(self._modules), frozen)
 
-    def restore(self, but: Collection[str] = ()) -> None:
-        """Put everything back, but what has these names: the same objects, with the same content."""
-        known = {(id(place), key) for (_, place, key, _), _ in self._slots}
-        for name, place, key, _ in list(self._now()):
-            if (id(place), key) not in known and name not in but:
-                del place[key]
-        for (name, place, key, value), content in self._slots:
-            if name in but:
+    def restore(self, except_for: Collection[str] = ()) -> None:
+        """Restores everything except for these names: the same objects, with the same content."""
+        known = {(id(holder), key) for (_, holder, key, _), _ in self._entries}
+        for name, holder, key, _ in list(self._current_entries()):
+            if (id(holder), key) not in known and name not in except_for:
+                del holder[key]
+        for (name, holder, key, value), content in self._entries:
+            if name in except_for:
                 continue
-            if place.get(key) is not value:
-                place[key] = value
+            if holder.get(key) is not value:
+                holder[key] = value
             _fill(value, content)
 
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
-        """Dotted name -> content, of all that holds something else now."""
-        but = () if with_parameters else self._parameters
-        before = {name: content for (name, *_), content in self._slots if name not in but}
-        now = {name: value for name, _, _, value in self._now(with_parameters=with_parameters)}
+        """Returns dotted name -> present content of everything whose content has changed."""
+        left_out = () if with_parameters else self._parameters
+        before = {name: content for (name, *_), content in self._entries if name not in left_out}
+        now = {name: value for name, _, _, value in self._current_entries(with_parameters=with_parameters)}
         changed = {name: _copied(value) for name, value in now.items() if not same(value, before.get(name, _MISSING))}
         return changed | {name: _MISSING for name in before if name not in now}
 
 
-class ParameterMarks:
-    """What a model's parameters held, trained or not: copies as long as these are small, else a few numbers each."""
+class ParameterDigests:
+    """Detects changed parameters, trained or not: keeps copies of small ones and random projections of the others."""
 
     def __init__(self, model: nn.Module):
-        self._small, self._names, self._marks = _marks(model)
+        self._copies, self._sizes, self._products = _digests(model)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that hold something else now."""
-        small, names, now = _marks(model)
-        changed = [name for name, mark in now.items() if not same(mark, self._marks.get(name, _MISSING))]
-        if names != self._names or not all(same(small[kind], self._small[kind]) for kind in small):
-            before, after = _apart(self._small, self._names), _apart(small, names)
+        """Returns the names of the parameters whose content has changed."""
+        copies, sizes, products = _digests(model)
+        changed = [name for name, p in products.items() if not same(p, self._products.get(name, _MISSING))]
+        if sizes != self._sizes or not all(same(copies[kind], self._copies[kind]) for kind in copies):
+            before, after = _by_name(self._copies, self._sizes), _by_name(copies, sizes)
             changed += [name for name, copy in after.items() if not same(copy, before.get(name, _MISSING))]
         return changed
 
 
 @torch.no_grad()
 def restore(parameters: Iterable[Tensor], contents: Iterable[Tensor]) -> None:
-    """Put back what parameters held; what holds it still is not touched."""
+    """Restores the contents of parameters; does not write into those that still have them."""
     for p, content in zip(parameters, contents, strict=True):
         if not _equal(p, content):
             p.copy_(content)
@@ -87,29 +143,29 @@ _MISSING = object()
 _Modules = list[tuple[str, nn.Module]]
 
 
-def slots(modules: _Modules) -> Iterator[_Slot]:
-    """The buffers and attributes of modules, and of the plain objects that these hold."""
+def state_entries(modules: _Modules) -> Iterator[_Entry]:
+    """Yields the buffers and attributes of modules, and the attributes of the plain objects that they hold."""
     seen: set[int] = set()
     for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
         for key, value in list(module._buffers.items()):
             yield start + key, module._buffers, key, value
         for key, value in list(vars(module).items()):
-            if key not in _OF_TORCH and not isinstance(value, nn.Module):
+            if key not in _TORCH_ATTRIBUTES and not isinstance(value, nn.Module):
                 yield start + key, vars(module), key, value
-                yield from _inside(start + key, value, seen)
+                yield from _entries_of_object(start + key, value, seen)
 
 
-def _inside(name: str, value: Any, seen: set[int]) -> Iterator[_Slot]:
-    """The attributes of a plain object that a module holds, and of those that it holds."""
+def _entries_of_object(name: str, value: Any, seen: set[int]) -> Iterator[_Entry]:
+    """Yields the attributes of a plain object, and of the plain objects that it holds."""
     kind = type(value)
     is_plain = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NOT_PLAIN)
-    if not is_plain or kind.__module__.split(".")[0] in _LIBRARIES or id(value) in seen or len(seen) > ENTRIES:
+    if not is_plain or kind.__module__.split(".")[0] in _LIBRARIES or id(value) in seen or len(seen) > MAX_ENTRIES:
         return
     seen.add(id(value))
     for key, part in list(vars(value).items()):
         yield f"{name}.{key}", vars(value), key, part
-        yield from _inside(f"{name}.{key}", part, seen)
+        yield from _entries_of_object(f"{name}.{key}", part, seen)
 
 
 _NOT_PLAIN = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
@@ -118,7 +174,8 @@ _LIBRARIES = frozenset(
 )
 
 
-def _parameter_slots(modules: _Modules, names: Collection[str]) -> Iterator[_Slot]:
+def _parameter_entries(modules: _Modules, names: Collection[str]) -> Iterator[_Entry]:
+    """Yields the parameters with these names."""
     for prefix, module in modules if names else ():
         for key, value in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
@@ -127,26 +184,27 @@ def _parameter_slots(modules: _Modules, names: Collection[str]) -> Iterator[_Slo
 
 
 def _copied(value: Any) -> Any:
-    """The content, safe from changes in place; things of unknown kinds stand for themselves."""
+    """Returns a copy of the content, which changes in place do not reach; values of unknown types are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone() if _has_entries(value) else value
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping):
-        return {key: _copied(v) for key, v in value.items()} if len(value) <= ENTRIES else len(value)
+        return {key: _copied(v) for key, v in value.items()} if len(value) <= MAX_ENTRIES else len(value)
     if isinstance(value, (list, tuple, deque)):
-        return [_copied(v) for v in value] if len(value) <= ENTRIES else len(value)
+        return [_copied(v) for v in value] if len(value) <= MAX_ENTRIES else len(value)
     if isinstance(value, (set, frozenset)):
-        return set(value) if len(value) <= ENTRIES else len(value)
+        return set(value) if len(value) <= MAX_ENTRIES else len(value)
     return value
 
 
 def _has_entries(value: Tensor) -> bool:
+    """True if the tensor's entries can be read and compared."""
     return value.layout is torch.strided and not value.is_meta and not value.is_inference() and not value.is_nested
 
 
 def same(value: Any, content: Any) -> bool:
-    """Whether a value has this content; undefined entries count as the same."""
+    """True if a value has this content; NaN equals NaN."""
     if value is content:
         return True
     if isinstance(value, Tensor):
@@ -181,14 +239,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
-    """Bring what may have been changed in place back to its content."""
+    """Writes the content back into a value that may have been changed in place."""
     if isinstance(value, Tensor):
         if _has_entries(value) and not _equal(value.detach(), content):
             value.copy_(content)
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = content
-    elif not isinstance(content, int):  # of a long container, whose content was not kept
+    elif not isinstance(content, int):  # an int stands for a long container, whose content was not copied
         _fill_container(value, content)
 
 
@@ -212,10 +270,10 @@ def _fill_container(value: Any, content: Any) -> None:
 
 def _fill_each(value: Any, content: Mapping[Any, Any]) -> None:
     for key, c in content.items():
-        inside = value.get(key, _MISSING) if isinstance(value, dict) else value[key]
-        if not same(inside, c):
-            if type(inside) in (list, dict, set, deque) or (isinstance(inside, Tensor) and _fits(inside, c)):
-                _fill(inside, c)
+        entry = value.get(key, _MISSING) if isinstance(value, dict) else value[key]
+        if not same(entry, c):
+            if type(entry) in (list, dict, set, deque) or (isinstance(entry, Tensor) and _fits(entry, c)):
+                _fill(entry, c)
             else:
                 value[key] = _copied(c)
 
@@ -224,53 +282,53 @@ def _fits(value: Tensor, content: Any) -> bool:
     return isinstance(content, Tensor) and value.shape == content.shape and value.dtype == content.dtype
 
 
-_PIECE = 2**18  # entries at a time
-_SMALL = 2**20  # entries that are copied, of all parameters together
+_CHUNK = 2**18  # entries that one random projection covers
+_MAX_COPIED = 2**20  # entries that are copied, of all parameters together
 
 _Kind = tuple[torch.dtype, torch.device]
 
 
 @torch.no_grad()
-def _marks(
+def _digests(
     model: nn.Module,
 ) -> tuple[dict[_Kind, Tensor], dict[str, tuple[_Kind, int]], dict[str, Tensor | None]]:
-    """Copies of small parameters in a row; their names, with the number of entries; of all others random products.
+    """Returns copies of small parameters, concatenated; their names and sizes; random projections of all others.
 
-    Hardly any change leaves products with its entries as they are. Parameters that cannot be looked into have None.
+    A projection changes with almost any change of the entries. It is None for a parameter whose entries cannot be read.
     """
     flat: dict[_Kind, list[Tensor]] = {}
-    names: dict[str, tuple[_Kind, int]] = {}
+    sizes: dict[str, tuple[_Kind, int]] = {}
     products: dict[str, Tensor | None] = {}
-    room = _SMALL
+    room = _MAX_COPIED
     for name, p in model.named_parameters():
         if not _has_entries(p) or nn.parameter.is_lazy(p):
             products[name] = None
             continue
         entries = p.detach().reshape(-1)
-        if entries.numel() <= min(room, _PIECE):
+        if entries.numel() <= min(room, _CHUNK):
             kind = entries.dtype, entries.device
             flat.setdefault(kind, []).append(entries)
-            names[name] = kind, entries.numel()
+            sizes[name] = kind, entries.numel()
             room -= entries.numel()
             continue
         entries = torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries
         weights = _weights(p.device)
-        products[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_PIECE)])
-    return {kind: torch.cat(parts) for kind, parts in flat.items()}, names, products
+        products[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_CHUNK)])
+    return {kind: torch.cat(parts) for kind, parts in flat.items()}, sizes, products
 
 
-def _apart(copies: Mapping[_Kind, Tensor], names: Mapping[str, tuple[_Kind, int]]) -> dict[str, Tensor]:
-    """The copies of parameters by name."""
+def _by_name(copies: Mapping[_Kind, Tensor], sizes: Mapping[str, tuple[_Kind, int]]) -> dict[str, Tensor]:
+    """Splits the concatenated copies into one for each parameter."""
     parts = {
-        kind: iter(copy.split([size for other, size in names.values() if other == kind]))
+        kind: iter(copy.split([size for other, size in sizes.values() if other == kind]))
         for kind, copy in copies.items()
     }
-    return {name: next(parts[kind]) for name, (kind, _) in names.items()}
+    return {name: next(parts[kind]) for name, (kind, _) in sizes.items()}
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Fixed random numbers."""
+    """Returns the fixed random weights of the projections."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(_PIECE, generator=generator, dtype=dtype, device="cpu").to(device)
+    return torch.randn(_CHUNK, generator=generator, dtype=dtype, device="cpu").to(device)

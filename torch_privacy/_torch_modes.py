@@ -3,7 +3,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
@@ -17,16 +17,22 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested tuples, lists, mappings and other containers that torch's pytree knows."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # of a kind that the pytree does not know, such as a tokenizer's output
+            found += tensors_in([*leaf.values()])
+    return found
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """Leaves autocast on devices of this type, if it is on."""
+    """Returns a context that turns autocast off on devices of this type."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class _Uncompiled:
-    """Torch has one stance for all threads: the first to enter sets it, and the last to leave sets it back."""
+    """Disables ``torch.compile`` inside. Torch has one stance for all threads: the last thread to leave restores it."""
 
     def __init__(self) -> None:
         self._inside, self._lock = 0, threading.Lock()
@@ -51,12 +57,12 @@ _UNCOMPILED = _Uncompiled()
 
 
 def uncompiled() -> AbstractContextManager:
-    """Lets what ``torch.compile`` compiled run as it was written: in compiled code the ops cannot be seen."""
+    """Returns a context in which compiled functions run uncompiled, so that their ops can be recorded."""
     return _UNCOMPILED
 
 
 def exact(method: Method) -> Method:
-    """A method of what has a ``_device``: without gradients, and without autocast."""
+    """Decorates a method of an object with a ``_device``, so that it runs without gradients and without autocast."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,5 +73,5 @@ def exact(method: Method) -> Method:
 
 
 def saves_elsewhere() -> bool:
-    """Whether what autograd saves just now goes through hooks, as of checkpointing and offloading: asked for once."""
+    """True if tensors that autograd saves now pass through hooks, as with checkpointing or offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]

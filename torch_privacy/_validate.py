@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-line validators. Each raises a ``ValueError`` that says where, what it got, what is allowed and what to do."""
+"""Provides one-line validators, which raise a ``ValueError``: where, what was given, what is allowed, what to do."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Refused(ValueError):
-    """Raised when going on would break exactness or privacy; nothing was released and nothing was lost.
+    """Raised where going on would break exactness or privacy; nothing was released and nothing was lost.
 
     The message names the culprit (parameter, op, module or argument) and the cure.
     """
@@ -21,7 +21,7 @@ def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
 
 
 def positive(where: str, **values: float) -> None:
-    """Raise unless every value is a finite number above zero."""
+    """Raises a ``ValueError`` unless every value is a finite number above zero."""
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if value <= 0:
@@ -29,7 +29,7 @@ def positive(where: str, **values: float) -> None:
 
 
 def non_negative(where: str, **values: float) -> None:
-    """Raise unless every value is a finite number, zero or above."""
+    """Raises a ``ValueError`` unless every value is a finite number, zero or above."""
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if value < 0:
@@ -37,7 +37,7 @@ def non_negative(where: str, **values: float) -> None:
 
 
 def in_range(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
-    """Raise unless every value lies in the half-open interval ``(low, high]``."""
+    """Raises a ``ValueError`` unless every value lies in the half-open interval ``(low, high]``."""
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if not low < value <= high:
@@ -45,7 +45,7 @@ def in_range(where: str, low: float, high: float, *, hint: str = "", **values: f
 
 
 def strictly_between(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
-    """Raise unless every value lies in the open interval ``(low, high)``."""
+    """Raises a ``ValueError`` unless every value lies in the open interval ``(low, high)``."""
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if not low < value < high:
@@ -53,15 +53,22 @@ def strictly_between(where: str, low: float, high: float, *, hint: str = "", **v
 
 
 def whole(where: str, *, at_least: int = 0, **values: int) -> None:
-    """Raise unless every value is an integer of at least ``at_least`` (a float such as 3.0 is refused, too)."""
+    """Raises a ``ValueError`` unless every value is an integer of at least ``at_least``; 3.0 is refused, too."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ValueError(f"{where}: {name}={value!r} must be an integer of at least {at_least}.")
 
 
 def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
-    """Raise unless every value is among the allowed ones."""
+    """Raises a ``ValueError`` unless every value is among the allowed ones."""
     allowed = list(allowed)
     for name, value in values.items():
         if value not in allowed:
             raise ValueError(f"{where}: {name}={value!r} must be one of {', '.join(map(repr, allowed))}.")
+
+
+def quoted(names: Iterable[Any], *, at_most: int | None = None) -> str:
+    """Returns the names in quotes, separated by commas; beyond ``at_most`` only the number of the others."""
+    listed = [repr(name) for name in names]
+    shown = listed[:at_most]
+    return ", ".join(shown) + (f" and {len(listed) - len(shown)} more" if len(shown) < len(listed) else "")

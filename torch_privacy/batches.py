@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the numbers of examples to what the user's loop gets: fetched, collated, split into microbatches."""
+"""Fetches, collates and splits batches of given examples, and builds variants of them for rehearsals."""
 
 from __future__ import annotations
 
@@ -18,272 +18,277 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ._model_state import same
-from ._replay import OwnRandomNumbers, next_numbers
+from ._replay import SeededRandomNumbers, random_position
 from ._validate import Refused
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One (micro)batch to fetch: the examples' numbers, how often each is fetched, and the random numbers for it."""
+class BatchRequest:
+    """Describes one (micro)batch to fetch."""
 
-    numbers: np.ndarray
-    views: int = 1
-    seed: bytes | None = None  # None leaves the user's random numbers as they are
-    keeps_items: bool = False  # whether a worker gives the items beside the batch, as they will be asked for
+    indices: np.ndarray  # of the examples
+    views: int = 1  # how often each example is fetched
+    seed: bytes | None = None  # of the random numbers; None leaves the user's random state unchanged
+    keeps_items: bool = False  # whether a worker returns the items with the batch, because they will be needed
 
     def seed_for(self, purpose: str) -> bytes:
-        """A seed of its own for fetching, collating, ..."""
+        """Returns a separate seed for fetching, for collating, ..."""
         assert self.seed is not None
         return hashlib.blake2b(purpose.encode(), key=self.seed, digest_size=32).digest()
 
 
 class Batches:
-    """Collated batches of a map-style dataset for given numbers of examples.
+    """Fetches and collates batches of a map-style dataset for given example indices.
 
-    The result is what ``torch.utils.data.DataLoader`` would give for the same examples. Tensors in a
+    The result is what ``torch.utils.data.DataLoader`` would return for the same examples. The tensors of a
     ``TensorDataset`` (or a ``Subset`` of one) are indexed at once instead of example by example. While examples are
-    fetched and collated, in workers, too, the random numbers of torch, numpy and Python are a function of the seed.
+    fetched and collated, also in workers, the random numbers of torch, numpy and Python are a function of the seed.
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Collate | None, num_workers: int):
         check_map_style(dataset)
         self.dataset = dataset
         self._collate = collate_fn or default_collate
-        self._tensors = _tensors_of(dataset) if collate_fn is None else None
+        self._tensors = _tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers = num_workers
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether the data set is nothing but tensors, whose rows are the items."""
+        """True if the data set consists of tensors only, whose rows are the items."""
         return self._tensors is not None
 
-    def __call__(self, draws: Iterator[Draw]) -> Iterator[Drawn]:
-        """The batch of every draw, in order."""
+    def __call__(self, requests: Iterator[BatchRequest]) -> Iterator[DatasetExamples]:
+        """Yields the batch of every request, in order."""
         if self._num_workers == 0:
-            for draw in draws:
-                yield Drawn(self, draw, self.fetch(draw))
+            for request in requests:
+                yield DatasetExamples(self, request, self.fetch(request))
             return
-        waiting: deque[Draw] = deque()
+        waiting: deque[BatchRequest] = deque()
 
-        def noted() -> Iterator[Draw]:
-            for draw in draws:
-                waiting.append(draw)
-                yield draw
+        def requests_noted() -> Iterator[BatchRequest]:
+            for request in requests:
+                waiting.append(request)
+                yield request
 
         loader = DataLoader(
-            _Fetching(self),
+            _BatchDataset(self),
             batch_size=None,
-            sampler=noted(),
+            sampler=requests_noted(),
             num_workers=self._num_workers,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # so that starting the workers takes nothing from the user's random state
+            collate_fn=_identity,
+            generator=torch.Generator(),  # so that starting the workers does not advance the user's random state
         )
         for fetched in loader:
-            yield Drawn(self, waiting.popleft(), fetched)
+            yield DatasetExamples(self, waiting.popleft(), fetched)
 
-    def plain(self, numbers: Iterable[np.ndarray]) -> Iterator[Any]:
-        """The collated batch of every array of example numbers, with the user's own random numbers."""
-        for some in numbers:
-            draw = Draw(some)
-            yield self.collate(self.items(draw), draw)
+    def plain(self, batches: Iterable[np.ndarray]) -> Iterator[Any]:
+        """Yields the collated batch of every array of example indices, with the user's own random numbers."""
+        for indices in batches:
+            request = BatchRequest(indices)
+            yield self.collate(self.items(request), request)
 
     @cached_property
     def fetches_together(self) -> bool:
-        """Whether the data set is given many numbers at once, so that its items may depend on each other."""
-        origin, _ = _origin(self.dataset)
-        return self._tensors is None and hasattr(origin, "__getitems__")
+        """True if the data set fetches many items in one call, so that they may depend on each other."""
+        source, _ = _source_of(self.dataset)
+        return self._tensors is None and hasattr(source, "__getitems__")
 
-    def fetch(self, draw: Draw) -> Fetched:
-        """The batch of a draw, with its items."""
-        items, items_end = self._items_to_end(draw)
-        batch, end = self.collate_to_end(items, draw)
+    def fetch(self, request: BatchRequest) -> Fetched:
+        """Returns the batch of a request, with its items."""
+        items, items_end = self._items_and_end(request)
+        batch, end = self.collate_and_end(items, request)
         return Fetched(batch, items, (items_end, end))
 
-    def items(self, draw: Draw) -> Any:
-        """The items of a draw, each as often as it has views; of tensors the rows."""
-        return self._items_to_end(draw)[0]
+    def items(self, request: BatchRequest) -> Any:
+        """Returns the items of a request, each as often as it has views; for a data set of tensors the row indices."""
+        return self._items_and_end(request)[0]
 
-    def _items_to_end(self, draw: Draw) -> tuple[Any, Any]:
-        numbers = np.repeat(draw.numbers, draw.views)
+    def _items_and_end(self, request: BatchRequest) -> tuple[Any, Any]:
+        """Returns the items of a request, and the position of the random numbers after fetching them."""
+        indices = np.repeat(request.indices, request.views)
         if self._tensors is not None:
-            return numbers, None
-        some = numbers.tolist()
-        with _random_numbers(draw, "items") as position:
+            return indices, None
+        with _random_numbers(request, "items") as position:
             if hasattr(self.dataset, "__getitems__"):
-                items = list(self.dataset.__getitems__(some))  # type: ignore[attr-defined]
+                items = list(self.dataset.__getitems__(indices.tolist()))  # type: ignore[attr-defined]
             else:
-                items = [self.dataset[i] for i in some]
+                items = [self.dataset[i] for i in indices.tolist()]
             return items, position()
 
-    def collate(self, items: Any, draw: Draw) -> Any:
-        """The batch of these items."""
-        return self.collate_to_end(items, draw)[0]
+    def collate(self, items: Any, request: BatchRequest) -> Any:
+        """Returns the batch of these items."""
+        return self.collate_and_end(items, request)[0]
 
-    def collate_to_end(self, items: Any, draw: Draw) -> tuple[Any, Any]:
-        """Returns the batch of these items, and where its random numbers ended."""
+    def collate_and_end(self, items: Any, request: BatchRequest) -> tuple[Any, Any]:
+        """Returns the batch of these items, and the position of the random numbers after collating them."""
         if self._tensors is not None:
-            tensors, chosen = self._tensors
-            rows = torch.from_numpy(items if chosen is None else chosen[items])
+            tensors, subset = self._tensors
+            rows = torch.from_numpy(items if subset is None else subset[items])
             return [tensor[rows] for tensor in tensors], None
-        with _random_numbers(draw, "collate") as position:
+        with _random_numbers(request, "collate") as position:
             return self._collate(items), position()
 
 
 @dataclass
 class Fetched:
-    """A batch, as it comes from the data set or from a worker."""
+    """Holds a batch as it comes from the data set or from a worker."""
 
     batch: Any
-    items: Any  # before they were collated; None where a worker kept them
-    ends: tuple[Any, Any]  # where the random numbers of the items ended, and those of ``collate_fn``
+    items: Any  # before collation; None if a worker did not return them
+    ends: tuple[Any, Any]  # positions of the random numbers after fetching and after collating
 
 
-class _Fetching(Dataset):
-    """Fetches whole batches, in a worker."""
+class _BatchDataset(Dataset):
+    """Presents whole batches as the items of a data set, so that workers fetch them."""
 
     def __init__(self, batches: Batches):
         self._batches = batches
 
-    def __getitem__(self, draw: Draw) -> Any:
-        fetched = self._batches.fetch(draw)
-        return fetched if draw.keeps_items else replace(fetched, items=None)
+    def __getitem__(self, request: BatchRequest) -> Any:
+        fetched = self._batches.fetch(request)
+        return fetched if request.keeps_items else replace(fetched, items=None)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 @contextmanager
-def _random_numbers(draw: Draw, purpose: str) -> Iterator[Callable[[], Any]]:
-    """Sets the draw's random numbers; yields a function that returns where they stand, and None without a seed."""
-    if draw.seed is None:
+def _random_numbers(request: BatchRequest, purpose: str) -> Iterator[Callable[[], Any]]:
+    """Seeds the random numbers for a request; yields a function that returns their position, or None without a seed."""
+    if request.seed is None:
         yield lambda: None
         return
-    own = OwnRandomNumbers(draw.seed_for(purpose))
+    numbers = SeededRandomNumbers(request.seed_for(purpose))
     try:
-        yield next_numbers
+        yield random_position
     finally:
-        own.close()
+        numbers.close()
 
 
-def _start(draw: Draw, purpose: str) -> Any:
-    """Returns where the draw's random numbers begin."""
-    with _random_numbers(draw, purpose) as position:
+def _start(request: BatchRequest, purpose: str) -> Any:
+    """Returns the position at which the request's random numbers begin."""
+    with _random_numbers(request, purpose) as position:
         return position()
 
 
-TRIES = 8  # draws of other examples, until the collated shapes agree
+MAX_TRIES = 8  # draws of other examples until the collated shapes agree
 
 
-class Drawn:
-    """A batch, and what it takes to do it again with other examples, or without some."""
+class DatasetExamples:
+    """Holds a batch of a data set, and builds it again with other examples of the data set, or without some."""
 
-    def __init__(self, batches: Batches, draw: Draw, fetched: Fetched):
-        self._batches, self._draw, self._fetched = batches, draw, fetched
-        self.batch, self.count = fetched.batch, len(draw.numbers)
+    def __init__(self, batches: Batches, request: BatchRequest, fetched: Fetched):
+        self._batches, self._request, self._fetched = batches, request, fetched
+        self.batch, self.count = fetched.batch, len(request.indices)
 
     @cached_property
     def generator(self) -> np.random.Generator:
-        """Chooses which examples are kept, and the others."""
-        return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._draw.seed_for("others"), "big")))
+        """Returns the generator that chooses the kept examples and the replacements."""
+        return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._request.seed_for("others"), "big")))
 
     def with_others(self, keep: np.ndarray) -> Any:
-        """As of `Examples`: items are replaced before they are collated; else the rows of the collated tensors.
+        """Implements `Examples`: replaces items before collation or, if that fails, rows of the collated tensors.
 
-        Where whole batches of items never have equal shapes, places get items of the shapes that they had.
+        If whole batches of other items never have equal shapes, each item is replaced by one of its own shapes.
         """
         places = np.flatnonzero(~keep)
-        pool: dict[str, list[tuple[int, Any]]] = {}  # by their shapes: numbers of other examples, and their items
-        for _ in range(TRIES):
-            numbers = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
-            batch = self._fetched_together(places, numbers)
+        pool: dict[str, list[tuple[int, Any]]] = {}  # shapes -> indices and items of other examples
+        for _ in range(MAX_TRIES):
+            indices = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
+            batch = self._fetched_together(places, indices)
             if batch is None:
-                others = self._batches.items(Draw(numbers, self._draw.views, self.generator.bytes(32)))
-                batch = self._collated(_mixed(self._own_items(), others, places, self._draw.views))
-                for number, other in zip(numbers.tolist(), _by_example(others, self._draw.views), strict=False):
-                    pool.setdefault(repr(_shapes(other)), []).append((number, other))
+                others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))
+                batch = self._collated(_mixed(self._items(), others, places, self._request.views))
+                for index, other in zip(indices.tolist(), _by_example(others, self._request.views), strict=False):
+                    pool.setdefault(repr(_shapes(other)), []).append((index, other))
             if batch is not None:
                 return batch
-        batch = self._of_shapes(places, pool)
+        batch = self._replaced_by_shape(places, pool)
         if batch is None:
-            alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
-            batch = alike.with_others(keep)
+            batch = self._collated_examples().with_others(keep)
         return batch
 
     def without(self, keep: np.ndarray) -> Any:
-        """As of `Examples`. Where random numbers are drawn for a batch as a whole, a part of it would get others."""
-        items, kept, fetched = self._own_items(), np.repeat(keep, self._draw.views), self._fetched
-        if self._drew("collate", fetched.ends[1]):
-            alike = CollatedExamples(self.batch, self.count, self.generator, self._draw.views, sure=True)
-            return alike.without(keep)
+        """Implements `Examples`."""
+        items, kept, fetched = self._items(), np.repeat(keep, self._request.views), self._fetched
+        if self._drew("collate", fetched.ends[1]):  # collating a part alone would draw other random numbers
+            return self._collated_examples().without(keep)
         if self._batches.fetches_together and not self._drew("items", fetched.ends[0]):
-            items = self._batches.items(replace(self._draw, numbers=self._draw.numbers[keep]))
-            return self._batches.collate(items, self._draw)
-        some = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
-        return self._batches.collate(some, self._draw)
+            items = self._batches.items(replace(self._request, indices=self._request.indices[keep]))
+            return self._batches.collate(items, self._request)
+        kept_items = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
+        return self._batches.collate(kept_items, self._request)
+
+    def _collated_examples(self) -> CollatedExamples:
+        """Returns the same batch, to be changed after collation."""
+        return CollatedExamples(self.batch, self.count, self.generator, self._request.views, only_if_sure=True)
 
     def _drew(self, purpose: str, end: Any) -> bool:
-        """True if random numbers were drawn for the items, or to collate them."""
-        return end is not None and end != _start(self._draw, purpose)
+        """True if random numbers were drawn to fetch the items, or to collate them."""
+        return end is not None and end != _start(self._request, purpose)
 
     def repeats(self) -> bool:
-        """Whether the data set gives the same items when it is asked again, with the same random numbers."""
+        """True if the data set returns the same items again, given the same random numbers."""
         if self._batches.holds_tensors:
             return True
-        again = self._batches.fetch(self._draw).batch
+        again = self._batches.fetch(self._request).batch
         return all(same(a, b) for a, b in zip(tree_leaves(again), tree_leaves(self.batch), strict=False))
 
-    def _fetched_together(self, places: np.ndarray, numbers: np.ndarray) -> Any:
-        """The batch with others in these places, where the data set fetches many at once, and may mix them.
+    def _fetched_together(self, places: np.ndarray, indices: np.ndarray) -> Any:
+        """Returns the batch with other examples in these places, for a data set that fetches many items in one call.
 
-        None where it does not, where the random numbers would be others, and where the shapes are.
+        None for other data sets, and if random numbers or shapes would differ.
         """
         if not self._batches.fetches_together:
             return None
-        mixed = self._draw.numbers.copy()
-        mixed[places] = numbers
+        mixed = self._request.indices.copy()
+        mixed[places] = indices
         try:
-            again = self._batches.fetch(replace(self._draw, numbers=mixed))
+            again = self._batches.fetch(replace(self._request, indices=mixed))
         except Exception:
             return None
         return again.batch if again.ends == self._fetched.ends and _shapes(again.batch) == _shapes(self.batch) else None
 
     def _collated(self, items: Any) -> Any:
-        """The batch of these items; None where its shapes, or the random numbers that it takes, are others."""
+        """Returns the batch of these items; None if its shapes, or the random numbers that it draws, differ."""
         try:
-            batch, end = self._batches.collate_to_end(items, self._draw)
-        except Exception:  # as where items of two fetches were padded to different lengths
+            batch, end = self._batches.collate_and_end(items, self._request)
+        except Exception:  # for example, if items of two fetches were padded to different lengths
             return None
         return batch if end == self._fetched.ends[1] and _shapes(batch) == _shapes(self.batch) else None
 
-    def _of_shapes(self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]]) -> Any:
-        """The batch with others where there are some with the shapes of an example's own items."""
-        items, views, changed = self._own_items(), self._draw.views, False
+    def _replaced_by_shape(self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]]) -> Any:
+        """Returns the batch with each of these examples replaced by one of equal shapes, if the pool has one."""
+        items, views, changed = self._items(), self._request.views, False
         if isinstance(items, np.ndarray):
             return None
         items = list(items)
         for place in places:
-            mine = slice(views * place, views * (place + 1))
-            alike = pool.get(repr(_shapes(items[mine])), ())
-            fitting = [other for number, other in alike if number != self._draw.numbers[place]]
-            if fitting:
-                items[mine] = fitting[int(self.generator.integers(len(fitting)))]
+            span = slice(views * place, views * (place + 1))
+            same_shape = pool.get(repr(_shapes(items[span])), ())
+            others = [other for index, other in same_shape if index != self._request.indices[place]]
+            if others:
+                items[span] = others[int(self.generator.integers(len(others)))]
                 changed = True
         return self._collated(items) if changed else None
 
-    def _own_items(self) -> Any:
-        if self._fetched.items is None:  # a worker fetched them: the seed makes them the same ones
-            self._fetched.items = self._batches.items(self._draw)
+    def _items(self) -> Any:
+        """Returns the items of the batch; fetches them again, with the same seed, if a worker kept them."""
+        if self._fetched.items is None:
+            self._fetched.items = self._batches.items(self._request)
         return self._fetched.items
 
 
 def _by_example(items: Any, views: int) -> Iterator[Any]:
+    """Yields the items of each example, one for each view."""
     return (items[k : k + views] for k in range(0, len(items), views)) if isinstance(items, list) else iter(())
 
 
 def _mixed(items: Any, others: Any, places: np.ndarray, views: int) -> Any:
+    """Returns the items with those of the examples in these places replaced by the others."""
     if isinstance(items, np.ndarray):
         mixed = items.copy()
         mixed.reshape(-1, views)[places] = others.reshape(-1, views)
@@ -296,41 +301,48 @@ def _mixed(items: Any, others: Any, places: np.ndarray, views: int) -> Any:
 
 
 class CollatedExamples:
-    """A batch of which no more is known than what was collated: tensors and lists with the examples first.
+    """Replaces or removes examples of a batch after collation: tensors and lists have the examples first.
 
     Args:
-        batch: a tensor, or tuples, lists and mappings of such.
+        batch: a tensor, or tensors in tuples, lists and mappings.
         count: number of examples.
-        generator: chooses the others, among the examples of the batch.
-        views: rows of each example, one behind the other.
-        sure: give nothing where some tensor has another length, or where a list has as many tensors as there are
-            examples, each of this length: it may be a list of inputs, or one of examples.
+        generator: chooses the replacements among the examples of the batch.
+        views: number of consecutive rows of each example.
+        only_if_sure: return None if some tensor has another length, or if a list has as many tensors as there are
+            examples, each of this length: it may be a list of inputs or a list of examples.
     """
 
-    def __init__(self, batch: Any, count: int, generator: np.random.Generator, views: int = 1, *, sure: bool = False):
-        self.batch, self.count, self._generator, self._views, self._sure = batch, count, generator, views, sure
+    def __init__(
+        self, batch: Any, count: int, generator: np.random.Generator, views: int = 1, *, only_if_sure: bool = False
+    ):
+        self.batch, self.count, self._generator, self._views = batch, count, generator, views
+        self._only_if_sure = only_if_sure
 
     def with_others(self, keep: np.ndarray) -> Any:
-        """As of `Examples`."""
-        numbers = np.arange(self.count)
+        """Implements `Examples`."""
+        indices = np.arange(self.count)
         shift = self._generator.integers(1, max(2, self.count), size=self.count)
-        chosen = self._rows_of(self.batch, np.where(keep, numbers, (numbers + shift) % self.count))
-        return chosen if chosen is not None and _shapes(chosen) == _shapes(self.batch) else None
+        replaced = self._selected(np.where(keep, indices, (indices + shift) % self.count))
+        return replaced if replaced is not None and _shapes(replaced) == _shapes(self.batch) else None
 
     def without(self, keep: np.ndarray) -> Any:
-        """As of `Examples`."""
-        return self._rows_of(self.batch, np.flatnonzero(keep))
+        """Implements `Examples`."""
+        return self._selected(np.flatnonzero(keep))
 
-    def _rows_of(self, batch: Any, numbers: np.ndarray) -> Any:
+    def _selected(self, indices: np.ndarray) -> Any:
+        """Returns the batch of these examples; None if it is not clear where the examples are."""
         views = self._views
-        rows = (views * numbers[:, None] + np.arange(views)).ravel()
+        rows = (views * indices[:, None] + np.arange(views)).ravel()
         found: list[bool] = []
-        chosen = _rows(batch, rows, views * self.count, found)
-        return chosen if all(found if self._sure else [True]) and any(found) else None
+        selected = _select(self.batch, rows, views * self.count, found)
+        return selected if all(found if self._only_if_sure else [True]) and any(found) else None
 
 
-def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
-    """The examples with these numbers: of tensors with n first, and of lists of n things."""
+def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
+    """Returns these rows of all tensors whose first dimension is n, and of lists of length n.
+
+    ``found`` gets True for each of these, and False for tensors and lists that may have the examples elsewhere.
+    """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         if batch.ndim and len(batch) == n:
             found.append(True)
@@ -339,29 +351,29 @@ def _rows(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
             found.append(False)
         return batch
     if isinstance(batch, Mapping):
-        part: Any = copy(batch)  # of its own kind, which may have attributes
+        part: Any = copy(batch)  # keeps its type and its attributes
         for key, value in batch.items():
-            part[key] = _rows(value, rows, n, found)
+            part[key] = _select(value, rows, n, found)
         return part
     if isinstance(batch, (list, tuple)):
-        whole = [isinstance(v, torch.Tensor) and v.ndim > 0 and len(v) == n for v in batch]
-        if len(batch) == n and not all(whole):
+        have_n_rows = [isinstance(v, torch.Tensor) and v.ndim > 0 and len(v) == n for v in batch]
+        if len(batch) == n and not all(have_n_rows):
             found.append(True)
             return type(batch)(batch[k] for k in rows)
         if len(batch) == n and n > 1:
             found.append(False)
-        parts = [_rows(value, rows, n, found) for value in batch]
+        parts = [_select(value, rows, n, found) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
         part = copy(batch)
         for entry in fields(batch):
-            object.__setattr__(part, entry.name, _rows(getattr(batch, entry.name), rows, n, found))
+            object.__setattr__(part, entry.name, _select(getattr(batch, entry.name), rows, n, found))
         return part
     return batch
 
 
 def _shapes(batch: Any) -> Any:
-    """The structure of a batch, with the shapes of its tensors."""
+    """Returns the structure of a batch, with the shapes of its tensors."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
@@ -374,15 +386,15 @@ def _shapes(batch: Any) -> Any:
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
-    """Refuse what examples cannot be drawn from by number: loaders (they shuffle), streams, things without a length."""
+    """Refuses data without examples that can be fetched by index: loaders, streams, objects without a length."""
     if isinstance(dataset, DataLoader):
         raise Refused(
-            f"{name} is a DataLoader: its shuffled batches are no Poisson sample, and the privacy guarantee is for "
-            "Poisson sampling only. Pass loader.dataset; batches are drawn here."
+            f"{name} is a DataLoader: its shuffled batches are not Poisson samples, and the privacy guarantee holds "
+            "for Poisson sampling only. Pass loader.dataset; PrivateTraining draws the batches."
         )
     if type(dataset).__module__.startswith("pandas."):
         raise Refused(
-            f"{name} is a {type(dataset).__name__} of pandas, and its items are columns, not rows. Pass the rows, e.g. "
+            f"{name} is a pandas {type(dataset).__name__}, whose items are columns, not rows. Pass the rows, e.g. "
             "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -395,45 +407,45 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
 
 
 def share_examples(a: Dataset, b: Dataset) -> bool:
-    """Whether an example of one data set is one of the other, as far as `Subset` and tensors' memory tell."""
-    (first, some), (second, others) = _origin(a), _origin(b)
-    if first is second:
-        return some is None or others is None or bool(np.isin(some, others).any())
-    ours, theirs = _tensors_of(a), _tensors_of(b)
-    if ours is None or theirs is None:
+    """True if the data sets share an example, as far as `Subset` and the memory of tensors show."""
+    (source_a, rows_a), (source_b, rows_b) = _source_of(a), _source_of(b)
+    if source_a is source_b:
+        return rows_a is None or rows_b is None or bool(np.isin(rows_a, rows_b).any())
+    in_a, in_b = _tensors_and_rows(a), _tensors_and_rows(b)
+    if in_a is None or in_b is None:
         return False
     return any(
-        bool(np.isin(_addresses(x, ours[1]), _addresses(y, theirs[1])).any())
-        for x in ours[0]
-        for y in theirs[0]
+        bool(np.isin(_addresses(x, in_a[1]), _addresses(y, in_b[1])).any())
+        for x in in_a[0]
+        for y in in_b[0]
         if x.numel() and y.numel() and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     )
 
 
-def _origin(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
-    """What a subset, of a subset, is taken from, and the chosen examples (None: all)."""
+def _source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
+    """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
     if type(dataset) is not Subset:
         return dataset, None
-    origin, chosen = _origin(dataset.dataset)
-    numbers = np.asarray(dataset.indices, dtype=np.int64)
-    return origin, numbers if chosen is None else chosen[numbers]
+    source, subset = _source_of(dataset.dataset)
+    indices = np.asarray(dataset.indices, dtype=np.int64)
+    return source, indices if subset is None else subset[indices]
 
 
-def _addresses(tensor: torch.Tensor, chosen: np.ndarray | None) -> np.ndarray:
-    """Where the chosen rows begin in memory."""
-    rows = np.arange(len(tensor)) if chosen is None else chosen
+def _addresses(tensor: torch.Tensor, rows: np.ndarray | None) -> np.ndarray:
+    """Returns the memory addresses at which these rows begin (None: all rows)."""
+    rows = np.arange(len(tensor)) if rows is None else rows
     return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
 def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarray]:
-    """Consecutive parts of at most ``microbatch_size`` examples; no parts of an empty batch."""
+    """Returns consecutive parts of at most ``microbatch_size`` examples; no part for an empty batch."""
     if len(indices) == 0:
         return []
     size = microbatch_size or len(indices)
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _tensors_of(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
-    """The tensors behind the dataset and the chosen rows (None: all), where it is nothing but tensors."""
-    origin, chosen = _origin(dataset)
-    return (origin.tensors, chosen) if type(origin) is TensorDataset else None
+def _tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
+    """Returns a TensorDataset's tensors and the chosen rows (None: all rows); None for other data sets."""
+    source, subset = _source_of(dataset)
+    return (source.tensors, subset) if type(source) is TensorDataset else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step releases: noisy sums over the examples of its batch, and the gradient that is made of these."""
+"""Defines mechanisms: the sums over a batch that a step releases with noise, and the gradient computed from them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
-from ._model import Census
-from ._validate import Refused
+from ._model_state import ModelTensors
+from ._validate import Refused, quoted
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .jacobian.code_path import CodePath
 from .jacobian.layout import Layouts, Merging
@@ -22,28 +22,28 @@ from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
 from .sampling import Poisson
 
-RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # that of every event here
+RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
 ROUNDING = 2e-5  # relative, of a clipped row's norm
-COUNT = "the count of examples within the clip norm"  # beside the parameters' names, which have no spaces
+COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
 
 
 class Recording(Protocol):
-    """Looks on while the model's forward runs, and gives the clipped sum of its losses: a tape, or a sketch."""
+    """Records the model's forward and computes the clipped sum of its losses, with exact or estimated norms."""
 
-    code: CodePath  # that ran
+    code: CodePath  # the path through the model's code that was run
     reached: set[str]  # names of the parameters that the losses were found to depend on
-    measured: bool  # whether layouts had to be measured, by backwards of their own
+    measured: bool  # whether layouts had to be measured, by additional backward passes
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The trained ones, by name."""
+        """Returns the trained parameters by name."""
         ...
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """The model is called with these arguments."""
+        """Called before the model's forward, with its arguments."""
 
     def end(self, output: Any) -> None:
-        """The model gave its output, or None if it came to no end."""
+        """Called after the model's forward with its output, or with None if it did not finish."""
 
     def __enter__(self) -> Any: ...
 
@@ -60,84 +60,85 @@ class Recording(Protocol):
         memory_budget: float = ...,
         observe: Any = None,
     ) -> dict[str, Tensor]:
-        """The clipped sum by name, as of `Tape.clipped_sum`."""
+        """Returns the clipped sum by name; see `Tape.clipped_sum`."""
         ...
 
 
-class Summing(ABC):
-    """The sums over one (micro)batch: called with the rows of each group of parameters, as soon as these are there."""
+class Summation(ABC):
+    """Clips and sums the rows of one (micro)batch; called once for each group of parameters, with its rows."""
 
-    merging: Merging | None = None  # examples whose mean is one row
+    merging: Merging | None = None  # assigns examples to rows where the mean of several is one row
 
     def __init__(self) -> None:
-        self.factors: dict[str, Tensor] = {}  # (rows,) by group: what rows were multiplied by; 0 for those left out
+        self.factors: dict[str, Tensor] = {}  # (rows,) by group: the clip factors; 0 for rows that were left out
 
     @property
     @abstractmethod
     def num_left_out(self) -> int:
-        """Examples that were left out, or their micro-batch: some gradient was not finite. Secret."""
+        """Returns the number of examples left out because a gradient (of their micro-batch) was not finite. Secret."""
 
     @abstractmethod
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
-        """The sums, by name, to which the rows in one group of parameters give rise. Secret."""
+        """Returns the sums, by name, of the clipped rows in one group of parameters. Secret."""
 
-    def weigh(self, jacobian: Any, group: str) -> None:
-        """Note the factors of the rows in one group of parameters; the sums are not wanted."""
+    def compute_factors(self, jacobian: Any, group: str) -> None:
+        """Computes only the factors of the rows in one group of parameters."""
         self(jacobian, group)
 
     def check_bound(self) -> None:  # noqa: B027
-        """Refuse sums in which a row is longer than the clipping rule says; asked when all groups are done."""
+        """Refuses sums in which a row exceeds the clipping rule's bound; called after all groups."""
 
 
-def factors_of(rule: ClippingRule, norms: Tensor, group: str) -> Tensor:
-    """The rule's factors, one for each row."""
+def checked_factors(rule: ClippingRule, norms: Tensor, group: str) -> Tensor:
+    """Returns the rule's factors, one for each row; refuses another shape."""
     factors = rule.factors(norms, group)
     if not isinstance(factors, Tensor) or factors.shape != norms.shape:
         shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
         raise Refused(
-            f"PrivateTraining: {type(rule).__name__}.factors gave {shape} for {len(norms)} norms: must be a tensor "
+            f"PrivateTraining: {type(rule).__name__}.factors returned {shape} for {len(norms)} norms: must be a tensor "
             "with one factor for each."
         )
     return factors
 
 
-class Bound:
-    """Checks that no clipped row is longer than its rule says."""
+class BoundCheck:
+    """Checks that no clipped row exceeds its rule's bound."""
 
     def __init__(self, rule: ClippingRule):
         self._rule = rule
         self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
 
     def note(self, group: str, factors: Tensor, norms: Tensor) -> None:
-        """The rows of one group of parameters have these factors and norms (rows,)."""
+        """Notes the factors and norms (rows,) of the rows in one group of parameters."""
         self._squares[group] = (factors.double() * norms.double()).square()
 
     def check(self) -> None:
-        """Refuse if a row is longer than ``largest_norm``; all groups were noted."""
+        """Refuses a row that is longer than ``largest_norm``; called after all groups were noted."""
         squares = torch.stack([*self._squares.values()]).sum(0)
         if not len(squares):
             return
         bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
-        if not longest <= bound * (1 + ROUNDING):  # also where it is undefined
+        if not longest <= bound * (1 + ROUNDING):  # also refuses NaN
             raise Refused(
-                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, and "
-                f"largest_norm() says at most {bound:.7g}, from which the noise follows. Return factors with "
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, but "
+                f"largest_norm() allows at most {bound:.7g}, and the noise is scaled to that. Return factors with "
                 "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
             )
 
 
 class Mechanism(ABC):
-    """What one step releases, under add/remove-one.
+    """Defines what one step releases, under the add/remove-one relation.
 
-    In each step ``begin`` comes first, then ``watch`` and ``summing`` for every (micro)batch. ``complete`` gives all
-    sums. With noise of the standard deviations ``stddevs`` they are the release, of which ``gradient`` is made.
+    Each step calls ``begin``, then ``recorder`` and ``summation`` for every (micro)batch, then ``complete`` for all
+    sums of the step. These sums, with noise of the standard deviations ``stddevs``, are the release. ``gradient``
+    computes the gradient from it.
 
     Args:
-        expected_batch_size: the divisor, a number that no data have a part in.
-        views: how often each example is in a batch, one behind the other; the mean is its row.
+        expected_batch_size: the divisor, a number that does not depend on the data.
+        views: number of consecutive views of each example in a batch; the mean over them is the example's row.
     """
 
-    treated_as_public: tuple[str, ...] = ()  # for the statement
+    treated_as_public: tuple[str, ...] = ()  # listed in the privacy statement
 
     def __init__(self, expected_batch_size: float, views: int = 1):
         self.expected_batch_size, self.views = expected_batch_size, views
@@ -145,79 +146,79 @@ class Mechanism(ABC):
 
     @abstractmethod
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
-        """What one step releases, for the accountant."""
+        """Returns the description of one step's release, for the accountant."""
 
     def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:  # noqa: B027
-        """Refuse noise at which there is no privacy to speak of."""
+        """Refuses noise that gives no meaningful privacy."""
 
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """Largest L2 change of the sums between neighboring data sets, in the units of ``noise_multiplier``."""
+        """Returns the largest L2 change of the sums between neighboring data sets, in units of ``noise_multiplier``."""
 
     @abstractmethod
     def statement(self) -> dict[str, Any]:
-        """Its name and settings, as plain data."""
+        """Returns name and settings as plain data, for the privacy statement."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with its state."""
+        """Returns the settings that a resumed run must share with its state."""
 
     @abstractmethod
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Partition of the parameters: rows of one group are needed at once."""
+        """Returns a partition of the parameters: the rows of one group are needed at the same time."""
 
-    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:  # noqa: B027
-        """A step begins, whose batch may be empty. The key is that of the noise."""
+    def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:  # noqa: B027
+        """Begins a step, which may have an empty batch; ``key`` is the noise key."""
 
-    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Recording:
-        """What is to look on at the model's forward on a (micro)batch of so many views of examples."""
-        return Tape(census.trained, census.constants, self._layouts, size)
+    def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
+        """Returns the recorder for one (micro)batch of ``size`` rows of inputs (examples times views)."""
+        return Tape(tensors.trained, tensors.constants, self._layouts, size)
 
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
-        """(size,) number of the row that each example of a (micro)batch belongs to; None where each has its own."""
+        """Returns (size,) the row that each example of a (micro)batch belongs to; None if each has a row of its own."""
         return None
 
     @abstractmethod
-    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
-        """The sums of a (micro)batch of so many examples."""
+    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
+        """Returns the object that clips and sums one (micro)batch of ``size`` examples."""
 
     @abstractmethod
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All sums of the step, contiguous; zero where no example gave rise to one."""
+        """Returns all sums of the step, contiguous; zero where there are no examples."""
 
     @abstractmethod
     def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
-        """Standard deviation of the noise for each of the sums."""
+        """Returns the standard deviation of the noise for each of the sums."""
 
     @abstractmethod
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The mean gradient by name, of the noisy sums alone; what they say of the next step is remembered."""
+        """Returns the mean gradient by name, from the noisy sums alone; updates what the next step takes from them."""
 
     def explain(self) -> str:
-        """How it is computed."""
+        """Returns how the norms are computed."""
         return "exact norms by the tape"
 
     def state(self) -> dict[str, Any]:
-        """What the steps so far have changed, beside a training's own state."""
+        """Returns what the steps so far have changed in the mechanism, to be saved with the training's state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """The inverse of ``state``, of a whole training's state."""
+        """Restores what ``state`` returned, from the whole state of a training."""
 
 
 class ClippedSum(Mechanism):
-    """The sum of the clipped rows, and, where the rule is adaptive, a count.
+    """Releases the sum of the clipped rows and, with an adaptive rule, a count.
 
     Args:
-        rule: clips.
-        names: of the trained parameters.
-        expected_batch_size, views: as of `Mechanism`.
+        rule: the clipping rule.
+        names: names of the trained parameters.
+        expected_batch_size, views: see `Mechanism`.
     """
 
     def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float, views: int = 1):
         super().__init__(expected_batch_size, views)
-        self.rule = rule.bind(names)  # of the next step
+        self.rule = rule.bind(names)  # for the next step
         self._planned, self._names = self.rule, frozenset(names)
         self._divisor = self.rule.divisor(expected_batch_size)
 
@@ -237,18 +238,18 @@ class ClippedSum(Mechanism):
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return self.rule.groups(names)
 
-    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
-        new = [name for name in census.trained if name not in self._names]
+    def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:
+        new = [name for name in tensors.trained if name not in self._names]
         if new and isinstance(self.rule, Groups):
             kind = type(self.rule.made_by or self.rule).__name__
             raise Refused(
-                f"PrivateTraining: parameter {', '.join(map(repr, new))} was unfrozen, and the bounds of {kind} were "
-                "made for the parameters that were trained at the start. Begin another PrivateTraining, with the "
-                "releases so far as prior_releases."
+                f"PrivateTraining: parameter {quoted(new)} was unfrozen, but the bounds of {kind} were computed for "
+                "the parameters that were trained at the start. Begin another PrivateTraining, with the releases so "
+                "far as prior_releases."
             )
 
-    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
-        return _Clipping(self.rule, self._merging(sampler, step, size), self.views)
+    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
+        return _ClippedSummation(self.rule, self._merging(sampler, step, size), self.views)
 
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
         if not isinstance(self.rule, MicroBatches):
@@ -256,10 +257,10 @@ class ClippedSum(Mechanism):
         return sampler.groups(step, size, self.rule.num_groups(self.expected_batch_size))
 
     def _merging(self, sampler: Poisson, step: int, size: int) -> Merging | None:
-        """Which row each view joins: its example's, or a micro-batch's, drawn by the sampler's key, data unseen."""
+        """Assigns each view to the row of its example, or of its micro-batch, drawn from the sampler's key alone."""
         units = self.units(sampler, step, size)
         if units is None:
-            return views_of(size, self.views)
+            return merging_of_views(size, self.views)
         assert isinstance(self.rule, MicroBatches)
         count = self.rule.num_groups(self.expected_batch_size)
         return Merging(torch.from_numpy(units), count).of_views(self.views)
@@ -290,14 +291,14 @@ class ClippedSum(Mechanism):
             self.rule = replace(self.rule, clip_norm=state["clipping"]["clip_norm"])
 
 
-class _Clipping(Summing):
-    """Clips one group of parameters after the other, and counts what the rule and the training must know."""
+class _ClippedSummation(Summation):
+    """Clips and sums the rows; counts those within the clip norm, and those that are not finite."""
 
     def __init__(self, rule: ClippingRule, merging: Merging | None, views: int):
         super().__init__()
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
-        self._bound = Bound(rule)
+        self._bound_check = BoundCheck(rule)
 
     @property
     def num_left_out(self) -> int:
@@ -310,42 +311,42 @@ class _Clipping(Summing):
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
         norms = jacobian.squared_norms().sqrt()
         count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
-        factors, kept = self._weigh(norms, group)
+        factors, kept = self._factors_of_finite(norms, group)
         return (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors) | count
 
     @torch.no_grad()
-    def weigh(self, jacobian: Any, group: str) -> None:
-        self._weigh(jacobian.squared_norms().sqrt(), group)
+    def compute_factors(self, jacobian: Any, group: str) -> None:
+        self._factors_of_finite(jacobian.squared_norms().sqrt(), group)
 
-    def _weigh(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
-        """The factors of the rows that are finite, and the numbers of these rows; None for all."""
+    def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
+        """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""
         finite = norms.isfinite()
         if finite.all():
-            factors = factors_of(self._rule, norms, group)
+            factors = checked_factors(self._rule, norms, group)
             self._note(group, factors, norms)
             return factors, None
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
-        factors = factors_of(self._rule, norms[kept], group)
+        factors = checked_factors(self._rule, norms[kept], group)
         zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
         self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
         return factors, kept
 
     def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
         self.factors[group] = factors
-        self._bound.note(group, factors, norms)
+        self._bound_check.note(group, factors, norms)
 
     def check_bound(self) -> None:
-        self._bound.check()
+        self._bound_check.check()
 
 
-def views_of(size: int, views: int) -> Merging | None:
-    """So many examples, each in a batch in so many views, where there is more than one."""
+def merging_of_views(size: int, views: int) -> Merging | None:
+    """Returns the merging of the ``views`` rows of each of ``size`` examples into one; None if ``views`` is 1."""
     return None if views == 1 else Merging.views(size, views)
 
 
 def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sums of the parameters' shapes; zero after an empty batch."""
+    """Returns a contiguous sum for each parameter; zeros after an empty batch."""
     return {
         name: sums[name].contiguous()
         if name in sums

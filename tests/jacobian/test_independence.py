@@ -1055,7 +1055,7 @@ def test_data_with_their_own_generator_train(num_workers):
     program.run(training := program.training(num_workers=num_workers, num_steps=10))
     assert training.step_count == 10
     (note,) = training.statement()["independence"]["not_compared"]
-    assert "other items when it is asked again" in note
+    assert "other items when they are fetched again" in note
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

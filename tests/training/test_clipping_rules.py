@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each clipping rule in training, beside the explicit computation from the rows."""
+"""Tests each clipping rule in training against the explicit computation from the rows."""
 
 import copy
 import json
@@ -22,6 +22,7 @@ from trainings import (
     cross_entropy,
     cross_entropy_of_pair,
     data,
+    groups_of,
     network,
     network_parameters,
     noise_of,
@@ -38,12 +39,12 @@ BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
 
 
 def noise_stddev(rule):
-    """Of the sum, at noise multiplier 1; an adaptive rule's leaves room for a count that one example moves by 1/2."""
+    """Returns the sum's at noise multiplier 1; an adaptive rule splits the noise with a count of sensitivity 1/2."""
     return RULES[rule][2] * ((1 - (0.5 / 4.0) ** 2) ** -0.5 if rule == "adaptive" else 1.0)
 
 
 def next_clip_norm(clip_norm, norms, noise, expected_batch_size):
-    """Of the adaptive rule; the count's noise has a standard deviation of 4."""
+    """Returns the adaptive rule's next clip norm; the count's noise has a standard deviation of 4."""
     fraction = ((norms <= clip_norm).double() - 0.5).sum() + 4.0 * noise
     fraction = fraction / expected_batch_size + 0.5
     return min(max(clip_norm * math.exp(-0.2 * (fraction - 0.5)), 1e-6), 1e6)
@@ -62,7 +63,7 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
         if not training.step(cross_entropy(training.model, x, y)):
             continue
         noise, everyone = noise_of(training, step), torch.cat(rows)
-        groups = torch.from_numpy(training._releases.sampler.groups(step, len(everyone), 2))
+        groups = groups_of(training, step, len(everyone), 2)
         rows = []
         if rule == "adaptive":
             explicit = clipped_in_parts([26], [clip_norm])
@@ -77,10 +78,10 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
 
 
 @by_each_rule
-def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule):
-    """The clip norm of an adaptive rule goes on by the noise of its count alone."""
+def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule, monkeypatch):
+    """The clip norm of an adaptive rule changes by the noise of its count alone."""
+    monkeypatch.setattr(Poisson, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64).numpy())
     training = training_of(clipping=RULES[rule][0], expected_batch_size=0.5, num_steps=3)
-    training._releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
     assert train(training) == []
     expected, stddev, clip_norm = network_parameters(), noise_stddev(rule), 0.5
     for step in range(3):
@@ -103,7 +104,7 @@ def test_steps_of_any_rule_are_priced_as_the_noise_multiplier_given(rule):
 @pytest.mark.parametrize("left_out", [0, 7, 39])
 @by_each_rule
 def test_one_example_moves_the_sum_of_any_rule_by_at_most_the_sensitivity(rule, left_out, monkeypatch):
-    """Everyone joins; the others keep their micro-batches, and the noise, the same in both, is taken off again."""
+    """All examples join; the others keep their micro-batches, and the noise, the same in both, is subtracted."""
     clipping, _, sensitivity = RULES[rule]
     everyone, sums = data(), []
     numbers = torch.arange(N).numpy() % 10
@@ -120,7 +121,7 @@ def test_one_example_moves_the_sum_of_any_rule_by_at_most_the_sensitivity(rule, 
 
 
 def test_example_that_outweighs_its_micro_batch_counts_twice():
-    """The sensitivity is no smaller than that: noise in proportion to the clip norm would be too little."""
+    """The sensitivity of twice the clip norm is reached: noise in proportion to the clip norm would not suffice."""
     everyone, sums = TensorDataset(torch.tensor([[1.0], [2.0], [-1e9]])), []
     for dataset in (everyone, Subset(everyone, [0, 1])):
         model = nn.Linear(1, 1, bias=False)
@@ -137,14 +138,14 @@ def test_example_that_outweighs_its_micro_batch_counts_twice():
 def test_micro_batches_are_drawn_anew_for_every_step_by_the_key_alone():
     here, there = training_of(), training_of()
     torch.manual_seed(7)
-    draws = [here._releases.sampler.groups(step, 1000, 5) for step in range(3)]
-    assert all((draw == there._releases.sampler.groups(step, 1000, 5)).all() for step, draw in enumerate(draws))
-    assert all(stats.chisquare(torch.from_numpy(draw).bincount(minlength=5)).pvalue > 1e-4 for draw in draws)
-    assert all((draws[i] != draws[j]).mean() > 0.7 for i in range(3) for j in range(i))  # 0.8 where independent
+    draws = [groups_of(here, step, 1000, 5) for step in range(3)]
+    assert all((draw == groups_of(there, step, 1000, 5)).all() for step, draw in enumerate(draws))
+    assert all(stats.chisquare(draw.bincount(minlength=5)).pvalue > 1e-4 for draw in draws)
+    assert all((draws[i] != draws[j]).double().mean() > 0.7 for i in range(3) for j in range(i))  # 0.8 if independent
 
 
 class Poisoned(TensorDataset):
-    """One example that is not finite."""
+    """Has one example that is not finite."""
 
     def __getitem__(self, i):
         x, y = super().__getitem__(i)
@@ -158,20 +159,20 @@ def test_example_that_is_not_finite_is_left_out_and_counted(rule):
     for x, y in own_batches(training, cross_entropy):
         rows = rows_of(training, x, y)
         assert rows[7].isnan().any()
-        groups = torch.from_numpy(training._releases.sampler.groups(0, N, 10))
+        groups = groups_of(training, 0, N, 10)
         kept = groups != groups[7] if rule == "micro-batches" else torch.arange(N) != 7
         training.step(cross_entropy(training.model, x, y))
     assert training.num_non_finite == (~kept).sum()  # examples, not micro-batches
     sum_and_noise = explicit(rows[kept], groups[kept]) + noise_stddev(rule) * noise_of(training, 0)[:26]
     expected = network_parameters() - sum_and_noise / (10 if rule == "micro-batches" else N)
     torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
-    if rule == "adaptive":  # it counts as not within
+    if rule == "adaptive":  # it counts as outside of the clip norm
         clip_norm = next_clip_norm(0.5, rows.norm(dim=1), noise_of(training, 0)[-1], N)
         assert training.clipping.clip_norm == pytest.approx(clip_norm, rel=1e-6)
 
 
 def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
-    """In the second layer alone: the part in the first layer is bounded by itself, and stays."""
+    """Only the part in the second layer is left out: the part in the first layer has a bound of its own."""
     model = Calls(lambda m, x: m.f(x[:, :3]) + m.g(x[:, 3:]), f=nn.Linear(3, 2), g=nn.Linear(1, 2))
     x = torch.cat([data().tensors[0], torch.ones(N, 1)], 1)
     x[7, 3] = 1e200  # whose square is infinite
@@ -188,7 +189,7 @@ def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
     torch.testing.assert_close(parameters_of(training), start - total / N, rtol=1e-6, atol=1e-6)
 
 
-STATEMENTS = {  # what the privacy statement says of each rule
+STATEMENTS = {  # entries of the privacy statement for each rule
     "flat": {"rule": "Flat", "clip_norm": 0.5},
     "per layer": {"rule": "PerLayer", "clip_norm": 0.5, "clip_norms": {"0": 0.5 / 2**0.5, "2": 0.5 / 2**0.5}},
     "each layer": {"rule": "EachLayer", "clip_norm": 0.3, "clip_norms": {"0": 0.3, "2": 0.3}},
@@ -210,7 +211,7 @@ def test_statement_says_the_rule_its_settings_and_its_sensitivity(rule):
 
 
 def test_adaptive_clip_norm_finds_the_median_of_the_norms():
-    """With hardly any noise, and a learning rate of zero so that the norms stay what they are."""
+    """Has little noise, and a learning rate of zero so that the norms do not change."""
     model = network()
     rows = one_backward_per_example(
         model, data()[:][0], cross_entropy_of_pair, [(x[None], y[None]) for x, y in data()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private training does not allow: it works, or gets one sentence with culprit and cure; nothing is lost."""
+"""Tests that misuse of private training is refused with one sentence that names culprit and cure; nothing is lost."""
 
 import copy
 import math
@@ -62,7 +62,7 @@ def refused(message: str):
     return pytest.raises(tp.Refused, match=re.escape(message))
 
 
-# Settings.
+# Settings
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_delta_above_a_tenth_of_one_over_n_warns(delta, warned):
     assert len(warned_of) == 2 * warned
 
 
-# Steps of other optimizers, and other changes of the weights.
+# Steps of other optimizers, and other changes of the weights
 
 
 def ordinary(training, losses):
@@ -137,14 +137,14 @@ def a_closure(training, losses):
     training.optimizer.step(lambda: losses.mean())
 
 
-def behind_ours(training, losses):
+def after_ours(training, losses):
     training.step(losses)
     for p in training.model.parameters():
         p.grad = torch.ones_like(p)
     training.optimizer.step()
 
 
-@pytest.mark.parametrize("body", [ordinary, another_optimizer, a_closure, behind_ours])
+@pytest.mark.parametrize("body", [ordinary, another_optimizer, a_closure, after_ours])
 def test_optimizer_step_in_the_loop_is_refused_before_it_moves_a_weight(body):
     training = training_of()
     before = weights(training.model)
@@ -166,8 +166,8 @@ def test_an_optimizer_of_other_parameters_may_step_in_the_loop():
     assert training.step_count == 6
 
 
-def test_the_optimizer_may_step_again_behind_the_loop():
-    """As for fine-tuning on public data, which the statement cannot know; it says that the weights moved."""
+def test_the_optimizer_may_step_again_after_the_loop():
+    """The statement reports that the weights moved; it cannot know if that was fine-tuning on public data."""
     training = loop(training_of())
     assert "NOT PRIVATE" not in str(training.spent())
     losses_of(training.model, torch.randn(4, 6), torch.ones(4).long()).mean().backward()
@@ -189,13 +189,13 @@ def swapped(p):
 
 
 @pytest.mark.parametrize("move", [by_data, under_no_grad, swapped])
-@pytest.mark.parametrize("when", ["in the loop", "behind a break", "behind the end"])
+@pytest.mark.parametrize("when", ["in the loop", "after a break", "after the end"])
 def test_weights_that_moved_otherwise_are_not_private(move, when):
     training = training_of()
     for x, y in training:
         if training.step(losses_of(training.model, x, y)) and when == "in the loop" and training.step_count == 2:
             move(training.model[2].weight)
-        if when == "behind a break" and training.step_count == 2:
+        if when == "after a break" and training.step_count == 2:
             break
     if when != "in the loop":
         move(training.model[2].weight)
@@ -209,7 +209,7 @@ def test_weights_that_moved_otherwise_are_not_private(move, when):
 @pytest.mark.parametrize("move", [by_data, under_no_grad])
 @pytest.mark.parametrize("first", [True, False])
 def test_updates_by_hand_are_refused_and_taken_back(move, first):
-    """Before or behind ``training.step``: both are seen in the first rehearsal."""
+    """The first rehearsal shows updates before and after ``training.step``."""
     training = training_of()
     before = weights(training.model)
     with refused("the forward changed '2.weight', or the loop did"):
@@ -225,7 +225,7 @@ def test_updates_by_hand_are_refused_and_taken_back(move, first):
     assert training.statement()["private"]
 
 
-def test_that_weights_moved_otherwise_outlives_a_resume():
+def test_a_resumed_run_remembers_that_weights_moved_otherwise():
     training = loop(training_of(), steps=2)
     by_data(training.model[2].weight)
     state = training.state_dict()
@@ -234,8 +234,8 @@ def test_that_weights_moved_otherwise_outlives_a_resume():
     assert "NOT PRIVATE" in str(again.spent())
 
 
-def test_weights_that_stood_elsewhere_meanwhile_are_private():
-    """As for an evaluation with averaged weights."""
+def test_weights_that_were_changed_and_restored_are_private():
+    """This allows an evaluation with averaged weights."""
     training = training_of()
     for x, y in training:
         if training.step(losses_of(training.model, x, y)):
@@ -248,7 +248,7 @@ def test_weights_that_stood_elsewhere_meanwhile_are_private():
 
 
 class Skipping(torch.optim.SGD):
-    """Steps every second time only."""
+    """Makes only every second step."""
 
     calls = 0
 
@@ -262,19 +262,19 @@ def test_an_optimizer_that_skips_its_step_is_refused():
     training = training_of(model, Skipping(model.parameters(), lr=0.1))
     with refused("Skipping.step() made no update"):
         loop(training)
-    assert len(training.ledger) == training.step_count == 1  # it is spent, and the ledger says so
+    assert len(training.ledger) == training.step_count == 1  # the step is spent, and the ledger records it
 
 
-def test_a_learning_rate_of_zero_is_no_skipped_step():
+def test_a_learning_rate_of_zero_is_not_a_skipped_step():
     model = network()
     training = loop(training_of(model, torch.optim.SGD(model.parameters(), lr=0.0)))
     assert training.step_count == 6
 
 
-def test_a_scheduler_that_asks_for_a_loss_is_refused_at_construction():
+def test_a_scheduler_that_needs_a_loss_is_refused_at_construction():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with refused("scheduler=ReduceLROnPlateau asks for metrics"):
+    with refused("scheduler=ReduceLROnPlateau needs metrics"):
         training_of(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
@@ -337,7 +337,7 @@ def test_hooks_on_parameters_are_refused(register, late):
     assert training.step_count == 2
 
 
-# Copies, and two trainings at once.
+# Copies, and two trainings at once
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
@@ -352,12 +352,12 @@ def test_two_trainings_in_a_zip_are_refused():
         for (x, y), (u, v) in zip(one, two, strict=False):
             one.step(losses_of(one.model, x, y))
             two.step(losses_of(two.model, u, v))
-    loop(one)  # and nothing is lost
+    loop(one)  # nothing is lost
     loop(two)
     assert one.step_count == two.step_count == 6
 
 
-def test_two_trainings_one_behind_the_other_work():
+def test_two_trainings_one_after_the_other_work():
     one, two = loop(training_of(), steps=3), loop(training_of(), steps=3)
     assert loop(one).step_count == loop(two).step_count == 6
 
@@ -378,7 +378,7 @@ def test_one_process_of_torch_distributed_works(monkeypatch):
     assert loop(training_of()).step_count == 6
 
 
-# Losses that were scaled, or used up.
+# Losses that were scaled, or used up
 
 
 def test_losses_of_a_gradient_scaler_are_refused():
@@ -393,7 +393,7 @@ def floats() -> TensorDataset:
 
 @pytest.mark.parametrize("factor", [10.0, 8.0, 0.125, torch.tensor(10.0)])
 def test_losses_that_are_multiplied_by_a_number_train(factor):
-    """Also where the number is about the batch's size."""
+    """The number may be close to the batch's size."""
     training = loop(training_of(), lambda model, x, y: factor * losses_of(model, x, y))
     assert training.step_count == 6
 
@@ -408,7 +408,7 @@ def test_a_backward_before_the_step_is_refused():
     assert len(training.ledger) == 0
 
 
-# The planned epsilon, and stops.
+# The planned epsilon, and stops
 
 
 def test_an_early_stop_carries_the_planned_epsilon_unless_it_is_declared():
@@ -432,7 +432,7 @@ def test_an_early_stop_carries_the_planned_epsilon_unless_it_is_declared():
     statement = training.statement()
     assert statement["epsilon"] == spent.epsilon._asdict()
     assert statement["stop"] == {"independent_of_data": True, "reason": "the power went out"}
-    loop(training, steps=6)  # it was no stop
+    loop(training, steps=6)  # training goes on after all
     assert training.statement()["stop"] == {"independent_of_data": False, "reason": None}
 
 
@@ -444,12 +444,12 @@ def test_with_a_budget_the_planned_steps_are_those_that_it_allows():
     assert training.statement()["epsilon"]["high"] <= 4.0
 
 
-# What is not a model, a data set or an input of the usual kind.
+# Unusual models, data sets and inputs
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer", "both"])
-def test_what_opacus_wrapped_is_refused_by_name(kind):
-    """Its classes are recognized by their module, so that Opacus need not be installed."""
+def test_models_and_optimizers_wrapped_by_opacus_are_refused_by_name(kind):
+    """Opacus's classes are recognized by their module, so that Opacus need not be installed."""
     wrapper = type("GradSampleModule", (nn.Module,), {"__module__": "opacus.grad_sample.grad_sample_module"})
     sgd = type("DPOptimizer", (torch.optim.SGD,), {"__module__": "opacus.optimizers.optimizer"})
     model = network()
@@ -458,18 +458,18 @@ def test_what_opacus_wrapped_is_refused_by_name(kind):
         wrapped = wrapper()
         wrapped.inner = model
         model = wrapped
-    with refused("is Opacus's. Pass model and optimizer as they were before make_private"):
+    with refused("comes from Opacus. Pass model and optimizer as they were before make_private"):
         training_of(model, optimizer)
 
 
 def test_a_data_frame_is_refused():
     frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
-    with refused("dataset is a DataFrame of pandas, and its items are columns"):
+    with refused("dataset is a pandas DataFrame, whose items are columns"):
         training_of(dataset=frame(["a", "b"]))
 
 
 def test_numpy_data_sets_train():
-    """Items are collated as DataLoader does, which makes tensors of arrays."""
+    """Items are collated as by DataLoader, which turns arrays into tensors."""
     items = [(np.random.randn(6), int(k % 2)) for k in range(N)]
     assert loop(training_of(dataset=items)).step_count == 6
     rows = np.random.randn(N, 6)
@@ -532,7 +532,7 @@ def test_several_losses_of_each_example_are_refused_with_the_right_advice():
         loop(training, lambda model, x, y: model(x).square())
 
 
-# Rules.
+# Rules
 
 
 class NoDataclass(ClippingRule):
@@ -556,7 +556,7 @@ class Ones(ClippingRule):
 
 @dataclass(frozen=True)
 class LaterOnes(Ones):
-    """Clips until one row in the batch is as long as none of the first batches' was."""
+    """Stops clipping as soon as a row of the batch is longer than any in the first batches."""
 
     def factors(self, norms, group="all"):
         late = float(norms.max()) > 1e3
@@ -606,7 +606,7 @@ def test_unfreezing_under_groups_that_share_one_bound_is_refused():
     assert len(training.ledger) == 2
 
 
-# torch.compile.
+# torch.compile and padding
 
 
 def compiled_model(model):
@@ -639,9 +639,9 @@ def compiled_loss(model):
 def test_compiled_parts_train_as_they_do_uncompiled(compiled):
     torch._dynamo.reset()
     results = []
-    for how in (lambda model: (model, losses_of), compiled):
+    for prepare in (lambda model: (model, losses_of), compiled):
         torch.manual_seed(3)
-        model, losses = how(network())
+        model, losses = prepare(network())
         training = loop(training_of(model, test_seed=4), losses)
         results.append(weights(model))
         assert training.step_count == 6
@@ -664,7 +664,7 @@ class Texts(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_row_of_padding_gets_no_noise_unless_it_is_trained(tied):
-    """In torch it stays 0, so that padding has no effect; tied to the head it has a gradient like any other."""
+    """In torch it stays 0, so that padding has no effect; tied to the head it has a gradient like other rows."""
     examples = TensorDataset(torch.randint(1, 7, (N, 5)), torch.randint(1, 7, (N,)))
     training = loop(training_of(Texts(tied), dataset=examples))
     table = training.model.table.weight.detach()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training at any memory budget, along any path through the model, with layouts that the data decide."""
+"""Tests training at any memory budget, along any path through the model, with layouts that depend on the data."""
 
 import copy
 
@@ -17,8 +17,10 @@ from trainings import (
     clipped,
     clipped_means,
     cross_entropy,
+    groups_of,
     noise_of,
     parameters_of,
+    squared_norms_of,
     train,
     training_of,
 )
@@ -40,7 +42,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
         rows = one_backward_per_example(copy.deepcopy(model), x, losses_of)
         training.step(losses_of(model, x))
         if isinstance(rule, tp.MicroBatches):
-            groups = torch.from_numpy(training._releases.sampler.groups(step, len(x), 2))
+            groups = groups_of(training, step, len(x), 2)
             total, divisor, stddev = clipped_means(rows, groups), 2, 1.0
         elif isinstance(rule, tp.Flat):
             total, divisor, stddev = clipped(rows, 0.5), 8, 0.5
@@ -66,7 +68,7 @@ def trained_under(memory_budget, model, x):
 @pytest.mark.parametrize("case", ["convolutional network", "tied language model", "long short-term memory"])
 def test_any_memory_budget_gives_the_same_training(case):
     results = []
-    for memory_budget in (1e-9, 1.2, 100, 1000, 10**12):  # above 100 they are bytes
+    for memory_budget in (1e-9, 1.2, 100, 1000, 10**12):  # above 100 the budget is in bytes
         torch.manual_seed(1)
         model, x = CASES[case]()
         x = torch.cat([x + k if x.is_floating_point() else (x + k) % 7 for k in range(8)])
@@ -75,7 +77,7 @@ def test_any_memory_budget_gives_the_same_training(case):
 
 
 def test_memory_budget_decides_what_is_kept(monkeypatch):
-    """Rows kept and rows made anew differ by rounding, and by no more; with noise they lie on one grid."""
+    """Rows that are kept and rows that are recomputed differ only by rounding; with noise they lie on one grid."""
     x = torch.randn(N, 9, 16)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     with_noise = [trained_under(budget, copy.deepcopy(model), x) for budget in (1e-9, 100)]
@@ -119,11 +121,11 @@ def test_checkpointed_part_is_computed_again_once_a_backward():
         before = training.model.computed
         training.step(cross_entropy(training.model, x, y))
         counts.append(training.model.computed - before)
-    assert min(counts) == 2  # in the forward, and in the one backward, once layouts are known and not measured again
+    assert min(counts) == 2  # once in the forward and once in the backward, after layouts have been measured
 
 
 def test_layout_that_the_data_decide_is_measured_on_every_batch():
-    """In order for the first batches, sorted by their data later: what the first ones taught must not be trusted."""
+    """The first batches are in order, later ones sorted by their data: layouts learned first must not be trusted."""
 
     def forward(m, x):
         h = m.pre(x)
@@ -136,13 +138,13 @@ def test_layout_that_the_data_decide_is_measured_on_every_batch():
     training = training_of(model, dataset)
     for x, _ in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         losses = losses_of(model, x)
-        jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
-        torch.testing.assert_close(jacobian.squared_norms(), rows_of_one_graph(losses, model).square().sum(1))
+        expected = rows_of_one_graph(losses, model).square().sum(1)
+        torch.testing.assert_close(squared_norms_of(training, losses), expected)
         training.step(losses)
     assert training.step_count == 6
 
 
-BRANCHES = {  # what a model may do otherwise from the third batch on: (before, then)
+BRANCHES = {  # name -> (forward of the first batches, forward of later ones)
     "time first": (lambda m, x: m.f(x), lambda m, x: m.f(x.transpose(0, 1)).transpose(0, 1)),
     "flattened": (
         lambda m, x: m.f(x),
@@ -158,15 +160,15 @@ BRANCHES = {  # what a model may do otherwise from the third batch on: (before, 
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_new_path_is_measured_anew(branch):
-    """Layouts that two batches have told are those of their path: another one gives rows that are just as exact."""
+    """Layouts learned from two batches belong to their path; on another path the rows are exact, too."""
     generator = torch.Generator().manual_seed(3)
     dataset = TensorDataset(torch.randn(N, 4, 3, generator=generator), torch.zeros(N))
     model = Calls(lambda m, x: BRANCHES[branch][training.step_count >= 3](m, x), f=nn.Linear(3, 2))
     training = training_of(model, dataset)
     for x, _ in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         losses = losses_of(model, x)
-        jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
-        torch.testing.assert_close(jacobian.squared_norms(), rows_of_one_graph(losses, model).square().sum(1))
+        expected = rows_of_one_graph(losses, model).square().sum(1)
+        torch.testing.assert_close(squared_norms_of(training, losses), expected)
         training.step(losses)
     assert training.step_count == 6
 
@@ -216,8 +218,8 @@ def test_coupling_that_begins_later_under_autocast_is_refused(dtype, coupled):
 
 def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
     def forward(m, x):
-        inside = torch.arange(4 * len(x)).view(-1, 4)
-        order = inside.T.flatten().roll(3) if training.step_count >= 4 else inside.flatten()
+        positions = torch.arange(4 * len(x)).view(-1, 4)
+        order = positions.T.flatten().roll(3) if training.step_count >= 4 else positions.flatten()
         return m.f(x.flatten(0, 1)[order])[order.argsort()].view(len(x), 4, 2)
 
     torch.set_default_dtype(torch.float32)
@@ -232,7 +234,7 @@ def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
         losses = losses_under_autocast(model, x)
         expected = rows_of_one_graph(losses, model).norm(dim=1).float()
         try:
-            norms = training._pending.tape.jacobian(losses, retain_graph=True).squared_norms().sqrt()
+            norms = squared_norms_of(training, losses).sqrt()
             torch.testing.assert_close(norms, expected, rtol=0.02, atol=0)
             training.step(losses)
         except tp.Refused:

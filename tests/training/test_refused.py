@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, losses, optimizers and models that training refuses, with nothing released and nothing lost."""
+"""Tests that training refuses unsuitable settings, losses, optimizers and models, and releases nothing."""
 
 import pytest
 import torch
@@ -229,7 +229,7 @@ def test_loop_without_step_and_step_without_loop_are_refused():
 
 
 def test_parameter_that_a_later_batch_misses_has_zero_rows():
-    """A branch taken for some batches only: fine once it has been seen, refused if it never was."""
+    """A branch that only some batches take is allowed once it was seen, and refused if it never was."""
     taken = [True]
     model = Calls(lambda m, x: m.f(x) + (m.g(x) if taken[0] else 0), f=nn.Linear(3, 2), g=nn.Linear(3, 2))
     training = training_of(model)

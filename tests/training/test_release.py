@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step releases: clipped sum plus noise over the expected batch size, recorded before it is used."""
+"""Tests that a step releases clipped sum plus noise over the expected batch size, and records before use."""
 
 import copy
 import pickle
@@ -23,6 +23,7 @@ from trainings import (
     network_parameters,
     noise_of,
     parameters_of,
+    squared_norms_of,
     train,
     training_of,
 )
@@ -47,7 +48,7 @@ def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
 
 @pytest.mark.parametrize("left_out", [0, 7, 39])
 def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
-    """Everyone joins, and the noise, which is the same in both, is taken off again."""
+    """All examples join, and the noise, the same in both, is subtracted."""
     everyone = data()
     others = Subset(everyone, [i for i in range(N) if i != left_out])
     sums = []
@@ -63,7 +64,7 @@ def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):
-    """The noise set to zero: the sum with the example against the sum without it, in float32."""
+    """Compares the sum with the example to the sum without it, without noise, in float32."""
     torch.set_default_dtype(torch.float32)
     model, x = CASES[case]()
 
@@ -79,7 +80,7 @@ def test_one_example_moves_the_clipped_sum_by_at_most_the_clip_norm(case):
 
 
 def test_forward_may_leave_torch():
-    """Inputs require no gradient, so that ``x.numpy()`` works as it does elsewhere."""
+    """Inputs require no gradient, so that ``x.numpy()`` works as usual."""
     training = training_of(Calls(lambda m, x: m.f(torch.from_numpy(x.numpy().cumsum(1)) + x), f=nn.Linear(3, 2)))
     train(training)
     assert training.step_count == 6
@@ -98,7 +99,7 @@ def test_microbatches_give_the_same_noise_and_the_same_sum():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("microbatch_size", [None, 3, 1])
 def test_released_noise_is_normal_for_any_dtype_and_split(dtype, microbatch_size):
-    """Losses without a gradient: what moves a million weights from zero is the noise alone."""
+    """With losses whose gradient is zero, the noise alone moves a million weights from zero."""
     model = nn.Linear(1000, 1000, bias=False).to(dtype)
     nn.init.zeros_(model.weight)
     dataset = TensorDataset(torch.randn(N, 1000, dtype=dtype), torch.zeros(N))
@@ -107,7 +108,7 @@ def test_released_noise_is_normal_for_any_dtype_and_split(dtype, microbatch_size
     z = model.weight.detach().double().flatten().numpy() * -8 / 0.5  # learning rate 1, clip norm 0.5, batch 8
     assert abs(z.mean()) < 4 / len(z) ** 0.5
     assert abs(z.std() - 1) < 4 / (2 * len(z)) ** 0.5
-    if dtype != torch.bfloat16:  # whose 8 bits are coarse enough for the test to see
+    if dtype != torch.bfloat16:  # its 8 bits are so coarse that the test would see them
         assert stats.kstest(z, "norm").pvalue > 1e-3
 
 
@@ -146,7 +147,7 @@ def test_ledger_on_disk_has_the_release_before_it_is_used(tmp_path):
 
 
 def test_gradients_of_the_user_are_not_released():
-    """Whatever .grad held, from the user's own backward, has no part in the step."""
+    """The contents of .grad, from the user's own backward, do not enter the step."""
     clean, dirty = training_of(), training_of()
     for x, y in own_batches(dirty, cross_entropy):
         losses = F.cross_entropy(dirty.model(x), y, reduction="none")
@@ -166,7 +167,7 @@ def test_evaluation_between_and_within_steps_runs_untouched():
         training.model.train()
         losses = cross_entropy(training.model, x, y)
         training.step(losses)
-        training.model(x).sum().backward()  # a gradient of the user's own, between steps
+        training.model(x).sum().backward()  # the user's own gradient, between steps
         assert all(p.grad is not None for p in training.model.parameters())
     train(plain)
     assert torch.equal(parameters_of(training), parameters_of(plain))
@@ -200,8 +201,7 @@ def test_several_forward_calls_in_a_step_count_together():
                 for loss in losses
             ]
         )
-        jacobian = training._pending.tape.jacobian(losses, retain_graph=True)
-        torch.testing.assert_close(jacobian.squared_norms(), expected.square().sum(1))
+        torch.testing.assert_close(squared_norms_of(training, losses), expected.square().sum(1))
         training.step(losses)
 
 
@@ -228,10 +228,10 @@ def training_with_scheduler(**settings):
 
 
 def test_user_s_scheduler_and_ours():
-    for own in ({"scheduler": True}, {}):
-        training, scheduler = training_with_scheduler(**own)
+    for settings in ({"scheduler": True}, {}):
+        training, scheduler = training_with_scheduler(**settings)
         for x, y in training:
-            if training.step(cross_entropy(training.model, x, y)) and not own:
+            if training.step(cross_entropy(training.model, x, y)) and not settings:
                 scheduler.step()
         assert scheduler.get_last_lr() == [0.5**6]
 
@@ -290,8 +290,9 @@ def test_parameters_of_any_precision_train(dtype):
     assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
 
 
-def test_layers_may_be_frozen_and_unfrozen_on_the_way():
-    """Layouts are learnt for what is trained: the second layer's positions come first, those of the others do not."""
+def test_layers_may_be_frozen_and_unfrozen_during_training(monkeypatch):
+    """Layouts are learned for the trained layers: positions come first in the second layer, examples in the others."""
+    monkeypatch.setattr(tp.noise.Noise, "add_to", lambda *arguments: None)
 
     class Net(nn.Module):
         def __init__(self):
@@ -306,7 +307,6 @@ def test_layers_may_be_frozen_and_unfrozen_on_the_way():
     model = Net()
     model.b.requires_grad_(False)
     training = training_of(model, TensorDataset(x, y), expected_batch_size=6, num_steps=9)
-    training._releases.noise.add_to = lambda *_: None
     for x, y in own_batches(training, cross_entropy):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -316,7 +316,7 @@ def test_layers_may_be_frozen_and_unfrozen_on_the_way():
         ]
         rows = torch.stack([torch.cat([g.flatten() for g in part]) for part in parts])
         if not training.step(cross_entropy(model, x, y)):
-            continue  # rehearsed at once, since other layers meet the data now; the batch comes again
+            continue  # rehearsed at once, because other layers are trained now; the batch comes again
         expected = (rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / 6
         moved = torch.cat([(before[name] - p).flatten() for name, p in wanted.items()])
         torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-9)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that was stopped, killed or copied goes on as if never stopped, and reuses no noise."""
+"""Tests that a training that was stopped, killed or copied resumes as if never stopped, and reuses no noise."""
 
 import copy
+import os
 import pickle
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_steps_beyond_the_saved_state_are_released_again_under_any_rule(rule):
 
 
 def test_resumed_run_is_bit_for_bit_with_a_transformed_input():
-    """The first batches of either run are looked at more closely; that must not change what is kept, or how."""
+    """The first batches of each run are checked more closely; that must not change the result."""
 
     def made():
         torch.manual_seed(1)
@@ -117,7 +118,7 @@ def with_dropout():
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_resumed_run_with_dropout_is_the_uninterrupted_one_bit_for_bit(stop):
-    """Without the user's random state: dropout masks are a function of the secret key and the step."""
+    """Dropout masks are a function of the secret key and the step, not of the user's random state."""
     whole, first, second = with_dropout(), with_dropout(), with_dropout()
     batches, seen = train(whole), train(first, steps=stop)
     torch.manual_seed(99)
@@ -155,14 +156,14 @@ def test_breaking_off_within_a_step_begins_it_anew():
 
 
 def test_going_back_to_a_state_and_training_otherwise_is_refused():
-    """Rolling back with another learning rate would release other gradients with the noise already used."""
+    """Rolling back with another learning rate would release other gradients with noise that was used before."""
     training = training_of()
     train(training, steps=2)
     state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
     train(training)
     training.load_state_dict(state)
     training.model.load_state_dict(weights)
-    train(training, steps=4)  # the same again: a replay
+    train(training, steps=4)  # a replay
     training.load_state_dict(state)
     training.model.load_state_dict(weights)
     training.optimizer.param_groups[0]["lr"] = 0.5
@@ -264,7 +265,7 @@ def test_killed_run_resumes_with_the_same_ledger_and_batches(tmp_path):
 
 
 def secret_training(model=None, **settings):
-    """With keys from the operating system, as a user has it."""
+    """Returns a training with keys from the operating system, as a user would have."""
     model = model or network()
     settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
     return tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), data(), **settings)
@@ -275,7 +276,7 @@ def opposite(model, x, y):
 
 
 def test_one_noise_for_two_releases_of_one_process_is_refused():
-    """A state that is loaded twice may be trained again in the same way, and in no other."""
+    """A state that is loaded twice may be trained again in the same way only."""
     training = secret_training()
     train(training, steps=2)
     state, weights = copy.deepcopy(training.state_dict()), copy.deepcopy(training.model.state_dict())
@@ -293,9 +294,9 @@ def test_one_noise_for_two_releases_of_one_process_is_refused():
     assert len(other.ledger) == 2
 
 
-def test_a_training_goes_on_in_its_own_process_only():
-    training = secret_training()
-    training._releases._process += 1  # as it is behind a fork
+def test_a_training_goes_on_in_its_own_process_only(monkeypatch):
+    training, process = secret_training(), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)  # as after a fork
     with pytest.raises(tp.Refused, match="was forked from the one that began the training"):
         train(training)
     assert len(training.ledger) == 0

@@ -21,7 +21,7 @@ from .directions import Directions
 from .settings import Sketched
 
 if TYPE_CHECKING:
-    from .._model import Census
+    from .._model_state import ModelTensors
     from ..jacobian.blocks import Block
     from ..jacobian.operator import Jacobian
 
@@ -108,10 +108,10 @@ class TapeEstimator:
     def learned(self, known: dict[str, str] | None) -> None:
         self._forms.known = dict(known or {})
 
-    def recording(self, census: Census, size: int, directions: Directions) -> Tape:
+    def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> Tape:
         """Returns the tape for one (micro)batch of ``size`` examples."""
-        estimates = self._make(self.setting, directions, census.trained, self._forms)
-        return Tape(census.trained, census.constants, self._layouts, size, estimates)
+        estimates = self._make(self.setting, directions, tensors.trained, self._forms)
+        return Tape(tensors.trained, tensors.constants, self._layouts, size, estimates)
 
     def explain(self) -> str:
         """Describes how the norms are estimated, and which parameters' parts are exact."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import privacy
-from .._model import Census
+from .._model_state import ModelTensors
 from .._validate import Refused
 from ..clipping import ClippingRule, Flat
 from ..jacobian.layout import Layouts
@@ -63,8 +63,8 @@ class SketchedSum(ClippedSum):
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "jacobian": repr(self._estimator.setting)}
 
-    def watch(self, census: Census, key: bytes, step: int, part: int, size: int) -> Recording:
-        return self._estimator.recording(census, size, Directions(key, step, part))
+    def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
+        return self._estimator.recording(tensors, size, Directions(key, step, part))
 
     def explain(self) -> str:
         return self._estimator.explain()

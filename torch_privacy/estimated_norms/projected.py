@@ -32,7 +32,7 @@ from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_
 from .settings import Sketched
 
 if TYPE_CHECKING:
-    from .._model import Census
+    from .._model_state import ModelTensors
 
 SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
 PREFETCHED_ENTRIES = 2**22  # largest number of entries of output tangents that are kept through the forward
@@ -147,9 +147,9 @@ class Projector:
         """Whether the model's forward must run with backends that can be differentiated twice."""
         return self.strategy is None or not STRATEGIES[self.strategy].repeats_forward
 
-    def recording(self, census: Census, size: int, directions: Directions) -> ProjectedRecording:
+    def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> ProjectedRecording:
         """Returns the recorder for one (micro)batch of ``size`` examples."""
-        return ProjectedRecording(self, census.trained, directions)
+        return ProjectedRecording(self, tensors.trained, directions)
 
     @property
     def prefetches(self) -> bool:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .._model import Census, Seal
-from .._model_state import ModelState
-from .._replay import RandomState, begin_random_numbers, unwatched
+from .._model_state import ModelState, ModelTensors, MutationGuard
+from .._replay import RandomState, recording_disabled, seed_random_numbers
 from .._torch_modes import uncompiled, without_autocast
 from .._validate import Refused
-from ..batches import Batches, Draw
+from ..batches import Batches, BatchRequest
 from ..jacobian.comparison import written_into
 from ..jacobian.layout import Layouts
 from ..jacobian.operator import Jacobian
@@ -55,7 +54,7 @@ class Anchors:
         self._fetch = Batches(setting.dataset, setting.collate_fn, num_workers=0)
         self._layouts = Layouts()
 
-    def basis(self, model: nn.Module, census: Census, key: bytes, step: int) -> Basis:
+    def basis(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> Basis:
         """Returns the basis for the model's current weights; leaves the model and the random state unchanged.
 
         Key and step determine labels, the choice of examples, augmentation, dropout and the first directions.
@@ -64,22 +63,22 @@ class Anchors:
             Refused: the forward writes into a parameter, or the tape refuses the model.
         """
         self._key = key
-        seal, state, before = Seal(model), RandomState(), ModelState(model)
+        guard, state, before = MutationGuard(model), RandomState(), ModelState(model)
         try:
-            with unwatched(), uncompiled():
-                basis = self._basis(model, census, step)
+            with recording_disabled(), uncompiled():
+                basis = self._basis(model, tensors, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
         finally:
             state.restore()
             before.restore()
-        written, _ = seal.changed()
+        written, _ = guard.changed()
         if written:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {written_into(written)}")
         return basis
 
     @torch.no_grad()
-    def _basis(self, model: nn.Module, census: Census, step: int) -> Basis:
+    def _basis(self, model: nn.Module, tensors: ModelTensors, step: int) -> Basis:
         """Runs power iterations: V becomes the orthonormalized rows of (G Vᵀ)ᵀ G, with the anchor gradients G."""
         draw, iterations = self._generator("directions", step), self._setting.power_iterations
         if not iterations:
@@ -91,7 +90,7 @@ class Anchors:
         orthonormal: dict[str, OrthonormalBasis] = {}
         to_keep, kept = self._groups_to_keep() if iterations > 1 else set(), []
         for _ in range(iterations):
-            made = self._gradients(model, census, step, columns, excluded={group for group, _ in kept})
+            made = self._gradients(model, tensors, step, columns, excluded={group for group, _ in kept})
             products = self._product(chain(list(kept), _keep_some(made, to_keep, kept)), directions)
             directions = orthonormal = {group: orthonormalize(products.pop(group), draw) for group in self.groups}
         return Basis(columns, orthonormal)
@@ -126,7 +125,7 @@ class Anchors:
         return total
 
     def _gradients(
-        self, model: nn.Module, census: Census, step: int, columns: dict[str, Columns], excluded: Collection[str]
+        self, model: nn.Module, tensors: ModelTensors, step: int, columns: dict[str, Columns], excluded: Collection[str]
     ) -> Iterator[tuple[str, Rows]]:
         """Yields the anchor gradients of each chunk of examples in each group that is not excluded.
 
@@ -138,7 +137,7 @@ class Anchors:
         order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
         chosen = order[: self._setting.count].sort().values
         for number, part in enumerate(chosen.split(self._setting.chunk_size)):
-            jacobian = self._jacobian(model, census, part, (step, number))
+            jacobian = self._jacobian(model, tensors, part, (step, number))
             for group, names in groups.items():
                 rows = jacobian.restricted(names).rows()
                 if group not in columns:
@@ -147,20 +146,20 @@ class Anchors:
             del jacobian
 
     @torch.enable_grad()
-    def _jacobian(self, model: nn.Module, census: Census, examples: Tensor, which: tuple[int, int]) -> Jacobian:
+    def _jacobian(self, model: nn.Module, tensors: ModelTensors, examples: Tensor, which: tuple[int, int]) -> Jacobian:
         seed = self._digest("random", *which)
-        draw = Draw(examples.numpy(), 1, seed)
+        draw = BatchRequest(examples.numpy(), 1, seed)
         batch = self._fetch.collate(self._fetch.items(draw), draw)
-        begin_random_numbers(seed)  # for dropout
+        seed_random_numbers(seed)  # for dropout
         batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
-        with Tape(census.trained, census.constants, self._layouts, len(examples)) as tape:
+        with Tape(tensors.trained, tensors.constants, self._layouts, len(examples)) as tape:
             outputs = _forward(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
         losses = self._setting.loss(outputs, labels)
         check_losses(losses)
         if len(losses) != len(examples):
             raise Refused(f"loss returned {len(losses)} losses for {len(examples)} examples; return one for each.")
-        return tape.jacobian(losses, may_miss=census.trained, verify=True)
+        return tape.jacobian(losses, may_miss=tensors.trained, verify=True)
 
     def _generator(self, purpose: str, *numbers: int) -> torch.Generator:
         return torch.Generator().manual_seed(int.from_bytes(self._digest(purpose, *numbers)[:8], "big") >> 1)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import privacy
-from .._model import Census
+from .._model_state import ModelTensors
 from .._validate import Refused
 from ..clipping import ClippingRule
 from ..jacobian.layout import Merging
 from ..jacobian.operator import Jacobian
-from ..mechanism import RELATION, Bound, Mechanism, Summing, factors_of, sums_or_zeros, views_of
+from ..mechanism import RELATION, BoundCheck, Mechanism, Summation, checked_factors, merging_of_views, sums_or_zeros
 from ..sampling import Poisson
 from .anchors import Anchors
 from .basis import Basis
@@ -54,12 +54,12 @@ class ReleasedSum:
         """Largest L2 change of the sum between neighboring data sets."""
         return self.rule.sensitivity(RELATION)
 
-    def factors(self, squares: Mapping[str, Tensor], bound: Bound) -> dict[str, Tensor]:
+    def factors(self, squares: Mapping[str, Tensor], bound: BoundCheck) -> dict[str, Tensor]:
         """Returns the factors (n,) of every group of the subspace from its squared norms (n,); updates the bound."""
         factors = {}
         for label, groups in self.members.items():
             norms = torch.stack([squares[group] for group in groups]).sum(0).sqrt()
-            c = factors_of(self.rule, norms, label)
+            c = checked_factors(self.rule, norms, label)
             bound.note(label, c, norms)
             factors |= dict.fromkeys(groups, c)
         return factors
@@ -141,16 +141,16 @@ class EmbeddedSum(Mechanism):
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return {"all": tuple(names)}
 
-    def begin(self, model: nn.Module, census: Census, key: bytes, step: int) -> None:
+    def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:
         self.basis = None  # frees memory for the next one
-        if list(census.trained) != list(self._parameters):
-            changed = ", ".join(map(repr, sorted(set(census.trained) ^ set(self._parameters))))
+        if list(tensors.trained) != list(self._parameters):
+            changed = ", ".join(map(repr, sorted(set(tensors.trained) ^ set(self._parameters))))
             raise Refused(
                 f"PrivateTraining: parameter {changed} was frozen or unfrozen during training, but the groups of the "
                 "anchor subspace are fixed at its start. Start another PrivateTraining after changing requires_grad."
             )
         key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
-        basis = self.anchors.basis(model, census, key, step)
+        basis = self.anchors.basis(model, tensors, key, step)
         if not any(basis.num_directions.values()):
             raise Refused(
                 "AnchorSubspace: every anchor gradient is zero or not finite, so there is no direction. Check the "
@@ -163,8 +163,8 @@ class EmbeddedSum(Mechanism):
         assert self.basis is not None, "no step has begun"
         return self.basis
 
-    def summing(self, sampler: Poisson, step: int, size: int) -> Summing:
-        merging = views_of(size, self.views)
+    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
+        merging = merging_of_views(size, self.views)
         return _EmbeddingAndResidual(self._current_basis, self._keys, self._embedding, self._residual, merging)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ class EmbeddedSum(Mechanism):
         )
 
 
-class _EmbeddingAndResidual(Summing):
+class _EmbeddingAndResidual(Summation):
     """Embeds the rows of one (micro)batch, clips embeddings and residuals, and sums them.
 
     Args:
@@ -224,7 +224,7 @@ class _EmbeddingAndResidual(Summing):
         super().__init__()
         self.basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
-        self._bounds: list[Bound] = []
+        self._bounds: list[BoundCheck] = []
         self._left_out = 0
 
     @property
@@ -260,7 +260,7 @@ class _EmbeddingAndResidual(Summing):
             bound.check()
 
     def _factors(self, part: ReleasedSum, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._bounds.append(Bound(part.rule))
+        self._bounds.append(BoundCheck(part.rule))
         return part.factors(squares, self._bounds[-1])
 
     def _note(self, part: str, factors: Mapping[str, Tensor], finite: Tensor) -> None:

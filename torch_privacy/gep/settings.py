@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from .._model import Census
+from .._model_state import ModelTensors
 from .._validate import Refused, strictly_between, whole
 from ..batches import Collate, check_map_style
 from ..clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
@@ -147,7 +147,9 @@ class AnchorSubspace:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         key = hashlib.sha256(f"basis {seed}".encode()).digest()
-        return Anchors(self, trained).basis(model, Census(trained, {**frozen, **dict(model.named_buffers())}), key, 0)
+        return Anchors(self, trained).basis(
+            model, ModelTensors(trained, {**frozen, **dict(model.named_buffers())}), key, 0
+        )
 
     def statement(self) -> dict[str, Any]:
         """Returns the settings as plain data, for the privacy statement."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .._model_state import ModelState, ParameterMarks, restore, same
+from .._model_state import ModelState, ParameterDigests, restore, same
 from .._validate import Refused
 from .comparison import (
     REMOVED,
@@ -119,7 +119,7 @@ class Rehearsal:
         weights = [p for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
         copies = [p.detach().clone() for p in weights]
         while True:
-            before, marks = ModelState(self._model, self._moving), ParameterMarks(self._model)
+            before, marks = ModelState(self._model, self._moving), ParameterDigests(self._model)
             passed = False
             try:
                 moved, overwritten = yield from self._attempt(before, marks)
@@ -137,7 +137,7 @@ class Rehearsal:
             self._expected = {name: self._expected[name] for name in overwritten}
 
     def _attempt(
-        self, before: ModelState, marks: ParameterMarks
+        self, before: ModelState, marks: ParameterDigests
     ) -> Generator[Turn, Answers, tuple[set[str], set[str]]]:
         """Makes one rehearsal, and the batch; must be repeated if it returns names.
 
@@ -150,7 +150,7 @@ class Rehearsal:
 
         def prepare(turn: Turn) -> None:
             ended.append(before.changes(with_parameters=True))
-            before.restore(but=self._overwritten if turn.is_batch else ())
+            before.restore(except_for=self._overwritten if turn.is_batch else ())
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from .._model import Attributes, Census
+from .._model_state import AttributeTensors, ModelTensors
 from .._torch_modes import uncompiled
 from .._validate import whole
 from .layout import Layouts
@@ -48,8 +48,8 @@ class record(Tape):
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        census = Census(trainable, {**frozen, **dict(model.named_buffers())}, memory.attributes.unchanged())
-        super().__init__(census.trained, census.constants, memory.layouts, num_examples)
+        tensors = ModelTensors(trainable, {**frozen, **dict(model.named_buffers())}, memory.attributes.unchanged())
+        super().__init__(tensors.trained, tensors.constants, memory.layouts, num_examples)
         self._model, self._contexts = model, ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class _ModelMemory:
     """What is remembered of a model between recordings."""
 
     def __init__(self, model: nn.Module):
-        self.layouts, self.attributes = Layouts(), Attributes(model)
+        self.layouts, self.attributes = Layouts(), AttributeTensors(model)
 
 
 class _ModelMemories:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks that switch the recorder on while the model runs on a batch of the training."""
+"""Provides the forward hooks that switch the recorder on while the model runs on a batch of the training."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._model import Seal
-from .._replay import OwnRandomNumbers, is_unwatched
+from .._model_state import MutationGuard
+from .._replay import SeededRandomNumbers, is_recording_disabled
 from ..jacobian.turns import Turn
 from ..mechanism import Recording
 
 
 @dataclass
 class Pending:
-    """The (micro)batch that the loop has got and whose losses are awaited."""
+    """Holds a (micro)batch that was handed to the loop and waits for its losses."""
 
     turn: Turn
-    tape: Recording | None  # None if only the losses are asked for
-    seal: Seal
-    numbers: OwnRandomNumbers
+    tape: Recording | None  # None if only the losses are compared
+    guard: MutationGuard
+    numbers: SeededRandomNumbers
     contexts: ExitStack
 
     def close(self) -> None:
-        """Puts back what was set while the user's code ran; a second call does nothing."""
+        """Restores what was set while the user's code ran; a second call does nothing."""
         self.contexts.close()
         self.numbers.close()
 
 
 class _Running(threading.local):
-    """The forwards that run in one thread; None for one that is not recorded."""
+    """Holds the recordings of the forwards that run in one thread; None for a forward that is not recorded."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording | None] = []
@@ -44,11 +44,11 @@ class _Running(threading.local):
 class ForwardHooks:
     """Turns the recorder on while the model's forward runs on a pending batch, and off again.
 
-    Copies are empty, so that a copied or pickled model is an ordinary one, and evaluation between steps is not
-    recorded.
+    Copied or pickled hooks do nothing, so that a copy of the model is an ordinary model. Evaluation between steps is
+    not recorded.
 
     Args:
-        pending: gives the batch that is waiting for its losses, if there is one; must not keep the training alive.
+        pending: returns the batch that is waiting for its losses, if any; must not keep the training alive.
     """
 
     def __init__(self, pending: Callable[[], Pending | None] = lambda: None):
@@ -62,13 +62,13 @@ class ForwardHooks:
         return ForwardHooks, ()
 
     def register(self, model: nn.Module) -> None:
-        """Registers one hook before all others and one behind them, so that the recorder sees what those do."""
+        """Registers one hook before all others and one after them, so that the recorder sees what they do."""
         model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after, always_call=True)
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         pending = self._pending()
-        tape = None if pending is None or not torch.is_grad_enabled() or is_unwatched() else pending.tape
+        tape = None if pending is None or not torch.is_grad_enabled() or is_recording_disabled() else pending.tape
         self._running.recordings.append(tape)
         if tape is not None and pending is not None:
             tape.code.note_inputs((args, kwargs), pending.turn.batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private training: the only place that joins recording, clipping, noise, sampling and ledger."""
+"""Provides ``PrivateTraining``, which joins recording, clipping, noise, sampling and ledger into a training loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._model import Attributes, Census, Seal, check_model, check_no_hooks, padding_rows, take_census
-from .._replay import OwnRandomNumbers, next_numbers
+from .._model_state import AttributeTensors, ModelTensors, MutationGuard
+from .._replay import SeededRandomNumbers, random_position
 from .._torch_modes import uncompiled
 from .._validate import Refused, whole
-from ..batches import Batches, Collate, Draw
+from ..batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
@@ -31,17 +31,18 @@ from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
-from ..mechanism import ClippedSum, Summing
+from ..mechanism import ClippedSum, Recording, Summation
+from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
 from .release import Releases
 from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
 from .statement import Account, Progress, Spent
-from .weights import WeightGuard
+from .weights import WeightGuard, padding_rows
 
 
 class _Latest(threading.local):
-    """The training that handed out a batch last, in this thread."""
+    """Holds a reference to the training that handed out a batch last in this thread."""
 
     training: Any = staticmethod(lambda: None)
 
@@ -56,81 +57,82 @@ class PrivateTraining:
     Poisson batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
     then ``optimizer.step()``. Model, optimizer and schedulers are the user's own and stay as they are.
 
-    Some batches are rehearsed: the loop gets them again with other examples in some places, or without some, before it
-    gets the batch itself. So it is shown that no example's loss or gradient depends on another example. ``step``
-    returns False for a rehearsal, and nothing is released. Advance schedulers where ``step`` returns True, and log
-    where `rehearsing` is false.
+    Some batches are rehearsed: before the batch itself, the loop gets variants of it, with some examples replaced or
+    left out. This shows that no example's loss or gradient depends on another example. ``step`` returns False for a
+    rehearsal, and nothing is released. Advance schedulers only if ``step`` returned True, and log only if `rehearsing`
+    is false.
 
     Args:
-        model: any module whose trained parameters meet ops with an exact rule (else refused by name).
+        model: any module; its trained parameters must be used by ops with exact rows (others are refused by name).
         optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
-        dataset: map-style; one item is one example, the unit that is protected. Its size counts as public.
+        dataset: map-style; one item is one example, the unit of protection. Its size is treated as public.
         expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step.
-        num_steps: number of steps (releases) in all.
-        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``; left out with
+        num_steps: total number of steps (releases).
+        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``; omit it with
             ``perturbation``, which has bounds of its own.
-        noise_multiplier: noise standard deviation over sensitivity; or give ``target_epsilon``.
+        noise_multiplier: noise standard deviation divided by sensitivity; or give ``target_epsilon``.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
-        budget: ``privacy.Budget(epsilon, delta)`` at which training stops by itself: before the step that would exceed
-            it, should that come before ``num_steps``.
-        memory_budget: peak memory that a step may take, in units of what non-private training needs (up to 100) or in
-            bytes: what is kept for the clipped sum is chosen accordingly.
-        microbatch_size: largest number of examples handed out at once (memory); the noise stays the same bit for bit,
-            the clipped sum the same up to rounding.
-        views: how often each example of a batch is fetched, one behind the other, as for random augmentations: batches
-            have ``views`` times as many items, and ``step`` takes losses (n, views). The gradient of their mean is an
-            example's one row: more views cost no privacy.
+        budget: ``privacy.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if
+            that step comes before ``num_steps``.
+        memory_budget: peak memory that a step may take, as a multiple of that of non-private training (up to 100) or in
+            bytes; it determines what is kept for the clipped sum.
+        microbatch_size: largest number of examples handed out at once, to limit memory; the noise stays the same bit
+            for bit, the clipped sum the same up to rounding.
+        views: number of consecutive copies of each example in a batch, fetched separately (random augmentations):
+            batches have ``views`` times as many items, and ``step`` takes losses (n, views). The gradient of their mean
+            is the example's one row, so more views cost no privacy.
         jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
             projections, which costs epsilon. By default norms are exact.
-        perturbation: ``GEP(...)`` or ``BGEP(...)``: noise for the gradients' coordinates in a public subspace and,
-            apart from these, for what is left over.
-        prior_releases: what was released of the same data before and is used here, such as ``[pca.release_]`` of a
+        perturbation: ``GEP(...)`` or ``BGEP(...)``: separate noise for the gradients' coordinates in a public subspace
+            and for the residual.
+        prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]`` of a
             `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
-        not_for_release: lets ``Sketched`` have fewer than 16 projections; every statement then says NOT PRIVATE.
-        collate_fn: as of ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
-        num_workers: processes that fetch examples, as of ``DataLoader``.
-        scheduler: learning-rate scheduler to advance after every step, empty batches included. The user's loop may
-            advance one instead, where ``step`` returns True, but sees no empty batches. A scheduler that asks for a
-            loss (``ReduceLROnPlateau``) is refused.
-        run_folder: folder for the ledger (``ledger.jsonl``). Every release has reached the operating system before it
-            is used, so that it survives ``kill -9``; it reaches the disk itself within a second or so.
+        not_for_release: allows ``Sketched`` with fewer than 16 projections; every statement then says NOT PRIVATE.
+        collate_fn: as in ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
+        num_workers: number of processes that fetch examples, as in ``DataLoader``.
+        scheduler: learning-rate scheduler to advance after every step, including steps with empty batches. The user's
+            loop may advance one instead, if ``step`` returned True, but does not see empty batches. A scheduler that
+            needs a loss (``ReduceLROnPlateau``) is refused.
+        run_folder: folder for the ledger (``ledger.jsonl``). Every release is written to the operating system before it
+            is used, so that it survives ``kill -9``; it reaches the disk itself within about a second.
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
-            and the privacy statement prints the reason. For a forward or a loop that cannot repeat.
+            and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
-        - What reaches the optimizer is a function of noisy sums only, each recorded in the ledger before it is used.
+        - The optimizer receives a function of noisy sums only, each recorded in the ledger before it is used.
         - One example changes the sum before the noise by at most ``clipping.sensitivity``.
-        - The divisor is the expected batch size, whatever the size of the batch.
+        - The divisor is the expected batch size, independent of the actual size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
-        - Before the first releases the engine proves itself on the user's own batches: the sum of all rows equals the
-          native gradient, and two random rows equal backwards of their own.
+        - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows equals the
+          native gradient, and two random rows equal those of separate backward passes.
         - Steps 0, 1, 2, 4, 8, 16, ... and one in 64 are rehearsed (one microbatch of each), and so is every batch that
           runs code of the model that no rehearsal has seen: losses, norms and directions of the gradients, and clip
-          factors of the examples that are kept stay the same. The secret key draws the one in 64, the microbatch and
-          the examples. docs/pitfalls.md lists what a rehearsal cannot show.
-        - With ``clipping``, each clipped row of every step is at most as long as the rule says, up to rounding.
-        - From the start of the loop to its end no other step of an optimizer moves a trained parameter. ``spent()`` and
-          the statement say NOT PRIVATE if trained parameters moved in another way.
-        - Inside the loop the random numbers of torch, numpy and Python are a function of the secret key, the step and
-          the microbatch; ``step`` puts the user's own random state back.
+          factors of the kept examples stay the same. The secret key determines the one in 64, the microbatch and the
+          examples. docs/pitfalls.md lists what a rehearsal cannot show.
+        - With ``clipping``, no clipped row exceeds the rule's bound in any step, up to rounding.
+        - From the start of the loop to its end, no other optimizer step moves a trained parameter. ``spent()`` and the
+          statement say NOT PRIVATE if trained parameters were moved in another way.
+        - Inside the loop, the random numbers of torch, numpy and Python are a function of the secret key, the step and
+          the microbatch; ``step`` restores the user's own random state.
         - The settings cannot be changed after the start.
-        - The row of an embedding's ``padding_idx`` stays as it is, as in ordinary training, without noise.
-        - Anything outside of what can be guaranteed raises ``Refused`` before anything is released.
+        - The row of an embedding's ``padding_idx`` stays unchanged, without noise, as in ordinary training.
+        - Whatever the guarantee does not cover raises ``Refused`` before anything is released.
 
     Edge cases:
-        An example whose gradient is not finite is left out of the sum, and so is every example of a micro-batch whose
-        mean is not finite; with groups of parameters, out of the groups concerned. ``num_non_finite`` is the number of
-        examples left out so far, of any group. It is an exact count of private data: secret, as is the batch size.
+        An example with a gradient that is not finite is left out of the sum, and so are all examples of a micro-batch
+        with a mean that is not finite; with groups of parameters, out of the affected groups only. ``num_non_finite``
+        is the number of examples left out so far, of any group. It is an exact count of private data, and as secret as
+        the batch size.
 
-        An optimizer that skips its step is refused after the release was recorded: that release is spent.
+        An optimizer that skips its step is refused after the release was recorded; that release is spent.
 
     Raises:
-        Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader in place
-            of a dataset, several processes of ``torch.distributed``, ...; the message names the culprit and the cure.
-        ValueError: a number out of range.
-        AttributeError: a setting was assigned to after the start.
+        Refused: BatchNorm in training mode, parameters of the optimizer that are not the model's, a loader instead of
+            a dataset, several processes of ``torch.distributed``, ...; the message names the culprit and the cure.
+        ValueError: a number is out of range.
+        AttributeError: a setting was assigned after the start.
 
     Source: Abadi et al. (2016), Algorithm 1; Poisson sampling and step counts as the accountant prices them.
 
@@ -201,38 +203,38 @@ class PrivateTraining:
         check_model(model, optimizer)
         check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._attributes = Attributes(model)
-        self._census = self._take_census()
-        self._mechanism = settings.new_mechanism(self._census.trained, dataset)
+        self._attributes = AttributeTensors(model)
+        self._tensors = self._find_tensors()
+        self._mechanism = settings.new_mechanism(self._tensors.trained, dataset)
         self.settings = settings.with_noise(self._mechanism)
         self.event = self.settings.event(self._mechanism)
         self.ledger = open_ledger(run_folder, self.settings.prior_releases)
         self._account = Account(self.settings, self.event, self.ledger)
-        self._weight_guard = WeightGuard(_weakly(self, lambda training: training._census.trained, {}))
+        self._weight_guard = WeightGuard(_while_alive(self, lambda training: training._tensors.trained, {}))
         self._step_count = 0
         self._num_non_finite = 0
         self._stop_reason: str | None = None
-        self._seen: set[str] = set()  # parameters that some batch's losses reached: later ones may miss them
-        self._padding = padding_rows(model, self._census.trained)
+        self._reached: set[str] = set()  # parameters that some batch's losses reached; later losses may miss them
+        self._padding = padding_rows(model, self._tensors.trained)
         self._releases = Releases(self.settings, self.event, self.ledger)
         self._rehearsals = Rehearsals(model, self._releases, assumed=assume_independent is not None)
         self._part: Part | None = None  # the (micro)batch in progress
-        self._turn: Turn | None = None  # to be handed out next
+        self._turn: Turn | None = None  # the next one to hand out
         self._is_rehearsal = False
-        self._pending: Pending | None = None  # handed out, and not answered yet
+        self._pending: Pending | None = None  # handed out and not yet answered
         self._optimizer_settings: list[dict[str, str]] | None = None  # when the part began
-        self._start: Any = None  # where the part's random numbers begin, if it is rehearsed
+        self._start: Any = None  # position at which the part's random numbers begin, if it is rehearsed
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._loops = 0  # iterations begun; only the latest may go on
-        self._hooks = ForwardHooks(_weakly(self, lambda training: training._pending, None))
+        self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(model)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and "_is_made" in self.__dict__:
             raise AttributeError(
-                f"PrivateTraining.{name} cannot be set: what was released, and its price, follow from the settings as "
-                "they were at the start. Make a new PrivateTraining, with the releases so far as prior_releases."
+                f"PrivateTraining.{name} cannot be set: the releases and their price depend on the settings given at "
+                "the start. Make a new PrivateTraining, with the releases so far as prior_releases."
             )
         super().__setattr__(name, value)
 
@@ -244,17 +246,17 @@ class PrivateTraining:
 
     @property
     def step_count(self) -> int:
-        """Steps made so far; it stands still during rehearsals."""
+        """Returns the number of steps made so far; it does not change during rehearsals."""
         return self._step_count
 
     @property
     def num_non_finite(self) -> int:
-        """Examples left out so far, since their gradients were not finite. Secret: an exact count of private data."""
+        """Returns how many examples were left out because of gradients that are not finite. Secret: an exact count."""
         return self._num_non_finite
 
     @property
     def clipping(self) -> ClippingRule | None:
-        """The rule of the next step."""
+        """Returns the clipping rule of the next step."""
         return self._mechanism.rule if isinstance(self._mechanism, ClippedSum) else None
 
     def __len__(self) -> int:
@@ -264,7 +266,7 @@ class PrivateTraining:
     def __iter__(self) -> Iterator[Any]:
         """Yields (micro)batches from the next step to the last; each must be answered by ``step(losses)``.
 
-        Some come again with other examples in some places, or without some: `rehearsing` is then true, and ``step``
+        Some come several times, first with some examples replaced or left out: `rehearsing` is then true, and ``step``
         compares, releases nothing and returns False. The batch itself comes last.
 
         After ``break`` or an exception, a new iteration begins with the first microbatch of the unfinished step.
@@ -273,27 +275,28 @@ class PrivateTraining:
         self._loops += 1
         loop = self._loops
         self._forget_batch()
-        self._census = self._take_census()
+        self._tensors = self._find_tensors()
         self._weight_guard.activate()
         num_steps = self._account.steps_allowed
-        drawn = self._batches(self._draws(self.step_count, num_steps))
+        batches = self._batches(self._requests(self.step_count, num_steps))
         try:
             while self.step_count < num_steps:
                 self._sums = {}
                 parts = self._releases.parts(self.step_count)
-                self._census = self._take_census()
-                self._mechanism.begin(self.model, self._census, self._releases.noise.key, self.step_count)
+                self._tensors = self._find_tensors()
+                self._mechanism.begin(self.model, self._tensors, self._releases.noise.key, self.step_count)
                 for number in range(len(parts)):
-                    self._begin_part(next(drawn), number, len(parts))
+                    self._begin_part(next(batches), number, len(parts))
                     while self._turn is not None:
                         yield self._hand_out(self._turn)
                         if self._loops != loop:
                             raise Refused(
-                                "this loop over the training was left behind by a newer loop. Go on with the newer one."
+                                "a newer loop over the training has begun since this one. Go on with the newer one."
                             )
                         if self._pending is not None:
                             raise Refused(
-                                "the loop went on without training.step(losses) for its batch. Call it once a batch."
+                                "the loop went on without training.step(losses) for its batch. Call it once for every "
+                                "batch."
                             )
                 if not parts:
                     self._release()
@@ -306,7 +309,7 @@ class PrivateTraining:
     def rehearsing(self) -> bool:
         """True if the batch that was handed out last is a rehearsal, of which nothing is released.
 
-        To leave rehearsals out of a log, ask after ``step``: a batch that turns out to run new code counts as a
+        To leave rehearsals out of a log, read it after ``step``: a batch that turns out to run new code counts as a
         rehearsal from then on, and is handed out again later.
         """
         return self._is_rehearsal
@@ -327,13 +330,15 @@ class PrivateTraining:
         """
         pending, part = self._pending, self._part
         if pending is None or part is None:
-            raise Refused("training.step was called without a batch. Call it once per batch of `for ... in training`.")
+            raise Refused(
+                "training.step was called without a batch. Call it once for every batch of `for ... in training`."
+            )
         self._hooks.unwind()
         try:
-            sums, summing, answers = self._answers(pending, part, losses)
+            sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
-                self._rehearsals.restart(part, self._units(part.drawn.count))
+                self._rehearsals.restart(part, self._units(part.examples.count))
                 self._turn, self._pending, self._is_rehearsal = next(part.script), None, True
                 return False
             try:
@@ -351,7 +356,7 @@ class PrivateTraining:
         assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
         self._rehearsals.note_passed(part, pending.tape.code)
-        self._num_non_finite += summing.num_left_out
+        self._num_non_finite += summation.num_left_out
         for name, tensor in sums.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
         if part.is_last:
@@ -361,7 +366,7 @@ class PrivateTraining:
     def record(self) -> AbstractContextManager[Any]:
         """Returns a context that records as the model's own forward does, for parameters used outside of it.
 
-        It belongs to the batch just handed out: open it anew for every batch, before ``step``.
+        It belongs to the batch just handed out: open a new one for every batch, before ``step``.
         """
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
@@ -421,7 +426,7 @@ class PrivateTraining:
         """
         return {
             "format": 1,
-            "settings": self._settings_that_must_agree(),
+            "settings": self._resume_settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
             "moved_otherwise": self._weight_guard.moved_otherwise(self.step_count),
@@ -435,22 +440,22 @@ class PrivateTraining:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
-        Steps that the ledger has beyond the state (the run was killed after its last checkpoint) are made again with
-        the same batch, dropout, augmentation and noise: the same release, recorded once. That requires the same
+        If the ledger has more steps than the state (the run was killed after its last checkpoint), these are repeated
+        with the same batch, dropout, augmentation and noise: the same release, recorded once. That requires the same
         weights, optimizer and losses, and arithmetic that repeats bit for bit; a step that differs is refused when it
         is made.
 
         Raises:
-            Refused: the state is of other settings; the ledger on disk is not the state's.
+            Refused: the state has other settings, or the ledger on disk does not belong to it.
         """
         settings = self.settings
-        # states from before these were settings
-        early = {"memory_budget": settings.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
-        saved, ours = early | state["settings"], self._settings_that_must_agree()
+        # These were not settings in the first states.
+        defaults = {"memory_budget": settings.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
+        saved, ours = defaults | state["settings"], self._resume_settings()
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
-            raise Refused(f"PrivateTraining.load_state_dict: {listed}. A run can only go on with its own settings.")
+            raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
         self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys)
@@ -463,51 +468,53 @@ class PrivateTraining:
 
     # Turns: a batch, or a rehearsal of it
 
-    def _draws(self, step: int, end: int) -> Iterator[Draw]:
+    def _requests(self, step: int, end: int) -> Iterator[BatchRequest]:
+        """Yields a request for every (micro)batch from this step to the end."""
         for later in range(step, end):
             parts = self._releases.parts(later)
             for number, part in enumerate(parts):
                 rehearsed, _ = self._rehearsals.are_due(later, number, len(parts))
                 seed = self._releases.secret(b"data", later, number)
-                yield Draw(part, self.settings.views, seed, rehearsed)
+                yield BatchRequest(part, self.settings.views, seed, rehearsed)
 
-    def _begin_part(self, drawn: Any, number: int, count: int) -> None:
-        """Begins a (micro)batch of this step with its first turn."""
-        self._part = self._rehearsals.begin(drawn, self.step_count, number, count, self._units(drawn.count))
+    def _begin_part(self, examples: DatasetExamples, number: int, count: int) -> None:
+        """Begins (micro)batch ``number`` of ``count`` of this step with its first turn."""
+        self._part = self._rehearsals.begin(examples, self.step_count, number, count, self._units(examples.count))
         self._optimizer_settings = self._start = None
         self._turn = next(self._part.script)
 
     def _units(self, count: int) -> Any:
+        """Returns the row that each example belongs to; None if each has a row of its own."""
         return self._mechanism.units(self._releases.sampler, self.step_count, count)
 
     def _hand_out(self, turn: Turn) -> Any:
-        """Sets what must hold while the user's code runs, and returns the batch."""
+        """Sets up recording and random numbers for the user's code, and returns the batch."""
         other, part = _LATEST.training(), self._part
         assert part is not None
         if other is not None and other is not self and other._pending is not None:
             raise Refused(
-                "PrivateTraining: a batch of another training waits for its step, and random numbers and recordings "
-                "are set for that one. Answer it first: run the two loops one after the other, not in a zip."
+                "PrivateTraining: a batch of another training waits for its step, and random numbers and recording are "
+                "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
             )
         turn.prepare()
         self._check_optimizer_settings()
-        self._census, step = self._take_census(), self.step_count
+        self._tensors, step = self._find_tensors(), self.step_count
         size, tape = turn.count * self.settings.views, None
         if turn.rows or turn.is_batch:
-            tape = self._mechanism.watch(self._census, self._releases.noise.key, step, part.number, size)
+            tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, step, part.number, size)
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
         seed = self._releases.secret(b"random numbers", step, part.number)
-        numbers = OwnRandomNumbers(seed)
+        numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
-            self._start = next_numbers()  # the same before every turn
+            self._start = random_position()  # the same before every turn
             numbers.begin(seed)
         if turn.random is not RandomNumbers.AS_DRAWN:
             contexts.enter_context(without_random_numbers(self.model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.recording(size))
         self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
-        self._pending = Pending(turn, tape, Seal(self.model), numbers, contexts)
+        self._pending = Pending(turn, tape, MutationGuard(self.model), numbers, contexts)
         return turn.batch
 
     def _check_optimizer_settings(self) -> None:
@@ -524,47 +531,27 @@ class PrivateTraining:
             changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
             raise Refused(
                 f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
-                "rehearsal of its batch. Advance a scheduler where training.step(losses) returns True, or pass it as "
-                "scheduler=; and let no setting depend on the batch."
+                "rehearsal of its batch. Advance a scheduler only where training.step(losses) returns True, or pass it "
+                "as scheduler=. No setting may depend on the batch."
             )
 
-    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[dict[str, Tensor], Summing, Answers]:
+    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[dict[str, Tensor], Summation, Answers]:
         """Returns the sums of a turn, which are secret, and what is compared."""
         turn, tape = pending.turn, pending.tape
-        losses = self._of_views(losses, turn.count)
-        if pending.numbers.was_seeded:
-            raise Refused(
-                "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
-                "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
-                "numbers come from the training's secret key, and a resumed run repeats them."
-            )
-        _check_unscaled(losses)
-        written, changed = pending.seal.changed()
-        if written:
-            raise Refused(written_into(written))
+        losses = self._flat_losses(losses, turn.count)
+        changed_buffers = _check_user_code(pending, losses)
         changes = {} if turn.state is None else turn.state.changes()
-        summing = self._mechanism.summing(self._releases.sampler, self.step_count, turn.count)
-        rows = RowAnswers(None if turn.is_batch else summing.weigh) if tape is not None and part.rehearsed else None
+        summation = self._mechanism.summation(self._releases.sampler, self.step_count, turn.count)
+        rows: RowAnswers | None = None
         sums: dict[str, Tensor] = {}
         if tape is not None:
-            tape.code.note(("changed", name) for name in changed)
-            with _unused_graph():
-                sums = tape.clipped_sum(
-                    losses,
-                    self._mechanism.groups(list(tape.parameters)),
-                    summing if turn.is_batch else None,
-                    merging=summing.merging,
-                    may_miss=self._seen if turn.is_batch else tape.parameters,
-                    memory_budget=self.settings.memory_budget,
-                    observe=None if rows is None else rows.take,
-                )
-            summing.check_bound()
-            otherwise = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
-            self._padding = {name: row for name, row in self._padding.items() if name not in otherwise}
-            self._seen |= tape.reached  # layers that are left out at random are reached when they are not
+            if part.rehearsed:
+                rows = RowAnswers(None if turn.is_batch else summation.compute_factors)
+            tape.code.note(("changed", name) for name in changed_buffers)
+            sums = self._clipped_sums(tape, losses, summation, rows, is_batch=turn.is_batch)
         if rows is not None:
-            rows.factors = {name: factors.double().cpu() for name, factors in summing.factors.items()}
-        end = next_numbers() if part.rehearsed else None
+            rows.factors = {name: factors.double().cpu() for name, factors in summation.factors.items()}
+        end = random_position() if part.rehearsed else None
         answers = Answers(
             losses=losses.detach().view(turn.count, self.settings.views),
             rows=rows,
@@ -575,23 +562,44 @@ class PrivateTraining:
             drew=end is not None and self._start != end,
             shapes=0 if tape is None else tape.code.shapes,
         )
-        return sums, summing, answers
+        return sums, summation, answers
 
-    def _of_views(self, losses: Tensor, size: int) -> Tensor:
-        """Returns the losses (n,), or (n, views), of n examples, checked, as (n · views,)."""
+    def _clipped_sums(
+        self, tape: Recording, losses: Tensor, summation: Summation, rows: RowAnswers | None, *, is_batch: bool
+    ) -> dict[str, Tensor]:
+        """Returns the clipped sums of a batch, or none for a rehearsal; either way ``rows`` takes what is compared."""
+        with _refusing_used_graphs():
+            sums = tape.clipped_sum(
+                losses,
+                self._mechanism.groups(list(tape.parameters)),
+                summation if is_batch else None,
+                merging=summation.merging,
+                may_miss=self._reached if is_batch else tape.parameters,
+                memory_budget=self.settings.memory_budget,
+                observe=None if rows is None else rows.take,
+            )
+        summation.check_bound()
+        otherwise_used = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
+        self._padding = {name: row for name, row in self._padding.items() if name not in otherwise_used}
+        self._reached |= tape.reached  # layers that are skipped at random are reached when they are not
+        return sums
+
+    def _flat_losses(self, losses: Tensor, size: int) -> Tensor:
+        """Returns the checked losses (n,) or (n, views) of n examples as (n · views,)."""
         views = self.settings.views
         shape = (size,) if views == 1 else (size, views)
-        of_views = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
-        check_losses(of_views)
+        flat = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
+        check_losses(flat)
         if losses.shape != shape:
-            words = "one loss per example" if views == 1 else "a loss for every view of each example"
+            meaning = "one loss per example" if views == 1 else "a loss for every view of each example"
             raise Refused(
-                f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, {words}."
+                f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, "
+                f"{meaning}."
             )
-        return of_views
+        return flat
 
     def _forget_batch(self) -> None:
-        """Leaves the batch that was handed out, if any: nothing of it stays in the model or the random state."""
+        """Drops the pending batch, if any, and restores the model and the random state."""
         if self._pending is not None:
             self._pending.close()
         if self._part is not None:
@@ -604,20 +612,20 @@ class PrivateTraining:
     def _release(self) -> None:
         """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
         self._check_unchanged()
-        parameters, step = self._census.trained, self.step_count
+        parameters, step = self._tensors.trained, self.step_count
         release = self._mechanism.complete(self._sums, parameters)
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         assert self.settings.noise_multiplier is not None
         self._releases.release(step, release, self._mechanism.stddevs(release, self.settings.noise_multiplier))
         self._sums = {}
-        self._stop_reason = None  # training did not stop
-        self._step_count += 1  # before the release is used: should the update be interrupted, its noise is spent
+        self._stop_reason = None  # training goes on
+        self._step_count += 1  # before the release is used: if the update is interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
             p.grad = gradient[name].to(p.dtype)
-            if name in self._padding:  # its gradient is noise alone, which would make padding count
+            if name in self._padding:  # the gradient of padding is noise alone
                 p.grad[self._padding[name]] = 0
         del release, gradient
         self._weight_guard.update(self.optimizer, parameters, self.step_count)
@@ -627,21 +635,21 @@ class PrivateTraining:
             self.scheduler.step()
 
     def _check_unchanged(self) -> None:
-        """Refuses settings that were changed since the start: what is released must be what the ledger will say."""
-        ours, assumed = self.settings, self._mechanism.settings()
+        """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
+        ours, actual = self.settings, self._mechanism.settings()
         assert ours.noise_multiplier is not None
         event, none = self._mechanism.event(ours.noise_multiplier, ours.sampling_probability), repr(None)
-        jacobian, perturbation = assumed.get("jacobian", none), assumed.get("perturbation", none)
+        jacobian, perturbation = actual.get("jacobian", none), actual.get("perturbation", none)
         if event != self.event or (jacobian, perturbation) != (repr(ours.jacobian), repr(ours.perturbation)):
             raise Refused(
                 f"PrivateTraining: noise, sampling, jacobian={ours.jacobian!r} or perturbation={ours.perturbation!r} "
-                f"were changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
-                f"{perturbation}, and the ledger would say {self.event!r}. Make a new PrivateTraining, with the "
+                f"have changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
+                f"{perturbation}, but the ledger would record {self.event!r}. Make a new PrivateTraining, with the "
                 "releases so far as prior_releases."
             )
 
-    def _settings_that_must_agree(self) -> dict[str, Any]:
-        return self.settings.that_must_agree(self._mechanism, self._census.trained)
+    def _resume_settings(self) -> dict[str, Any]:
+        return self.settings.for_resuming(self._mechanism, self._tensors.trained)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -651,14 +659,30 @@ class PrivateTraining:
             frozenset(self._rehearsals.not_compared),
         )
 
-    def _take_census(self) -> Census:
-        census = take_census(self.model, self.optimizer, self._attributes)
-        check_no_hooks(census.trained)
-        return census
+    def _find_tensors(self) -> ModelTensors:
+        """Returns the present tensors of the model; refuses gradient hooks on trained parameters."""
+        tensors = model_tensors(self.model, self.optimizer, self._attributes)
+        check_no_gradient_hooks(tensors.trained)
+        return tensors
+
+
+def _check_user_code(pending: Pending, losses: Tensor) -> list[str]:
+    """Refuses code that seeded torch, scaled the losses or wrote into a parameter; returns the changed buffers."""
+    if pending.numbers.was_seeded:
+        raise Refused(
+            "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
+            "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
+            "numbers come from the training's secret key, and a resumed run repeats them."
+        )
+    _check_unscaled(losses)
+    written, changed_buffers = pending.guard.changed()
+    if written:
+        raise Refused(written_into(written))
+    return changed_buffers
 
 
 def _check_unscaled(losses: Tensor) -> None:
-    """Refuses losses that a GradScaler scaled: by a tensor that holds a large power of two."""
+    """Refuses losses that a GradScaler scaled, that is, multiplied by a tensor with a large power of two."""
     node = losses.grad_fn
     if node is None or not node.name().startswith("MulBackward"):
         return
@@ -667,24 +691,24 @@ def _check_unscaled(losses: Tensor) -> None:
             if factor >= 2**10 and float(factor).hex().startswith("0x1.0000000000000p"):
                 raise Refused(
                     f"PrivateTraining: the losses were multiplied by {float(factor):g}, as GradScaler does. Leave the "
-                    "scaler out: norms and sums are computed in float32 also under autocast with float16."
+                    "scaler out: norms and sums are computed in float32, also under autocast with float16."
                 )
 
 
-def _weakly(training: PrivateTraining, answer: Callable[[PrivateTraining], Any], otherwise: Any) -> Callable[[], Any]:
-    """Returns a function that gives an answer for as long as the training exists, and does not keep it alive."""
+def _while_alive(training: PrivateTraining, read: Callable[[PrivateTraining], Any], default: Any) -> Callable[[], Any]:
+    """Returns a function that reads from the training while it exists, and does not keep it alive."""
     reference = weakref.ref(training)
 
-    def of_training() -> Any:
+    def read_if_alive() -> Any:
         alive = reference()
-        return otherwise if alive is None else answer(alive)
+        return default if alive is None else read(alive)
 
-    return of_training
+    return read_if_alive
 
 
 @contextmanager
-def _unused_graph() -> Iterator[None]:
-    """Says what happened if the losses' graph was used up before."""
+def _refusing_used_graphs() -> Iterator[None]:
+    """Turns torch's error about a graph that was used before into a refusal."""
     try:
         yield
     except RuntimeError as error:
@@ -692,5 +716,5 @@ def _unused_graph() -> Iterator[None]:
             raise
         raise Refused(
             "PrivateTraining: the graph of the losses was used up before training.step. Leave out losses.backward(): "
-            "step makes the gradient and the update."
+            "step computes the gradient and makes the update."
         ) from None

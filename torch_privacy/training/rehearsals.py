@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of rehearsals, and what they have shown about the user's code."""
+"""Schedules rehearsals, and remembers what they have shown about the user's code."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from ..batches import Drawn
+from ..batches import DatasetExamples
 from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
 from .release import Releases
 
-THOROUGH = 2  # every batch is rehearsed in full up to this step: both halves replaced, one left out
-RARELY = 64  # later steps 4, 8, 16, ... are rehearsed, and others with a chance of 1 in 64, by the secret key
+THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
+RARELY = 64  # later, steps 4, 8, 16, ... are rehearsed, and each other step with a chance of 1 in 64, by the secret key
 
 Script = Generator[Turn, Answers, None]
 
 
 @dataclass
 class Part:
-    """A (micro)batch in progress: its turns, of which the batch itself is the last."""
+    """Holds a (micro)batch in progress and its turns, of which the batch itself is the last."""
 
-    drawn: Drawn
+    examples: DatasetExamples
     number: int  # of the microbatch in its step
     is_last: bool
     script: Script
@@ -38,16 +38,18 @@ class Rehearsals:
     """Decides which (micro)batches are rehearsed and how, and remembers what was shown.
 
     Args:
-        model: the user's.
-        releases: whose secret key draws the steps, the microbatch and the examples.
-        assumed: the user assumes independence, so that nothing is rehearsed.
+        model: the user's model.
+        releases: provides the secret key, which determines the steps, the microbatch and the examples.
+        assumed: True if the user assumes independence, so that nothing is rehearsed.
     """
 
     model: nn.Module
     releases: Releases
     assumed: bool
-    moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, as those of a teacher
-    overwritten: set[str] = field(default_factory=set)  # attributes that hold data, but are written before being read
+    moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, such as a teacher's
+    overwritten: set[str] = field(
+        default_factory=set
+    )  # attributes that hold data but are overwritten before they are read
     not_compared: set[str] = field(default_factory=set)  # what could not be compared, in words
     code: RehearsedCode = field(default_factory=RehearsedCode)  # the paths through the code that were rehearsed
 
@@ -59,39 +61,39 @@ class Rehearsals:
             return False, False
         return early or step & (step - 1) == 0 or chance % RARELY == 0, early
 
-    def begin(self, drawn: Drawn, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
+    def begin(self, examples: DatasetExamples, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
         """Returns the part that begins with this microbatch."""
         rehearsed, thorough = self.are_due(step, number, count)
-        script = self._script(drawn, units, thorough=thorough) if rehearsed else _unrehearsed(drawn)
-        return Part(drawn, number, number == count - 1, script, rehearsed, rehearsed and thorough)
+        script = self._script(examples, units, thorough=thorough) if rehearsed else _unrehearsed(examples)
+        return Part(examples, number, number == count - 1, script, rehearsed, rehearsed and thorough)
 
     def restart(self, part: Part, units: np.ndarray | None) -> None:
-        """Lets a part begin anew with a full rehearsal."""
+        """Restarts a part with a full rehearsal."""
         part.script.close()
-        part.script, part.rehearsed, part.thorough = self._script(part.drawn, units, thorough=True), True, True
+        part.script, part.rehearsed, part.thorough = self._script(part.examples, units, thorough=True), True, True
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
-        return not (self.assumed or part.thorough or self.code.has(code, part.drawn.count))
+        return not (self.assumed or part.thorough or self.code.has(code, part.examples.count))
 
     def note_passed(self, part: Part, code: CodePath) -> None:
         """Remembers the path of a part that passed its rehearsal."""
         if part.rehearsed:
-            self.code.add(code, part.drawn.count)
+            self.code.add(code, part.examples.count)
 
-    def _script(self, drawn: Drawn, units: np.ndarray | None, *, thorough: bool) -> Script:
+    def _script(self, examples: DatasetExamples, units: np.ndarray | None, *, thorough: bool) -> Script:
         if thorough:
-            self.overwritten.clear()  # to be shown again
-            if not drawn.repeats():
+            self.overwritten.clear()  # each full rehearsal shows again which they are
+            if not examples.repeats():
                 self.not_compared.add(
-                    "The data set gives other items when it is asked again, so whether they depend on items that were "
-                    "fetched before was not shown. It is harmless where random numbers of its own are the reason."
+                    "The data set returns other items when they are fetched again, so whether they depend on items "
+                    "fetched before was not shown. This is harmless if the data set uses random numbers of its own."
                 )
-        kept = draw_halves(drawn.count, drawn.generator, units)
-        alone = [draw_few(drawn.count, drawn.generator), *(map(without_ends, kept) if thorough else ())]
+        kept = draw_halves(examples.count, examples.generator, units)
+        alone = [draw_few(examples.count, examples.generator), *(map(without_ends, kept) if thorough else ())]
         return Rehearsal(
             self.model,
-            drawn,
+            examples,
             kept if thorough else kept[:1],
             alone=alone,
             rows_alone=thorough,
@@ -103,5 +105,5 @@ class Rehearsals:
         ).turns()
 
 
-def _unrehearsed(drawn: Drawn) -> Script:
-    yield Turn(drawn.batch, drawn.count, is_batch=True)
+def _unrehearsed(examples: DatasetExamples) -> Script:
+    yield Turn(examples.batch, examples.count, is_batch=True)

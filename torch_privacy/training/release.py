@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The releases of a training: noise and batches from its secret keys, and the record of each before it is used."""
+"""Makes the releases of a training: draws batches and noise from its secret keys, and records before use."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Releases:
     """Draws batches and noise of every step from two secret keys, and records what is released.
 
     Args:
-        settings: of the training; a ``test_seed`` fixes the keys.
-        event: of one step.
+        settings: settings of the training; a ``test_seed`` fixes the keys.
+        event: event of one step.
         ledger: records the releases.
-        keys: of noise and sampler; by default from the operating system.
+        keys: keys of noise and sampler; by default from the operating system.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Releases:
         self.noise = Noise(None if keys is None else keys[0])
         sampler_key = secrets.token_bytes(32) if keys is None else keys[1]
         self.sampler = Poisson(settings.num_examples, settings.sampling_probability, sampler_key)
-        self.indices = lru_cache(maxsize=64)(self.sampler.indices)  # asked for by loader, loop and fingerprint
+        self.indices = lru_cache(maxsize=64)(self.sampler.indices)  # used by loader, loop and fingerprint
         self._process = os.getpid()
 
     def secret(self, purpose: bytes, *numbers: int) -> bytes:
@@ -62,7 +62,7 @@ class Releases:
         """Adds the step's noise to the sums in place, and records the release.
 
         Raises:
-            Refused: the step was released before with the same noise, or may be by another process.
+            Refused: the step was released before with the same noise, or another process may release it.
         """
         self.noise.add_to(step, sums, stddevs)
         fingerprint = self._fingerprint(step, sums)
@@ -73,18 +73,18 @@ class Releases:
     def _fingerprint(self, step: int, release: Mapping[str, Tensor]) -> str:
         """Returns a keyed digest of step, batch and some entries, which identifies the release and does not reveal it.
 
-        A replay after a crash has the same fingerprint. The same step with other weights, learning rates or losses
-        before it has another one, and must not be released: it would have the same noise.
+        A replay after a crash has the same fingerprint. The same step after other weights, learning rates or losses has
+        another one, and must not be released, because it would have the same noise.
         """
         digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
         digest.update(self.indices(step).tobytes())
         for total in release.values():
-            some = total.view(-1)[:: max(1, total.numel() // 256)]
-            digest.update(some.cpu().numpy().tobytes())
+            sampled = total.view(-1)[:: max(1, total.numel() // 256)]
+            digest.update(sampled.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
-        """Refuses noise that another release has: of a copy of the training, or of a process forked from it."""
+        """Refuses noise that another release may have: of a copy of the training, or of a forked process."""
         if os.getpid() != self._process:
             raise Refused(
                 "PrivateTraining: this process was forked from the one that began the training, which may release the "
@@ -95,5 +95,5 @@ class Releases:
             raise Refused(
                 f"PrivateTraining: step {step} was released before with the same noise and other sums, by a copy of "
                 "this training or from the same state: the difference of the two would have no noise. Go on with that "
-                "one, or begin a new training, with the releases so far as prior_releases."
+                "training, or begin a new one, with the releases so far as prior_releases."
             )

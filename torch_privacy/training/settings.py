@@ -31,13 +31,13 @@ WHERE = "PrivateTraining"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """The arguments of a `PrivateTraining` that its releases and their price depend on; see there for each of them.
+    """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
-    ``clipping`` is the rule of the first step, which an adaptive rule changes later. ``noise_multiplier`` is None
-    until it is calibrated.
+    ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
+    calibrated.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     num_examples: int
@@ -71,10 +71,10 @@ class TrainingSettings:
             check_delta(n, self.delta, stacklevel=5)
         if self.assume_independent is not None and not str(self.assume_independent).strip():
             raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
-        strangers = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
-        if strangers:
+        not_releases = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
+        if not_releases:
             raise ValueError(
-                f"{WHERE}: prior_releases holds {strangers!r}; it takes privacy.Release, as pca.release_ is."
+                f"{WHERE}: prior_releases holds {not_releases!r}: must be of privacy.Release, as pca.release_ is."
             )
 
     @property
@@ -88,22 +88,22 @@ class TrainingSettings:
         return [(release.event, 1) for release in self.prior_releases]
 
     def new_mechanism(self, trained: Mapping[str, Tensor], dataset: Dataset) -> Mechanism:
-        """Returns what a step is to release."""
+        """Returns the mechanism, which defines what a step releases."""
         if self.perturbation is not None:
             return self._embedded_sum(trained, dataset)
         clipping = check_rule(WHERE, "clipping", self.clipping)
         if isinstance(clipping, MicroBatches) and self.microbatch_size is not None:
             raise ValueError(
-                f"{WHERE}: microbatch_size={self.microbatch_size!r} would split the groups of {clipping!r}. Leave it "
-                "out."
+                f"{WHERE}: microbatch_size={self.microbatch_size!r} would split the groups of {clipping!r}. Leave "
+                "microbatch_size out."
             )
         names, sketched = list(trained), self.jacobian
         if sketched is None:
             return ClippedSum(clipping, names, self.expected_batch_size, self.views)
         if self.views > 1:
             raise Refused(
-                f"{WHERE}: views={self.views} needs exact norms, and jacobian={sketched!r} was given. Leave one of the "
-                "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and give "
+                f"{WHERE}: views={self.views} needs exact norms, but jacobian={sketched!r} was given. Leave one of the "
+                "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and pass "
                 "the mean of their losses."
             )
         return SketchedSum(sketched, clipping, names, self.expected_batch_size, not_for_release=self.not_for_release)
@@ -120,13 +120,13 @@ class TrainingSettings:
             )
         if self.clipping is not None:
             raise Refused(
-                f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which clips embedding and "
-                f"residual by its own rules. Leave clipping out, and give them as {kind}(..., embedding_clipping=...)."
+                f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which has clipping rules of its "
+                f"own for embedding and residual. Leave clipping out, or pass {kind}(..., embedding_clipping=...)."
             )
         if share_examples(perturbation.subspace.dataset, dataset):
             raise Refused(
-                f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples, those of dataset. The "
-                "anchors' directions are released as they are and must come from public data."
+                f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples of dataset. The "
+                "anchors' directions are released without noise and must come from public data."
             )
         return EmbeddedSum(perturbation, trained, self.expected_batch_size, self.views)
 
@@ -156,7 +156,7 @@ class TrainingSettings:
         if spent >= target:
             raise ValueError(
                 f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {spent:.4g}. Raise the "
-                "target, or put more noise into those."
+                "target, or add more noise to those."
             )
         noise = privacy.calibrate_schedule(
             lambda noise: [*self.prior_events, (mechanism.event(noise, q), steps)], target, delta, start=exact
@@ -168,10 +168,10 @@ class TrainingSettings:
         assert self.noise_multiplier is not None
         event = mechanism.event(self.noise_multiplier, self.sampling_probability)
         mechanism.stddevs([], self.noise_multiplier)  # refuses noise that an adaptive rule cannot split
-        privacy.compose([*self.prior_events, (event, self.num_steps)])  # refuses events that have no price together
+        privacy.compose([*self.prior_events, (event, self.num_steps)])  # refuses events that cannot be priced together
         return event
 
-    def that_must_agree(self, mechanism: Mechanism, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+    def for_resuming(self, mechanism: Mechanism, trained: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the settings that a resumed run must share with its state, as plain data."""
         return {
             "num_examples": self.num_examples,
@@ -180,14 +180,14 @@ class TrainingSettings:
             "views": self.views,
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
-            "memory_budget": self.memory_budget,  # chooses the methods, which differ in the last bits
+            "memory_budget": self.memory_budget,  # determines the methods, which differ in the last bits
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in trained.items()},
         }
 
 
 def check_delta(num_examples: int, delta: float, *, stacklevel: int) -> float:
-    """Returns a delta that is below 1/n; warns above a tenth of that."""
+    """Returns ``delta`` if it is below 1/n; warns if it is above 1/(10 n)."""
     n = num_examples
     hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
     strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
@@ -201,7 +201,7 @@ def check_delta(num_examples: int, delta: float, *, stacklevel: int) -> float:
 
 
 def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.Release]) -> privacy.Ledger:
-    """Returns the ledger of a run, new or begun earlier, with the prior releases first."""
+    """Returns the run's ledger, loaded from its folder or new, with the prior releases first."""
     path = None if run_folder is None else Path(run_folder) / "ledger.jsonl"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuses a scheduler whose steps need a loss."""
+    """Refuses a scheduler that needs a loss at every step."""
     if scheduler is None:
         return
     needed = [
@@ -223,17 +223,17 @@ def check_scheduler(scheduler: Any) -> None:
     ]
     if needed:
         raise Refused(
-            f"{WHERE}: scheduler={type(scheduler).__name__} asks for {', '.join(needed)} at every step. A loss or an "
-            "accuracy of the training data is private, and no noise is added to it. Take a schedule of the step alone, "
-            "such as CosineAnnealingLR; or call the scheduler yourself, with a score of public data."
+            f"{WHERE}: scheduler={type(scheduler).__name__} needs {', '.join(needed)} at every step. A loss or an "
+            "accuracy on the training data is private, and no noise is added to it. Use a schedule that depends on the "
+            "step alone, such as CosineAnnealingLR; or call the scheduler yourself, with a score on public data."
         )
 
 
 def check_single_process() -> None:
-    """Refuses several processes: each would train its own model, with its own epsilon."""
+    """Refuses several processes, which would train one model each, with an epsilon each."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise Refused(
             f"{WHERE}: torch.distributed runs with {distributed.get_world_size()} processes, which private training "
-            "does not support yet: each would train another model, with its own epsilon. Train in one process."
+            "does not support yet: each would train its own model, with its own epsilon. Train in one process."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy that a training has spent: in one line, and as a machine-readable statement."""
+"""Reports the privacy that a training has spent, in one line and as a machine-readable statement."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is, as its privacy statement depends on it."""
+    """Holds the progress of a training, on which its privacy statement depends."""
 
     steps_made: int
-    stop_reason: str | None  # why it stopped, if that was declared to be independent of the data
-    moved_otherwise: str  # when the weights were first seen to have moved by other code; empty if they were not
+    stop_reason: str | None  # reason for stopping, if declared to be independent of the data
+    moved_otherwise: str  # when other code was first seen to have moved the weights; empty if it did not
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
 
 
@@ -39,8 +39,8 @@ class Account:
     """Prices the steps of a training: those made, and those still planned.
 
     Args:
-        settings: of the training.
-        event: of one step.
+        settings: settings of the training.
+        event: event of one step.
         ledger: records the releases.
 
     Raises:
@@ -57,7 +57,7 @@ class Account:
             )
 
     def _steps_allowed(self) -> int:
-        """Returns the number of steps in all: as planned, or as the budget allows."""
+        """Returns the total number of steps, as planned or as the budget allows."""
         budget, num_steps = self._settings.budget, self._settings.num_steps
         if budget is None:
             return num_steps
@@ -150,7 +150,7 @@ class Account:
         }
 
     def _warning(self, progress: Progress) -> str | None:
-        """Returns why there is no privacy, if there is none."""
+        """Returns the reason if the training is not private."""
         if self._settings.test_seed is not None:
             return NOT_PRIVATE
         if self._settings.not_for_release:
@@ -160,7 +160,7 @@ class Account:
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
 
     def _covering(self, progress: Progress) -> privacy.Profile:
-        """Returns the profile that holds wherever training stops; of the steps made if the stop is independent."""
+        """Returns the profile that holds wherever training stops; that of the steps made if the stop is independent."""
         made = progress.stop_reason is not None or progress.steps_made >= self.steps_allowed
         return self.profile() if made else self.planned_profile(progress)
 

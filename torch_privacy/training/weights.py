@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +18,7 @@ SAMPLED = 16  # entries of each parameter that are compared
 
 
 class WeightMarks:
-    """Remembers some entries of each parameter, and how often it was written into."""
+    """Remembers some entries of each parameter, and its version, which counts the writes into it."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self._views = {name: (p, p.data_ptr(), _sampled(p)) for name, p in parameters.items()}
@@ -30,7 +30,7 @@ class WeightMarks:
         self._versions = [p._version for p, _, _ in self._views.values()]
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """True if these are the parameters that are remembered, at the same places in memory."""
+        """True if these are the remembered parameters, at the same addresses in memory."""
         known = self._views
         return parameters.keys() == known.keys() and all(
             known[name][0] is p and known[name][1] == p.data_ptr() for name, p in parameters.items()
@@ -45,16 +45,27 @@ class WeightMarks:
         ]
 
     def untouched(self) -> bool:
-        """True if nothing was written into any of them since."""
+        """True if nothing has been written into any of them since."""
         return self._versions == [p._version for p, _, _ in self._views.values()] and not self.moved()
 
 
 def _sampled(p: Tensor) -> Tensor:
-    """Returns a view of some entries as whole numbers, so that undefined ones compare equal, too."""
+    """Returns a view of some entries as integers, so that NaN equals NaN."""
     flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
-    some = flat[:: max(1, flat.numel() // SAMPLED)]
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return some.view(kinds[p.itemsize]) if p.itemsize in kinds else torch.view_as_real(some)
+    sampled = flat[:: max(1, flat.numel() // SAMPLED)]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sampled.view(integers[p.itemsize]) if p.itemsize in integers else torch.view_as_real(sampled)
+
+
+def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns ``padding_idx`` for each trained embedding table that has one and that no other module shares."""
+    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    tables = {
+        id(m.weight): m.padding_idx
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.padding_idx is not None
+    }
+    return {name: tables[id(p)] for name, p in trained.items() if id(p) in tables and uses.count(id(p)) == 1}
 
 
 class WeightGuard:
@@ -63,7 +74,7 @@ class WeightGuard:
     While it is active, steps of any other optimizer that holds trained parameters are refused.
 
     Args:
-        trained: gives the trained parameters by name; must not keep the training alive.
+        trained: returns the trained parameters by name; must not keep the training alive.
     """
 
     def __init__(self, trained: Callable[[], Mapping[str, Tensor]]):
@@ -87,11 +98,11 @@ class WeightGuard:
         self._handle = None
 
     def reset(self, moved_otherwise: str) -> None:
-        """Forgets the weights, before others are loaded; what is known about earlier changes is given."""
+        """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
         self._marks, self._moved_otherwise = None, moved_otherwise
 
     def moved_otherwise(self, steps_made: int) -> str:
-        """Returns when the weights were first seen to have moved by other code; empty if they have not."""
+        """Returns when other code was first seen to have moved the weights; empty if it did not."""
         if self._marks is not None and not self._moved_otherwise:
             moved = self._marks.moved()
             if moved:
@@ -113,8 +124,8 @@ class WeightGuard:
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if self._marks.untouched() and any(rates):
             raise Refused(
-                f"PrivateTraining: {type(optimizer).__name__}.step() made no update, as a wrapper does that "
-                "accumulates gradients or skips steps. The release of this step is spent for nothing. Pass the "
+                f"PrivateTraining: {type(optimizer).__name__}.step() made no update, like a wrapper that "
+                "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
                 "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
             )
         self._marks.renew()
@@ -127,6 +138,6 @@ class WeightGuard:
             raise Refused(
                 "PrivateTraining: optimizer.step() was called inside of the loop, with a gradient that is not private. "
                 "No weight was moved. Leave out losses.backward(), optimizer.step() and GradScaler: "
-                "training.step(losses) makes the gradient, clips, adds noise, and steps the optimizer. A trainer that "
-                "makes the steps itself cannot be used."
+                "training.step(losses) computes the gradient, clips, adds noise, and steps the optimizer. A trainer "
+                "that makes the steps itself cannot be used."
             )

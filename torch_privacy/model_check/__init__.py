@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``check``, which runs every self-check of the engine on one batch, and the requirements of training."""
+
+from .checkup import EXACT as EXACT
+from .checkup import NOT_CHECKED as NOT_CHECKED
+from .checkup import REFUSED as REFUSED
+from .checkup import Checkup as Checkup
+from .checkup import Meeting as Meeting
+from .checkup import Problem as Problem
+from .checkup import Verdict as Verdict
+from .examination import check as check

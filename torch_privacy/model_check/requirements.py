@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a model and its optimizer can be trained privately, and finds the tensors that are trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from .._model_state import AttributeTensors, ModelTensors
+from .._validate import Refused
+
+
+def model_tensors(model: nn.Module, optimizer: Optimizer, attributes: AttributeTensors | None = None) -> ModelTensors:
+    """Returns the present tensors of the model; refuses an optimizer that holds parameters of another model."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    foreign = held - {id(p) for p in named.values()}
+    if foreign:
+        raise Refused(
+            f"PrivateTraining: the optimizer holds {len(foreign)} parameter(s) that are not the model's. Make it "
+            "over model.parameters(), or pass one model that has all of them."
+        )
+    trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
+    if not trained:
+        raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    return ModelTensors(trained, {**frozen, **buffers}, attributes.unchanged() if attributes else ())
+
+
+def check_no_gradient_hooks(trained: Mapping[str, Tensor]) -> None:
+    """Refuses gradient hooks on parameters: they would see, and change, only gradients that are not private."""
+    for name, p in trained.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise Refused(
+                f"PrivateTraining: parameter {name!r} has a hook for its gradient (register_hook or "
+                "register_post_accumulate_grad_hook). It would not see the private gradient, and could log one that is "
+                "not private. Remove it; optimizer.register_step_pre_hook sees the private gradients in p.grad."
+            )
+
+
+def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses unsupported optimizers, and batch normalization in training mode, which mixes examples."""
+    _check_plain(model, optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise Refused("PrivateTraining: LBFGS needs several gradients per step; use a first-order optimizer.")
+    if isinstance(optimizer, SparseAdam):
+        raise Refused("PrivateTraining: SparseAdam takes sparse gradients only, and noise is dense; use Adam.")
+    batch_norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if batch_norms:
+        listed = ", ".join(
+            f"{name!r} (use nn.GroupNorm({math.gcd(32, m.num_features)}, {m.num_features}))" for name, m in batch_norms
+        )
+        raise Refused(
+            f"PrivateTraining: batch normalization in training mode mixes examples, in module {listed}. Replace it, or "
+            "put it in eval mode and freeze it."
+        )
+
+
+def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses models and optimizers of other types, and those that another library has wrapped."""
+    if not isinstance(model, nn.Module):
+        raise Refused(f"PrivateTraining: model of type {type(model).__name__} must be a torch.nn.Module.")
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise Refused(
+            f"PrivateTraining: optimizer of type {type(optimizer).__name__} is not a torch.optim.Optimizer. Pass the "
+            "optimizer itself, not a wrapper that accumulates gradients or skips steps."
+        )
+    wrapped = [type(part).__name__ for part in (*model.modules(), optimizer) if _is_opacus_wrapper(part)]
+    if wrapped:
+        raise Refused(
+            f"PrivateTraining: {wrapped[0]} comes from Opacus. Pass model and optimizer as they were before "
+            "make_private: PrivateTraining computes per-example gradients, clips and adds noise itself."
+        )
+
+
+def _is_opacus_wrapper(part: object) -> bool:
+    """True if Opacus wraps a model or an optimizer in it; Opacus's layers are ordinary modules."""
+    return type(part).__module__.startswith(("opacus.grad_sample", "opacus.optimizers"))
