@@ -528,7 +528,7 @@ def test_a_broadcast_of_outputs_against_targets_is_named():
 
 def test_several_losses_of_each_example_are_refused_with_the_right_advice():
     training = training_of(nn.Linear(6, 3))
-    with pytest.raises(tp.Refused, match="sum their losses over the example's own count"):
+    with pytest.raises(tp.Refused, match="sum their losses and divide by the example's own count"):
         loop(training, lambda model, x, y: model(x).square())
 
 
