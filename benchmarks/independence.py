@@ -49,7 +49,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.privacy import NeighboringRelation
-from torch_privacy.sampling import Poisson
+from torch_privacy.sampling.poisson import Poisson
 
 EXAMPLES, BATCH, STEPS, MEASURED = 24, 12, 30, 20
 INPUTS, WIDTH, CLASSES = 6, 16, 3

@@ -26,12 +26,12 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy._model_state import ModelTensors
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.mechanism import norm_estimator
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops.linear import Linear
+from torch_privacy.support.model_state import ModelTensors
 
 Step = Callable[[], Any]
 

@@ -1,70 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that imports go only downward in the order of the package's parts, type-only imports included."""
+"""Imports go down the floors of the package only, those for types included, and never in a circle."""
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+import importlib.util
 
+import architecture
 import pytest
+from architecture import FLOOR, FLOORS, PACKAGE, imports_of, modules, room_imports, room_of
 
-PACKAGE = Path(__file__).parents[1] / "torch_privacy"
-FLOORS = [  # from the commands at the top to the validators at the bottom
-    ["cli"],
-    ["experiments"],
-    ["training"],
-    ["gep", "estimated_norms"],
-    ["model_check"],
-    ["report"],
-    ["runs"],
-    ["pca", "selection", "averaging"],
-    ["mechanism"],
-    ["jacobian"],
-    ["clipping"],
-    ["ops"],
-    ["privacy"],
-    ["data"],
-    ["noise", "sampling", "batches"],
-    ["_model_state"],
-    ["_replay", "_torch_modes"],
-    ["_validate"],
-]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-NOT_YET = {("model_check", "cli")}  # in a function
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_rooms(path: Path) -> Iterator[str]:
-    """Yields the parts of the package that a file imports from, anywhere in the file."""
-    here = ("torch_privacy", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = [*here[: len(here) - node.level + 1]] if node.level else []
-            whole = base + (node.module.split(".") if node.module else [])
-            names = [[*whole, alias.name] for alias in node.names] if len(whole) == 1 else [whole]
-        else:
-            continue
-        yield from (name[1] for name in names if name[0] == "torch_privacy" and len(name) > 1 and name[1] in FLOOR)
-
-
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+MOST_ENTRIES = 20
 
 
 def test_every_room_has_its_floor():
-    assert {room_of(path) for path in FILES} == set(FLOOR)
+    assert {room_of(module) for module in modules()} == set(FLOOR)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path):
-    room = room_of(path)
-    up = {(room, other) for other in imported_rooms(path) if other != room and FLOOR[other] <= FLOOR[room]}
-    assert not up - NOT_YET
+@pytest.mark.parametrize("module", modules())
+def test_imports_go_down(module):
+    room = room_of(module)
+    others = {room_of(other) for other in imports_of(module)} - {room}
+    assert not [other for other in others if FLOOR[other] <= FLOOR[room]]
 
 
-def test_what_is_not_yet_done_is_still_there():
-    found = {(room_of(path), other) for path in FILES for other in imported_rooms(path)}
-    assert found >= NOT_YET
+def test_no_modules_import_each_other_in_a_circle():
+    assert architecture.circles() == []
+
+
+def test_the_root_has_few_entries():
+    entries = [entry.name for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES, entries
+
+
+def test_the_picture_of_the_floors_shows_the_imports_of_today():
+    docs = PACKAGE.parent / "docs"
+    spec = importlib.util.spec_from_file_location("pictures", docs / "_architecture.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    drawn = (docs / "img/floors.svg").read_text()
+    lines = [line for rooms in FLOORS for line in pictures.imported_rooms(rooms, room_imports()).split("\n")]
+    assert [line for line in lines if f">{line}<" not in drawn] == [], "run python docs/_architecture.py"

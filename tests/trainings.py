@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.mechanism import COUNT
 from torch_privacy.noise import Noise
-from torch_privacy.sampling import Poisson
+from torch_privacy.sampling.poisson import Poisson
 
 N = 40
 

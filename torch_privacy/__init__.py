@@ -4,10 +4,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .support.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import privacy as privacy
-    from ._validate import Refused as Refused
-    from .averaging import MovingAverage as MovingAverage
     from .clipping import Adaptive as Adaptive
     from .clipping import Automatic as Automatic
     from .clipping import ClippingRule as ClippingRule
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
     from .estimated_norms.settings import Sketched as Sketched
+    from .gep.anchors import AnchorSubspace as AnchorSubspace
     from .gep.settings import BGEP as BGEP
     from .gep.settings import GEP as GEP
-    from .gep.settings import AnchorSubspace as AnchorSubspace
     from .jacobian.operator import Jacobian as Jacobian
     from .jacobian.recording import record as record
     from .jacobian.vmapped import vmapped_jacobian as vmapped_jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .pca import PrivatePCA as PrivatePCA
-    from .selection import Found as Found
-    from .selection import search_privately as search_privately
+    from .privacy.search import Found as Found
+    from .privacy.search import search_privately as search_privately
+    from .support.validate import Refused as Refused
+    from .training.averaging import MovingAverage as MovingAverage
     from .training.loop import PrivateTraining as PrivateTraining
     from .training.statement import Spent as Spent
-
-__version__ = "0.1.0"
 
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
 _HOME = {
@@ -44,22 +44,22 @@ _HOME = {
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
     "Flat": "clipping",
-    "Found": "selection",
+    "Found": "privacy.search",
     "GEP": "gep",
     "Groups": "clipping",
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
-    "MovingAverage": "averaging",
+    "MovingAverage": "training",
     "PerLayer": "clipping",
     "PrivatePCA": "pca",
     "PrivateTraining": "training",
-    "Refused": "_validate",
+    "Refused": "support.validate",
     "Sketched": "estimated_norms",
     "Spent": "training",
     "check": "model_check",
     "median_norm": "clipping",
     "record": "jacobian",
-    "search_privately": "selection",
+    "search_privately": "privacy.search",
     "vmapped_jacobian": "jacobian",
 }
 __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]

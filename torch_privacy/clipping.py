@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._validate import in_range, non_negative, positive, quoted, strictly_between, whole
 from .ops._base import in_sum_dtype
 from .privacy import NeighboringRelation
+from .support.validate import in_range, non_negative, positive, quoted, strictly_between, whole
 
 # Rules with factors that grow without bound as the norm shrinks treat norms up to this one as zero: float32 loses the
 # squares of entries below 1e-19, and with a norm that misses some of them the row would exceed its bound.

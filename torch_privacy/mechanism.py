@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from . import privacy
-from ._model_state import ModelTensors
-from ._validate import Refused, quoted
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
 from .jacobian.code_path import CodePath
 from .jacobian.layout import Layouts, Merging
 from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
-from .sampling import Poisson
+from .sampling.poisson import Poisson
+from .support.model_state import ModelTensors
+from .support.validate import Refused, quoted
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
 ROUNDING = 2e-5  # relative, of a clipped row's norm

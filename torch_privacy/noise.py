@@ -24,7 +24,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from ._validate import whole
+from .support.validate import whole
 
 KEY_BYTES = 32
 _CHUNK = 2**17  # normal numbers computed at a time: enough for torch to use several threads

@@ -27,10 +27,10 @@ except ImportError as error:
     raise ImportError("PrivatePCA needs scikit-learn. Install it with: pip install 'torch-privacy[sklearn]'") from error
 
 from . import privacy
-from ._validate import positive, strictly_between, whole
 from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
 from .privacy.spent import NOT_PRIVATE, Spent
-from .sampling import Poisson
+from .sampling.poisson import Poisson
+from .support.validate import positive, strictly_between, whole
 
 Array = NDArray[Any]
 

@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_privacy as tp
-from torch_privacy._replay import RandomState
 from torch_privacy.estimated_norms import jvp
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import BatchingMode, ForwardCall
 from torch_privacy.estimated_norms.projected import Projector
 from torch_privacy.estimated_norms.shared_forward import CannotShare
+from torch_privacy.support.replay import RandomState
 
 R = 3
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy._replay import RandomState
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
 from torch_privacy.estimated_norms.projected import ProjectedRecording, Projector
+from torch_privacy.support.replay import RandomState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 KEY = bytes(range(32))

@@ -33,7 +33,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
-from torch_privacy.sampling import Poisson
+from torch_privacy.sampling.poisson import Poisson
 
 BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from trainings import N, data, network, parameters_of, train, training_of
 
 import torch_privacy as tp
-from torch_privacy.batches import Batches
+from torch_privacy.sampling.batches import Batches
 
 
 def test_statement_and_spent_say_what_was_released():

@@ -200,6 +200,6 @@ def _quiet_libraries() -> Iterator[None]:
 
 def _check_steps(where: str, steps: int) -> None:
     """Raises a ``ValueError`` unless there is at least one step."""
-    from torch_privacy import _validate as _check
+    from torch_privacy.support import validate as _check
 
     _check.whole(where, at_least=1, num_steps=steps)

@@ -28,8 +28,8 @@ def explain(model: ModelName, as_json: AsJson = False) -> None:
     Nothing is trained. The exit code is 1 if there is a problem.
     """
     from torch_privacy.cli.subjects import load_subject
-    from torch_privacy.cli.tables import checkup_view
     from torch_privacy.model_check import check
+    from torch_privacy.model_check.checkup import checkup_view
 
     subject = load_subject(model)
     checkup = check(subject.model, subject.loss_fn, subject.batch)

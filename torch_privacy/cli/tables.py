@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from io import StringIO
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +17,7 @@ from torch_privacy.runs.table import MISSING, duration, headings, lines, summary
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.catalog import Experiment
-    from torch_privacy.model_check import Checkup, Verdict
     from torch_privacy.privacy.comparison import Claim
-
-ANY_WIDTH = 10_000  # columns; wider than any table
 
 
 def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
@@ -77,83 +72,6 @@ def _epsilon_cell(claim: Claim) -> str:
         return f"{claim.epsilon:.2e}"
     shown = round_up(claim.epsilon) if claim.kind != "approximation" else f"{claim.epsilon:.3f}"
     return shown if claim.low is None else f"[{round_down(claim.low)}, {shown}]"
-
-
-def checkup_view(checkup: Checkup, *, prices: bool = False) -> Group:
-    """Returns a line per parameter, the problems and the notes; with ``prices`` also the costs of the plan."""
-    n, count = checkup.num_examples, len(checkup.problems)
-    of_what = f"{len(checkup.verdicts)} parameters" + (f", a batch of {n} examples" if n else "")
-    outcome = f"{count or 'no'} problem{'s' * (count > 1)} found"
-    generic = any(met.generic for verdict in checkup.verdicts for met in verdict.meetings)
-    footnote = [Text("* generic rule: rows by the function's own backward, which is slower")] * generic
-    problems = [_paragraph(f"{i}. ", str(problem)) for i, problem in enumerate(checkup.problems, 1)]
-    notes = [_paragraph("note: ", note) for note in checkup.notes]
-    return Group(_Verdicts(checkup, prices), *footnote, Text(), Text(f"{of_what}: {outcome}"), *problems, *notes)
-
-
-class _Verdicts:
-    """Renders a table if it fits, else a paragraph for each parameter."""
-
-    def __init__(self, checkup: Checkup, prices: bool):
-        self._rows = [_cells(checkup, verdict, prices) for verdict in checkup.verdicts]
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, Measurement.get(console, options.update(width=ANY_WIDTH), self._table()).maximum)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.__rich_measure__(console, options).maximum <= options.max_width:
-            yield self._table()
-            return
-        for row in self._rows:
-            named = [f"{name} {', '.join(cells)}" for name, cells in row.items() if any(cells)]
-            yield Text(row["parameter"][0], style="bold")
-            yield _paragraph("    ", "; ".join((row["verdict"][0], *named[1:-1])))
-
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in self._rows[0]:
-            table.add_column(name, justify="right" if name in ("flops", "memory") else "left", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*(Text("\n".join(cells)) for cells in row.values()))
-        return table
-
-
-def _cells(checkup: Checkup, verdict: Verdict, prices: bool) -> dict[str, tuple[str, ...]]:
-    """Returns the cells of a parameter's row by column; a cell may have several lines."""
-    numbers = [i for i, problem in enumerate(checkup.problems, 1) if verdict.name in problem.names]
-    outcome = verdict.verdict + (f" ({', '.join(map(str, numbers))})" if numbers else "")
-    cells = {"parameter": (verdict.name,), "op": verdict.ops, "output": verdict.layouts, "norms by": verdict.methods}
-    if prices:
-        flops, held = sum(row.operations for row in verdict.plan), sum(row.held_bytes for row in verdict.plan)
-        known = bool(verdict.plan)
-        cells |= {"sum from": verdict.kept, "flops": (_si(flops),) * known, "memory": (f"{_si(held)}B",) * known}
-    return {**cells, "verdict": (outcome,)}
-
-
-def _si(number: float) -> str:
-    """Returns three digits and a prefix: 123, 12.3k, 1.23M."""
-    power = min(4, max(0, math.floor(math.log10(max(number, 1)) / 3 + 1e-4)))
-    return f"{number / 1000**power:.3g}{'kMGT'[power - 1] if power else ''}"
-
-
-def _paragraph(label: str, text: str) -> Table:
-    """Returns text behind a label, with further lines aligned."""
-    grid = Table.grid()
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(label), Text(text))
-    return grid
-
-
-def checkup_text(checkup: Checkup) -> str:
-    """Returns the view as plain text for print and logs: 100 columns wide, or as wide as the table."""
-    plain = {"color_system": None, "force_terminal": False, "legacy_windows": False}
-    console = Console(file=StringIO(), width=ANY_WIDTH, **plain)
-    table = _Verdicts(checkup, prices=False)
-    console.width = max(100, console.measure(table).maximum)
-    console.print(checkup_view(checkup))
-    assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def experiments_view(experiments: Iterable[Experiment]) -> Group:

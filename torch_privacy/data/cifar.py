@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_privacy import _validate as _check
 from torch_privacy.data.arrays import unpickle
 from torch_privacy.data.dataset import Data, images, scaled
 from torch_privacy.data.files import File, Folder, Source, digests
+from torch_privacy.support import validate as _check
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LICENCE = "none stated by A. Krizhevsky, who asks to be cited; research use"

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _validate as _check
+from torch_privacy.support import validate as _check
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_privacy import _validate as _check
+from torch_privacy.support import validate as _check
 
 PAD, UNKNOWN = 0, 1  # the numbers of no word at all, and of any word that a vocabulary does not have
 FIRST_WORD = 2

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .._validate import Refused
 from ..jacobian.layout import PROOFS, Layouts
 from ..jacobian.tape import Tape
+from ..support.validate import Refused
 from .directions import Directions
 from .settings import Sketched
 
 if TYPE_CHECKING:
-    from .._model_state import ModelTensors
     from ..jacobian.blocks import Block
     from ..jacobian.operator import Jacobian
+    from ..support.model_state import ModelTensors
 
 
 class Forms:

@@ -35,7 +35,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._validate import Refused
 from ..jacobian.blocks import Block
 from ..jacobian.codes import fresh_generator
 from ..jacobian.norms import projections
@@ -45,6 +44,7 @@ from ..ops.conv import Conv
 from ..ops.dense import Rows, squared_lengths, sum_rows
 from ..ops.embedding import Embedding, TiedEmbedding
 from ..ops.linear import Arrangement, GroupedLinear, Linear
+from ..support.validate import Refused
 from .estimates import Estimates
 
 

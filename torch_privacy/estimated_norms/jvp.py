@@ -26,9 +26,9 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from .._replay import RandomState
-from .._torch_modes import tensors_in
 from ..ops.recurrent_tangents import FastTangents
+from ..support.replay import RandomState
+from ..support.torch_modes import tensors_in
 from .shared_forward import SharedForward
 
 # name -> (g, *shape): g directions; -> (n, g)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from .. import privacy
-from .._model_state import ModelTensors
-from .._validate import Refused
 from ..clipping import ClippingRule, Flat
 from ..jacobian.layout import Layouts
 from ..mechanism import ClippedSum, Recording
+from ..support.model_state import ModelTensors
+from ..support.validate import Refused
 from .directions import Directions
 from .estimates import TapeEstimator
 from .factored import FactoredNorms

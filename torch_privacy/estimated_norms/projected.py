@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
-from .._replay import RandomState
-from .._validate import Refused
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
 from ..jacobian.codes import fresh_generator
@@ -27,12 +25,14 @@ from ..jacobian.reach import check_losses
 from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
+from ..support.replay import RandomState
+from ..support.validate import Refused
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
 from .settings import Sketched
 
 if TYPE_CHECKING:
-    from .._model_state import ModelTensors
+    from ..support.model_state import ModelTensors
 
 SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
 PREFETCHED_ENTRIES = 2**22  # largest number of entries of output tangents that are kept through the forward

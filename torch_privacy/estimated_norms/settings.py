@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._validate import in_range, one_of, whole
 from ..privacy import SubsampledJL, SubsampledSketch
+from ..support.validate import in_range, one_of, whole
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from .._torch_modes import tensors_in
+from ..support.torch_modes import tensors_in
 
 aten = torch.ops.aten
 

@@ -3,9 +3,9 @@
 
 from importlib import import_module
 
-from torch_privacy import _validate as _check
 from torch_privacy.experiments.catalog import CATALOG
 from torch_privacy.experiments.study import Study
+from torch_privacy.support import validate as _check
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}
 SHORT = {"adult": "gdp-adult"}  # short name -> name

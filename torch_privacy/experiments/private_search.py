@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from torch_privacy import _validate as _check
 from torch_privacy import privacy
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.runner import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise
+from torch_privacy.privacy.search import search_privately
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.selection import search_privately
+from torch_privacy.support import validate as _check
 from torch_privacy.training.statement import CHOICE_OF_SETTINGS
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked

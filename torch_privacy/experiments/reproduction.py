@@ -14,7 +14,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _validate as _check
 from torch_privacy.experiments import EXPERIMENTS, load_study
 from torch_privacy.experiments.catalog import Experiment
 from torch_privacy.experiments.study import Study
@@ -32,6 +31,7 @@ from torch_privacy.runs.rows import (
     rows_folder,
     training_numbers,
 )
+from torch_privacy.support import validate as _check
 
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run

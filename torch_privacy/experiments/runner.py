@@ -23,13 +23,13 @@ from torch.utils.data import Dataset
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.batches import Batches, split
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.task import Settings, Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.privacy.summary import Releases, Summary, summarize
 from torch_privacy.report import render as report
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Log, Progress
+from torch_privacy.sampling.batches import Batches, split
 
 TEST_BATCH_SIZE = 4096
 CHECKPOINT_KEYS = {

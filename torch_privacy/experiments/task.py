@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy import _validate as _check
 from torch_privacy.runs import metrics as log
+from torch_privacy.support import validate as _check
 
 NOISE_RANGE = 1e-3, 100.0  # beyond these, float32 noise or the accountant's lattice fails
 LARGEST_SCALE = 1e30  # float32 holds it, with room for the noise

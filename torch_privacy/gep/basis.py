@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .._torch_modes import exact
 from ..jacobian.operator import Jacobian
 from ..ops.dense import flat_in_order, memory_order
+from ..support.torch_modes import exact
 from .orthonormal import OrthonormalBasis
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import privacy
-from .._model_state import ModelTensors
-from .._validate import Refused
 from ..clipping import ClippingRule
 from ..jacobian.layout import Merging
 from ..jacobian.operator import Jacobian
 from ..mechanism import RELATION, BoundCheck, Mechanism, Summation, checked_factors, merging_of_views, sums_or_zeros
-from ..sampling import Poisson
+from ..sampling.poisson import Poisson
+from ..support.model_state import ModelTensors
+from ..support.validate import Refused
 from .anchors import Anchors
 from .basis import Basis
 from .settings import BGEP, GEP

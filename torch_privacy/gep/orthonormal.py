@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._torch_modes import without_autocast
 from ..ops._base import CHUNK_FLOATS
+from ..support.torch_modes import without_autocast
 
 OVERSAMPLING = 16  # entries of a count sketch per direction
 MAX_PASSES = 5  # over directions until they are orthonormal; one or two suffice

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from .._validate import Refused
 from ..ops._base import is_half
+from ..support.validate import Refused
 from .blocks import Block, NothingKept
 from .operator import Jacobian
 from .plan import Budget

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._model_state import same
+from ..support.model_state import same
 from .trace import Trace
 from .turns import Answers, Turn
 

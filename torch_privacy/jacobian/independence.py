@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .._model_state import ModelState, ParameterDigests, restore, same
-from .._validate import Refused
+from ..support.model_state import ModelState, ParameterDigests, restore, same
+from ..support.validate import Refused
 from .comparison import (
     REMOVED,
     REPEATED,

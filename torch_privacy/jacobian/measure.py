@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._validate import Refused
 from ..ops import AnyLayout, Layout, Ragged
+from ..support.validate import Refused
 from .candidates import CandidateLayouts
 from .codes import Codes, Rounding, fresh_generator
 from .prediction import Expected

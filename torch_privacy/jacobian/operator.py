@@ -11,10 +11,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .._torch_modes import exact
 from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
+from ..support.torch_modes import exact
 from .blocks import Block, Direction, JoinedRows, disjoint
 from .norms import chunk_size
 from .plan import choices

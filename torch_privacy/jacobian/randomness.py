@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._replay import in_eval, torch_generators
+from ..support.replay import in_eval, torch_generators
 
 
 class RandomNumbers(Enum):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from .._validate import Refused
 from ..ops import OPS
+from ..support.validate import Refused
 from .calls import Call
 from .graph import Graph
 

@@ -19,13 +19,13 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .._torch_modes import saves_elsewhere
-from .._validate import Refused
 from ..ops import COMPOSED, OPS, Use
 from ..ops._base import is_half
 from ..ops.einsum import ContractionUse
 from ..ops.elementwise import OVERWRITING, EntrywiseUse
 from ..ops.fallback import compared, replay, uses_of
+from ..support.torch_modes import saves_elsewhere
+from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import CodePath
 from .filled import FROM_PYTHON, FilledTensors

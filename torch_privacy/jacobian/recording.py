@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from .._model_state import AttributeTensors, ModelTensors
-from .._torch_modes import uncompiled
-from .._validate import whole
+from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.torch_modes import uncompiled
+from ..support.validate import whole
 from .layout import Layouts
 from .tape import Tape
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._validate import Refused
+from ..support.validate import Refused
 from .codes import fresh_generator
 from .layout import Merging
 from .operator import Jacobian

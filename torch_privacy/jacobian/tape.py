@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .._torch_modes import without_autocast
-from .._validate import Refused
 from ..ops import AnyLayout, Layout
+from ..support.torch_modes import without_autocast
+from ..support.validate import Refused
 from .blocks import Block
 from .calls import Call, Reached
 from .clipped_sum import Clip, Collector, NormEstimates, Observe, StreamedRows, backward_into, layouts_by, make_op

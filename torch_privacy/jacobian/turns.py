@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from .._model_state import ModelState
+from ..support.model_state import ModelState
 from .randomness import RandomNumbers
 from .row_answers import RowAnswers
 from .trace import Trace

@@ -17,8 +17,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._validate import Refused, whole
 from ..ops._base import in_sum_dtype
+from ..support.validate import Refused, whole
 
 LossesOf = Callable[[nn.Module, Any], Tensor]
 CHUNK_ROW_FLOATS = 2**26  # rows made at a time: 256 MiB of float32

@@ -14,11 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from .._model_state import AttributeTensors, ModelTensors
-from .._replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
-from .._torch_modes import tensors_in, uncompiled
-from .._validate import Refused, quoted
-from ..batches import CollatedExamples
 from ..jacobian.independence import Rehearsal, draw_halves
 from ..jacobian.layout import Layouts
 from ..jacobian.operator import PlanRow
@@ -27,6 +22,11 @@ from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import Tape
 from ..jacobian.turns import Answers, Turn
+from ..sampling.batches import CollatedExamples
+from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
+from ..support.torch_modes import tensors_in, uncompiled
+from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, Meeting, Problem, Verdict
 from .recorded_run import RecordedRun, message_of
 from .requirements import check_model, check_no_gradient_hooks, model_tensors

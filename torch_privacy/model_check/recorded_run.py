@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._model_state import ModelTensors
-from .._validate import Refused
 from ..jacobian.calls import Call
 from ..jacobian.layout import Layouts, Measurement
 from ..jacobian.operator import Jacobian, PlanRow
 from ..jacobian.tape import Tape
 from ..ops import AnyLayout, Layout
 from ..ops.fallback import ReplayUse
+from ..support.model_state import ModelTensors
+from ..support.validate import Refused
 from .checkup import Meeting
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from .._model_state import AttributeTensors, ModelTensors
-from .._validate import Refused
+from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.validate import Refused
 
 
 def model_tensors(model: nn.Module, optimizer: Optimizer, attributes: AttributeTensors | None = None) -> ModelTensors:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._validate import Refused
+from ..support.validate import Refused
 from ._base import AnyLayout, Op, Use, in_sum_dtype
 from .dense import Rows
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._validate import Refused
+from ..support.validate import Refused
 from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .._validate import Refused
+from ..support.validate import Refused
 from ._base import CHUNK_FLOATS, AnyLayout, Op, Use, in_sum_dtype
 from .dense import Rows
 

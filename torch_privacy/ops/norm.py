@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch_modes import saves_elsewhere
-from .._validate import Refused
+from ..support.torch_modes import saves_elsewhere
+from ..support.validate import Refused
 from ._base import AnyLayout, Op, Use, in_one_dtype, in_sum_dtype, is_half
 from .dense import Rows
 

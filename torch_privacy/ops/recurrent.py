@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._validate import Refused
+from ..support.validate import Refused
 from ._base import Use
 from .einsum import linear
 from .recurrence import GRU, LSTM, RNN, Cell, ReluRNN, Scan, Steps

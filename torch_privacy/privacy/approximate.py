@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._validate import in_range, strictly_between, whole
+from ..support.validate import in_range, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import crossing

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import exp, log, log1p
 
-from .._validate import in_range, positive, strictly_between, whole
+from ..support.validate import in_range, positive, strictly_between, whole
 from .bracket import Bracket
 from .compose import compose
 from .engines.curve import bisect

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._validate import one_of, strictly_between, whole
+from ..support.validate import one_of, strictly_between, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves

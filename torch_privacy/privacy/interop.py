@@ -12,7 +12,7 @@ from importlib import resources
 from types import ModuleType
 from typing import Any
 
-from .._validate import Refused
+from ..support.validate import Refused
 from .events.base import PAIRS, Event, NeighboringRelation
 from .events.counts import Laplace
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian

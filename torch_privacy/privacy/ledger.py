@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._validate import Refused, whole
+from ..support.validate import Refused, whole
 from .compose import Profile, compose
 from .events.base import Event, event_from_dict, event_to_dict
 

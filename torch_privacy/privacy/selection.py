@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .._validate import in_range, one_of, positive, whole
+from ..support.validate import in_range, one_of, positive, whole
 from .bracket import Array
 from .compose import Profile, compose
 from .events.base import Event, NeighboringRelation, priced

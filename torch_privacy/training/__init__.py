@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``PrivateTraining``, the only place that joins recording, clipping, noise, sampling and ledger."""
 
+from .averaging import MovingAverage as MovingAverage
 from .loop import PrivateTraining as PrivateTraining
 from .statement import Spent as Spent

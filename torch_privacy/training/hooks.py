@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._model_state import MutationGuard
-from .._replay import SeededRandomNumbers, is_recording_disabled
 from ..jacobian.turns import Turn
 from ..mechanism import Recording
+from ..support.model_state import MutationGuard
+from ..support.replay import SeededRandomNumbers, is_recording_disabled
 
 
 @dataclass

@@ -17,11 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._model_state import AttributeTensors, ModelTensors, MutationGuard
-from .._replay import SeededRandomNumbers, random_position
-from .._torch_modes import uncompiled
-from .._validate import Refused, whole
-from ..batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
@@ -33,6 +28,11 @@ from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import ClippedSum, Recording, Summation
 from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
+from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
+from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
+from ..support.replay import SeededRandomNumbers, random_position
+from ..support.torch_modes import uncompiled
+from ..support.validate import Refused, whole
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
 from .release import Releases

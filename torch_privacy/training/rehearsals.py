@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from ..batches import DatasetExamples
 from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
+from ..sampling.batches import DatasetExamples
 from .release import Releases
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out

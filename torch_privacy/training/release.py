@@ -13,10 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from .. import privacy
-from .._validate import Refused
-from ..batches import split
 from ..noise import Noise, key_from_test_seed
-from ..sampling import Poisson
+from ..sampling.batches import split
+from ..sampling.poisson import Poisson
+from ..support.validate import Refused
 from .settings import TrainingSettings
 
 # The releases of this process: noise key -> step -> fingerprint

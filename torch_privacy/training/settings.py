@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import privacy
-from .._validate import Refused, positive, strictly_between, whole
-from ..batches import share_examples
 from ..clipping import ClippingRule, MicroBatches, check_rule
 from ..estimated_norms import Sketched
 from ..estimated_norms.mechanism import SketchedSum
@@ -25,6 +23,8 @@ from ..gep import BGEP, GEP
 from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
+from ..sampling.batches import share_examples
+from ..support.validate import Refused, positive, strictly_between, whole
 
 WHERE = "PrivateTraining"
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import __version__, privacy
-from .._validate import Refused
+from .. import privacy
 from ..mechanism import Mechanism
 from ..privacy.spent import NOT_FOR_RELEASE, NOT_PRIVATE, Spent
+from ..support.validate import Refused
+from ..support.version import __version__
 from .settings import TrainingSettings
 
 MOVED = (

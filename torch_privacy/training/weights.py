@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .._validate import Refused
+from ..support.validate import Refused
 
 SAMPLED = 16  # entries of each parameter that are compared
 

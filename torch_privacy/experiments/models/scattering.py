@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_privacy import _validate as _check
+from torch_privacy.support import validate as _check
 
 WRAPS = range(-2, 3)  # copies of a wavelet beyond each border, as the convolutions are circular
 CHUNK = 8  # images at once

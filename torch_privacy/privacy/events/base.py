@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..._validate import one_of, positive
+from ...support.validate import one_of, positive
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from math import exp
 
-from ..._validate import in_range, positive
+from ...support.validate import in_range, positive
 from ..pairs.discrete import DiscretePair, LaplacePair
 from .base import Event, NeighboringRelation, check_noise, check_relation, priced
 

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from ..._validate import in_range, whole
+from ...support.validate import in_range, whole
 from ..pairs.mixture import Estimate, SubsampledMixturePair
 from .base import Event, NeighboringRelation, check_noise, priced
 from .gaussian import check_probability

@@ -9,7 +9,7 @@ write noise over C under every relation; under replace-one divide their number b
 
 from dataclasses import dataclass
 
-from ..._validate import in_range
+from ...support.validate import in_range
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
 from .base import Event, NeighboringRelation, check_noise, check_relation, priced

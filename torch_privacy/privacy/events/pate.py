@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erfc, log_ndtr
 
-from ..._validate import positive, strictly_between
+from ...support.validate import positive, strictly_between
 from ..bracket import Array
 from .base import NeighboringRelation
 from .gaussian import Gaussian

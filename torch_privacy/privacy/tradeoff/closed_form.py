@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
-from ..._validate import in_range, non_negative, positive
+from ...support.validate import in_range, non_negative, positive
 from .base import Array, TradeOff
 
 LARGEST = 700.0  # ε beyond which e^ε counts as infinite

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import gammainccinv, gammaincinv, gammaln, log_ndtr, ndtr
 
-from ..._validate import positive, whole
+from ...support.validate import positive, whole
 from .base import Array, TradeOff
 
 NEGLIGIBLE = 1e-18  # probability on either side of the nodes

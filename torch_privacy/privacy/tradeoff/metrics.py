@@ -4,7 +4,7 @@
 import numpy as np
 from scipy.special import ndtri
 
-from ..._validate import strictly_between
+from ...support.validate import strictly_between
 from ..bracket import Array, Bracket
 from .base import TradeOff
 from .closed_form import Gaussian

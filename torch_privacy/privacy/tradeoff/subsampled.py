@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..._validate import in_range
+from ...support.validate import in_range
 from .base import Array, TradeOff
 from .duality import highest_line
 from .piecewise_linear import hull

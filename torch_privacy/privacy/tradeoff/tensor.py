@@ -13,7 +13,7 @@ from math import hypot
 
 import numpy as np
 
-from ..._validate import whole
+from ...support.validate import whole
 from ..bracket import Array, Bracket
 from .base import TradeOff
 from .bounds import FURTHEST, highest_of_lines

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import torch_privacy as tp
-from torch_privacy import _validate as _check
 from torch_privacy import privacy
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments import task
@@ -42,6 +41,7 @@ from torch_privacy.runs.rows import (
     Row,
     Training,
 )
+from torch_privacy.support import validate as _check
 
 LAYERS = 2
 FINAL_RATE, DECAY_EPOCHS = 0.52, 10  # the learning rate decays to this fraction of its start over this many epochs

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data
 from torch_privacy.experiments import task
 from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.support import validate as _check
 
 EPSILONS = 1, 2, 3, 8
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}

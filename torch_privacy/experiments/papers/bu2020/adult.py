@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_adult
 from torch_privacy.data.synthetic import synthetic_adult
 from torch_privacy.experiments import task
@@ -34,6 +33,7 @@ from torch_privacy.runs.rows import (
     Row,
     Training,
 )
+from torch_privacy.support import validate as _check
 
 MOST_UNITS = 65536  # 8 million weights; more do not fit into memory
 TEST_FRACTION = 0.1

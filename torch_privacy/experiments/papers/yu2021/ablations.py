@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_mnist
 from torch_privacy.experiments.papers.yu2021 import common, mnist
 from torch_privacy.experiments.papers.yu2021.common import Public
 from torch_privacy.experiments.study import Study
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.support import validate as _check
 
 HELD_OUT = 2000
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images, load_svhn
 from torch_privacy.experiments.models.networks import ResNet20
 from torch_privacy.experiments.papers.yu2021 import common
 from torch_privacy.experiments.papers.yu2021.common import Comparison, Public
+from torch_privacy.support import validate as _check
 
 
 @dataclass(frozen=True, kw_only=True)

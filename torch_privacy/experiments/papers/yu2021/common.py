@@ -18,12 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 import torch_privacy as tp
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
-from torch_privacy.gep.settings import random_labels
+from torch_privacy.gep.anchors import random_labels
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,
@@ -34,6 +33,7 @@ from torch_privacy.runs.rows import (
     SCORE,
     Training,
 )
+from torch_privacy.support import validate as _check
 
 EPSILONS = 2.0, 5.0, 8.0
 CHUNK = 250  # anchors that pass through a network at once

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from torch_privacy import _validate as _check
 from torch_privacy.data import Data, load_cifar10, load_public_images
 from torch_privacy.experiments.papers.yu2021 import common
 from torch_privacy.experiments.papers.yu2021.common import Comparison, Public
+from torch_privacy.support import validate as _check
 
 FILTERS, SIZE, STRIDE, CELLS = 512, 6, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
 NUM_PATCHES = 50_000  # from which the covariance is estimated

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._validate import strictly_between
+from ..support.validate import strictly_between
 
 
 class MovingAverage:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torch_privacy.sampling import Poisson
+from torch_privacy.sampling.poisson import Poisson
 
 KEY = bytes(range(32))
 STEPS = 4000

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._torch_modes import tensors_in
+from .torch_modes import tensors_in
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}

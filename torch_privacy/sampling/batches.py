@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from ._model_state import same
-from ._replay import SeededRandomNumbers, random_position
-from ._validate import Refused
+from ..support.model_state import same
+from ..support.replay import SeededRandomNumbers, random_position
+from ..support.validate import Refused
 
 Collate = Callable[[list[Any]], Any]
 

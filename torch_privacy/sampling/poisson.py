@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ._validate import in_range, whole
+from ..support.validate import in_range, whole
 
 KEY_BYTES = 32
 

@@ -9,7 +9,7 @@ import pytest
 
 import torch_privacy as tp
 from torch_privacy.privacy import FinitePair, Laplace, Repeated, compose
-from torch_privacy.selection import search_privately
+from torch_privacy.privacy.search import search_privately
 
 ONE_RUN = ((Laplace(1.0), 1),)
 

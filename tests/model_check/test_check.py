@@ -19,7 +19,7 @@ from torch import nn
 import torch_privacy as tp
 from torch_privacy.model_check import EXACT, NOT_CHECKED, REFUSED, Checkup, check
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 class LearningScale(nn.Module):

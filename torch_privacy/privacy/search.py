@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ._validate import Refused
-from .privacy import Repeated
+from ..support.validate import Refused
+from . import Repeated
 
 Candidate = TypeVar("Candidate")
 Result = TypeVar("Result")
