@@ -85,3 +85,24 @@ def test_make_says_what_is_missing(tmp_path, version_check, message):
 def test_first_section_of_the_changelog_is_about_epsilon():
     sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Changes to a reported epsilon"
+
+
+def test_the_wheel_holds_every_module():
+    """A pattern in .gitignore, such as one for folders of runs, leaves files out of the wheel."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    held = {Path(file.distribution_path) for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    modules = {path.relative_to(ROOT) for path in (ROOT / "torch_privacy").rglob("*.py")}
+    assert modules - held == set()
+
+
+SENTENCES_NEVER_BEGIN_WITH = {"Of", "As", "By", "Those", "So", "What", "Whose", "Which", "How", "Whether"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "torch_privacy").rglob("*.py")), ids=lambda path: path.stem)
+def test_docstrings_begin_with_sentences(path):
+    """A headless clause ("Of the rows ...", "What meets what") must be read twice."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    documented = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    found = [text for node in documented if (text := ast.get_docstring(node))]
+    assert not [text for text in found if text.split()[0] in SENTENCES_NEVER_BEGIN_WITH]

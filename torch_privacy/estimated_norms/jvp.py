@@ -214,7 +214,7 @@ class Strategy:
 
     @property
     def repeats_forward(self) -> bool:
-        """Whether the model's forward is repeated."""
+        """True if the model's forward is repeated."""
         return self.prepare is forward_mode
 
     def __call__(self, losses: Tensor, parameters: Mapping[str, Tensor], calls: Sequence[ForwardCall]) -> Project:

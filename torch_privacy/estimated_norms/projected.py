@@ -139,12 +139,12 @@ class Projector:
 
     @property
     def repeats_forward(self) -> bool:
-        """Whether the model's forward calls must be kept, to be repeated."""
+        """True if the model's forward calls must be kept, to be repeated."""
         return self.strategy is None or STRATEGIES[self.strategy].repeats_forward
 
     @property
     def needs_backends(self) -> bool:
-        """Whether the model's forward must run with backends that can be differentiated twice."""
+        """True if the model's forward must run with backends that can be differentiated twice."""
         return self.strategy is None or not STRATEGIES[self.strategy].repeats_forward
 
     def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> ProjectedRecording:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from ..support.torch_modes import tensors_in
 
 SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
@@ -38,12 +39,11 @@ class CodePath:
 
     def note_inputs(self, inputs: Any, batch: Any) -> None:
         """Adds whether each input of the model is a tensor of the batch, a view of one, or made by the loop."""
-        originals = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        originals = tensors_in(batch)
         storages = {_storage(t) for t in originals}
-        for k, t in enumerate(tree_leaves(inputs)):
-            if isinstance(t, Tensor):
-                kind = 0 if any([t is one for one in originals]) else 1 if _storage(t) in storages else 2
-                self.features.add(("input", k, kind))
+        for k, t in enumerate(tensors_in(inputs)):
+            kind = 0 if any([t is one for one in originals]) else 1 if _storage(t) in storages else 2
+            self.features.add(("input", k, kind))
         self.features.update(("written into", k) for k, t in enumerate(originals) if t._version)
 
     def note(self, features: Iterable[Any]) -> None:

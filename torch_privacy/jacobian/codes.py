@@ -26,7 +26,7 @@ def system_seed() -> int:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much an example's b may differ between two backwards, given the floating-point types in the graph.
+    """Bounds on how much an example's b may differ between two backwards, given the floating-point types in the graph.
 
     Multiplying by powers of two commutes with rounding. What remains: sums whose order changes from run to run, other
     examples' terms that cancel only up to rounding, and numbers too small for their type.

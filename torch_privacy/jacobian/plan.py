@@ -22,7 +22,7 @@ FRESH, FRESH_BYTES = 5, 2**25
 
 @dataclass(frozen=True)
 class Choice:
-    """How one op is handled once its b is known: the method for its norms, and what is kept for the clipped sum."""
+    """The method for the norms of one op whose b is known, and what is kept of it for the clipped sum."""
 
     method: Method
     keeps: str  # "rows", "x and b", or "nothing": a second, native backward then gives the sum

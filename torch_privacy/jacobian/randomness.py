@@ -16,7 +16,7 @@ from ..support.replay import in_eval, torch_generators
 
 
 class RandomNumbers(Enum):
-    """How a run treats random numbers."""
+    """The treatment of random numbers in a run."""
 
     AS_DRAWN = "as drawn"
     EVAL_MODE = "eval mode"

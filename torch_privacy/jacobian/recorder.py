@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ..ops import COMPOSED, OPS, Use
 from ..ops._base import is_half
 from ..ops.einsum import ContractionUse
 from ..ops.elementwise import OVERWRITING, EntrywiseUse
 from ..ops.fallback import compared, replay, uses_of
-from ..support.torch_modes import saves_elsewhere
+from ..support.torch_modes import saves_elsewhere, tensors_in
 from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import CodePath
@@ -39,7 +38,7 @@ from .torch_functions import (
     numbers_in,
     picks_one,
     rearranges,
-    tensors_in,
+    tensors_among,
     traits,
 )
 
@@ -172,12 +171,12 @@ class Recorder(TorchFunctionMode):
         func = step.func
         out = func(*args, **kwargs)
         result = args[0] if step.traits.in_place else out
-        self._add_step(step, tensors_in((result,)))
+        self._add_step(step, tensors_among((result,)))
         if self._reads_python and func in FROM_PYTHON:
-            self._add_results(tensors_in((out,)))
+            self._add_results(tensors_among((out,)))
         elif tensors or self._filled.makes_constant(func, out, self._num_examples):
             if not self._filled.makes_new(func, result, args, self._num_examples):
-                for tensor in tensors_in((result,)):
+                for tensor in tensors_among((result,)):
                     self._add_derived(func, args, weights, tensor)
         if self._filled.may_be_filled_by_examples(func, out, self._num_examples):
             self._blank[id(out)] = weakref.ref(out)
@@ -192,7 +191,7 @@ class Recorder(TorchFunctionMode):
         self._check_order(step, args, data, ())
         out = self._run_on_data(step, args, kwargs)
         if tensors and is_constant and all(t is target for t in data):
-            for t in tensors_in((out if target is None else target,)):
+            for t in tensors_among((out if target is None else target,)):
                 self._add_derived(step.func, args, weights, t)  # a view of a parameter requires a gradient even here
         return out
 
@@ -206,13 +205,13 @@ class Recorder(TorchFunctionMode):
             step.made_of = []
         self._program.append(step)
         out = self._run_op(step.func, args, kwargs, data, weights)
-        self._add_results(tensors_in((out,)))
+        self._add_results(tensors_among((out,)))
         return out
 
     def _run_on_data(self, step: Step, args: tuple, kwargs: dict) -> Any:
         """Runs an op without parameters, or without a gradient."""
         out = step.func(*args, **kwargs)
-        results = [out] if isinstance(out, Tensor) else tensors_in((args[0] if step.traits.in_place else out,))
+        results = [out] if isinstance(out, Tensor) else tensors_among((args[0] if step.traits.in_place else out,))
         self._add_step(step, results)
         self._add_results(results)
         if step.traits.leaves_torch and args and isinstance(args[0], Tensor):
@@ -280,7 +279,7 @@ class Recorder(TorchFunctionMode):
 
     def _classify(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Returns the tensors among arguments: all, those that are sources, and those that hold data of the batch."""
-        tensors, weights, data = tensors_in(values), [], []
+        tensors, weights, data = tensors_among(values), [], []
         sources, constants = self._sources, self._constants
         for t in tensors:
             key = id(t)
@@ -294,7 +293,7 @@ class Recorder(TorchFunctionMode):
 
     def note_inputs(self, *inputs: Any) -> None:
         """Takes the arguments that the model is called with: integers among them hold data of the batch."""
-        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        tensors = tensors_in(inputs)
         self._reads_python |= not tensors
         self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
         if self._num_examples is None:  # a wrong guess costs time, never exactness
@@ -386,7 +385,7 @@ class Recorder(TorchFunctionMode):
         before = (args[0].detach().clone(), *args[1:]) if copied else args
         out = func(*args, **kwargs)
         result = args[0] if in_place else out
-        results = [result] if isinstance(result, Tensor) else tensors_in((result,))
+        results = [result] if isinstance(result, Tensor) else tensors_among((result,))
         outputs = [t for t in results if t.grad_fn is not None]
         if not outputs:
             return out

@@ -66,7 +66,7 @@ class record(Tape):
 
 
 class _ModelMemory:
-    """What is remembered of a model between recordings."""
+    """The knowledge of a model that is kept between recordings."""
 
     def __init__(self, model: nn.Module):
         self.layouts, self.attributes = Layouts(), AttributeTensors(model)

@@ -59,14 +59,14 @@ _METADATA = {
 EXPANSIONS = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 
 
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among the values, including those in lists and tuples."""
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors among a function's arguments or results, in lists and tuples too; asked for every op."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
+            found += tensors_among(value)
     return found
 
 

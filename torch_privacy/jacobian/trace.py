@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from ..support.torch_modes import tensors_in
 
 
 class _ModuleCall:
@@ -62,7 +63,7 @@ class Trace:
 
     @torch.no_grad()
     def _sums(self, values: Any) -> list[Tensor]:
-        tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
+        tensors = [t for t in tensors_in(values) if t.layout is torch.strided]
         found = []
         for t in tensors:
             dims = [dim for dim, size in enumerate(t.shape) if size == self._count]
