@@ -19,11 +19,11 @@ KEPT, PAGE = HERE / "results", HERE / "results.md"
 HEAD = """\
 # Results
 
-The tables and figures of the papers, made anew. Every table is written by `python docs/_results.py RUN` from the run
-folder of the command above it; no number is typed by hand. Ours is the mean over the seeds ± the standard deviation;
-where there is no ±, there was one seed or nothing that depends on it. `eps, certified` is a bracket around the true
-epsilon: report its upper end. The other epsilons and mu are shown because the papers have them. How long a run took is
-what a clock said, on machines that did other things, too; `torch-privacy reproduce` lists what to expect.
+The tables and figures of the papers, reproduced. `python docs/_results.py RUN` writes each table from the run folder of
+the command above it; no number is typed by hand. Our numbers are means over the seeds ± the standard deviation; without
+±, there was one seed, or no seed matters. `eps, certified` is an interval around the true epsilon: report its upper
+end. The other epsilons and mu are shown because the papers state them. Run times were measured on machines that also did
+other work; `torch-privacy reproduce` lists what to expect.
 """
 
 

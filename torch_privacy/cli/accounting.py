@@ -51,7 +51,7 @@ def epsilon(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print epsilon of a private training as a certified bracket, beside the values of other accountants.
+    """Print epsilon of a private training as a certified interval, beside the values of other accountants.
 
     Poisson sampling; neighboring data sets differ by one example, added or removed.
     """
@@ -77,7 +77,7 @@ def delta(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print delta of a private training at an epsilon, as a certified bracket."""
+    """Print delta of a private training at an epsilon, as a certified interval."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 

@@ -62,7 +62,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
         what = f"{claim.kind}, {verdict}" if verdict == "below the truth" else claim.kind
         delta = "" if claim.true_delta is None else f"{max(claim.true_delta.high, 0.0):.2e}"
         row = (claim.accountant, _epsilon_cell(claim), what, delta, f"{1e3 * claim.seconds:.1f}")
-        table.add_row(*row, style={"the bracket": "bold", "below the truth": "red"}.get(verdict, ""))
+        table.add_row(*row, style={"the interval": "bold", "below the truth": "red"}.get(verdict, ""))
     return table
 
 

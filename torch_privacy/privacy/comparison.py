@@ -30,11 +30,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Claim:
-    """One accountant's ε, to compare with the certified bracket."""
+    """One accountant's ε, to compare with the certified interval."""
 
     accountant: str
     kind: str
-    """The nature of the number: certified, bracket, upper bound, approximation or not valid."""
+    """The nature of the number: certified, interval, upper bound, approximation or not valid."""
 
     epsilon: float | None
     """The number to report: the upper end if there is one. None if the accountant gave no answer."""
@@ -50,16 +50,16 @@ class Claim:
     """The reason if there is no answer."""
 
     def against(self, certified: "Claim") -> str:
-        """Returns "below the truth", "a bound", or "within the bracket" where neither can be decided."""
+        """Returns "below the truth", "a bound", or "within the interval" where neither can be decided."""
         assert certified.low is not None
         assert certified.epsilon is not None
         if self.epsilon is None:
             return ""
         if self is certified:
-            return "the bracket"
+            return "the interval"
         if self.epsilon < certified.low:
             return "below the truth"
-        return "a bound" if self.epsilon >= certified.epsilon else "within the bracket"
+        return "a bound" if self.epsilon >= certified.epsilon else "within the interval"
 
 
 class NotAsked(Exception):
@@ -119,7 +119,7 @@ def _prv(setting: Setting) -> Answer:
 # The accountants: name -> (nature of the answer, function). A new accountant is one more line here.
 ACCOUNTANTS: dict[str, tuple[str, Callable[[Setting], Answer]]] = {
     CERTIFIED: ("certified", _certified),
-    "prv-accountant": ("bracket", _prv),
+    "prv-accountant": ("interval", _prv),
     "dp-accounting PLD": ("upper bound", _dp_accounting_pld),
     "dp-accounting RDP": ("upper bound", _dp_accounting_rdp),
     "RDP": ("upper bound", lambda setting: (None, privacy.rdp(*setting.numbers, setting.delta))),

@@ -13,7 +13,7 @@ NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that nee
 class Spent:
     """Privacy spent so far; prints as one line.
 
-    ``epsilon`` is a certified bracket (low, high) at ``delta`` for the steps made; ``epsilon.high`` is the one to
+    ``epsilon`` is a certified interval (low, high) at ``delta`` for the steps made; ``epsilon.high`` is the one to
     report. If training stopped early because of its outcomes (early stopping), report ``planned.high`` instead: the
     bracket for all planned steps, which is valid wherever training stops.
     """

@@ -20,7 +20,7 @@ Releases = Sequence[tuple[privacy.Event, int]]  # events, and how often each
 
 @dataclass(frozen=True)
 class Summary:
-    """The certified bracket of some releases, and the ε of other accountants for comparison.
+    """The certified interval of some releases, and the ε of other accountants for comparison.
 
     Guarantees:
         - ``epsilon_high`` is never below the true epsilon at ``delta``, ``true_positive_rate_high`` never below the
@@ -164,7 +164,7 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
 
 
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
-    """Returns certified brackets of the largest advantage and of μ, as plain values."""
+    """Returns certified intervals of the largest advantage and of μ, as plain values."""
     mu = profile.mu()
     return {
         "advantage": profile.advantage()._asdict(),
@@ -182,7 +182,7 @@ def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[dict[str, float]]:
-    """Returns, for each false positive rate alpha, a certified bracket of the smallest false negative rate beta."""
+    """Returns, for each false positive rate alpha, a certified interval of the smallest false negative rate beta."""
     for alpha in alphas:
         if not 0 <= alpha <= 1:
             raise ValueError(f"tradeoff: alpha={alpha!r} must lie in [0, 1]. It is a rate of false positives.")

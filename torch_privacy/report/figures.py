@@ -40,10 +40,10 @@ def tradeoff_plot(
     title: str = "What an attacker can do",
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Draws the share of members missed at each false positive rate; the area inside a bracket is filled.
+    """Draws the share of members missed at each false positive rate; the area inside an interval is filled.
 
     Args:
-        curves: trade-off functions, or brackets of them, by their name in the legend.
+        curves: trade-off functions, or intervals of them, by their name in the legend.
         title: title of the figure.
         marks: points to label, in error rates.
     """
@@ -73,7 +73,7 @@ def tradeoff_panels(panels: Mapping[str, Mapping[str, TradeOff | Bracket[Any]]],
 def epsilon_plot(
     curves: Mapping[str, tuple[Array, Array | Bracket[Array]]], *, title: str, xlabel: str = "epoch"
 ) -> Figure:
-    """Draws ε over epochs or any other axis; each curve is (x, ε) or (x, bracket of ε)."""
+    """Draws ε over epochs or any other axis; each curve is (x, ε) or (x, interval of ε)."""
     figure, axes = _new(title, xlabel, "epsilon")
     _lines(axes, curves)
     axes.set_ylim(bottom=0)
@@ -90,7 +90,7 @@ def curves_plot(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Figure:
-    """Draws any curves; each is (x, y) or (x, bracket of y)."""
+    """Draws any curves; each is (x, y) or (x, interval of y)."""
     figure, axes = _new(title, xlabel, ylabel)
     _lines(axes, curves)
     for log, axis, scale in ((log_x, axes.xaxis, axes.set_xscale), (log_y, axes.yaxis, axes.set_yscale)):
@@ -123,7 +123,7 @@ def profile_plot(
     title: str = "Epsilon at every delta",
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Draws ε over δ on a logarithmic axis; each curve is (δ, ε) or (δ, bracket of ε)."""
+    """Draws ε over δ on a logarithmic axis; each curve is (δ, ε) or (δ, interval of ε)."""
     figure, axes = _new(title, "delta", "epsilon")
     _lines(axes, curves)
     for mark in marks:

@@ -97,7 +97,7 @@ def draw_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: 
 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
-    """Draws the epsilon spent over epochs, as a certified bracket."""
+    """Draws the epsilon spent over epochs, as a certified interval."""
     figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
     rows = [row for row in rows if row.training == "private"]
     epochs = [row.epoch for row in rows]
@@ -133,7 +133,7 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
     figure, axes = new_axes("Epsilon at every delta", "delta", "epsilon")
     low, high = np.array([profile.epsilon(float(d)) for d in DELTAS], float).T
     axes.fill_between(DELTAS, low, high, color=FIRST, alpha=0.25, linewidth=0)
-    axes.plot(DELTAS, high, color=FIRST, label="certified bracket")
+    axes.plot(DELTAS, high, color=FIRST, label="certified interval")
     steps = equal_steps(summary.releases)
     if steps is not None:
         approximation = [privacy.clt(*steps).epsilon(float(d)) for d in DELTAS]
