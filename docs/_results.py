@@ -22,8 +22,8 @@ HEAD = """\
 The tables and figures of the papers, reproduced. `python docs/_results.py RUN` writes each table from the run folder of
 the command above it; no number is typed by hand. Our numbers are means over the seeds ± the standard deviation; without
 ±, there was one seed, or no seed matters. `eps, certified` is an interval around the true epsilon: report its upper
-end. The other epsilons and mu are shown because the papers state them. Run times were measured on machines that also did
-other work; `torch-privacy reproduce` lists what to expect.
+end. The other epsilons and mu are shown because the papers state them. Run times were measured on machines that also
+did other work; `torch-privacy reproduce` lists what to expect.
 """
 
 
