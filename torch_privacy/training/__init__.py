@@ -3,4 +3,5 @@
 
 from .averaging import MovingAverage as MovingAverage
 from .loop import PrivateTraining as PrivateTraining
+from .settings import TrainingSettings as TrainingSettings
 from .statement import Spent as Spent

@@ -116,7 +116,7 @@ class PrivateTraining:
           statement say NOT PRIVATE if trained parameters were moved in another way.
         - Inside the loop, the random numbers of torch, numpy and Python are a function of the secret key, the step and
           the microbatch; ``step`` restores the user's own random state.
-        - The settings cannot be changed after the start.
+        - The settings are frozen from the start: ``training.settings`` holds them (`TrainingSettings`).
         - The row of an embedding's ``padding_idx`` stays unchanged, without noise, as in ordinary training.
         - Whatever the guarantee does not cover raises ``Refused`` before anything is released.
 
