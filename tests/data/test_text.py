@@ -147,7 +147,7 @@ def test_load_imdb_reads_the_authors_folder(tmp_path, base):
     lines = load_imdb(tmp_path / "lines", vocabulary=HashedWords(50), verify=False)
     folder = load_imdb(tmp_path, vocabulary=HashedWords(50), verify=False)
     assert torch.equal(lines.test.tensors[0], folder.test.tensors[0])
-    with pytest.raises(DataError, match=r"train: is truncated or changed .* whose folder aclImdb is read as well"):
+    with pytest.raises(DataError, match=r"train: is truncated or changed .* or its folder aclImdb"):
         load_imdb(tmp_path, vocabulary=HashedWords(50))
     (tmp_path / base / "test" / "pos" / "notes.txt").touch()
     with pytest.raises(DataError, match=r"notes\.txt: is not called NUMBER_STARS\.txt"):

@@ -74,15 +74,17 @@ class GEP:
         noise for residuals inside the subspace.
 
     Example:
-        >>> data = TensorDataset(torch.randn(1000, 5), torch.randint(3, (1000,)))
+        >>> import torch
+        >>> from torch import nn
+        >>> import torch_privacy as tp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(1000, 5), torch.randint(3, (1000,)))
         >>> model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> gep = GEP(AnchorSubspace(torch.randn(100, 5), num_basis=12), Flat(1.0), Flat(0.2))
-        >>> from torch_privacy import PrivateTraining
-        >>> training = PrivateTraining(model, optimizer, data, expected_batch_size=50, num_steps=20, perturbation=gep,
-        ...                            noise_multiplier=1.5, delta=1e-5)
+        >>> gep = tp.GEP(tp.AnchorSubspace(torch.randn(100, 5), num_basis=12), tp.Flat(1.0), tp.Flat(0.2))
+        >>> training = tp.PrivateTraining(model, optimizer, data, expected_batch_size=50, num_steps=20,
+        ...                               perturbation=gep, noise_multiplier=1.5, delta=1e-5)
         >>> for x, y in training:
-        ...     losses = F.cross_entropy(model(x), y, reduction="none")
+        ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         ...     released = training.step(losses)
         >>> print(training.spent())
         epsilon in [1.729, 1.730] at delta = 1e-05 (add/remove one example, Poisson sampling)
