@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_privacy as tp
-from torch_privacy.jacobian.torch_functions import tensors_in
 from torch_privacy.ops import Layout
 from torch_privacy.ops.recurrent import COMPOSED, PACKED, PADDED
+from torch_privacy.support.torch_modes import tensors_in
 
 n, t, d, e = 5, 6, 3, 4
 FUNCTIONS = {"LSTM": torch.lstm, "GRU": torch.gru, "tanh": torch.rnn_tanh, "relu": torch.rnn_relu}
