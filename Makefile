@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz check docs format clean
+.PHONY: help train test fuzz faults check docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)
+
+faults: $(VENV)/.test  ## interrupt, kill, flip bits and fail the disk at every place, not at a few
+	TORCH_PRIVACY_ALL_FAULTS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
 
 check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the ledger: an append-only list of releases, on disk before any release is used."""
 
-import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,7 @@ from typing import Any
 from ..support.validate import Refused, whole
 from .compose import Profile, compose
 from .events.base import Event, event_from_dict, event_to_dict
-
-FORMAT = 1
-SECONDS_BETWEEN_SYNCS = 1.0
+from .ledger_file import FORMAT, KNOWN_FORMATS, LedgerFile, Line
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,9 @@ class Ledger:
     - if the power fails early: the file and its header exist once ``Ledger(path)`` has returned, because the directory
       is flushed, too (not on systems that cannot open a directory, such as Windows).
 
-    ``{"ledger": 1}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
-    ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release.
+    ``{"ledger": 2}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
+    ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release. Each line also has ``"check"``, a digest of
+    itself and of the line before it. Files of format 1, without digests, can be read and continued.
 
     Args:
         path: a file that does not exist yet; None keeps the ledger in memory.
@@ -52,24 +49,24 @@ class Ledger:
     Guarantees:
         - steps are 0, 1, 2, ... without gaps, and no step is ever recorded with two different releases;
         - `record` of a release that is there already (a replay after a crash) changes nothing and costs nothing;
-        - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used.
-
-    One process writes a ledger at a time; two at once are not detected.
+        - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used;
+        - `record` either returns, and the release is in memory and in the file, or raises, and it is in neither, or it
+          is in both; if neither can be had, the ledger takes no further release and says why;
+        - one writer at a time: another process is refused, and so is an older ledger of this process on the same file;
+        - `load` refuses a file of which a bit was changed, or a line in the middle is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
-        self._runs: list[tuple[Event, int]] = []  # the same events in order, equal neighbors merged
-        self._file: int | None = None
-        self._closed = False
-        self._last_sync = time.monotonic()
+        self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, of so many releases
+        self._pending: _Pending | None = None  # what is being recorded
+        self._file: LedgerFile | None = None
         if path is not None:
             if Path(path).exists():
                 raise Refused(f"Ledger: {str(path)!r} exists. Continue it with Ledger.load, or choose another path.")
-            self._open(path, os.O_CREAT | os.O_EXCL)
-            self._write({"ledger": FORMAT})
-            self.sync()
+            self._file = LedgerFile(path, create=True)
+            self._write_header()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ledger":
@@ -79,19 +76,22 @@ class Ledger:
             Refused: if another line cannot be read, or steps are not 0, 1, 2, ...
             FileNotFoundError: if there is no such file.
         """
-        content = Path(path).read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
         ledger = cls()
-        for number, line in enumerate(complete.splitlines(), start=1):
-            try:
-                ledger._read(number, json.loads(line))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise Refused(f"Ledger.load: line {number} of {str(path)!r} cannot be read: {error}.") from error
-        ledger._open(path, 0)
-        if len(complete) < len(content):
-            os.truncate(path, len(complete))
-        if not complete:  # killed before the header was written
-            ledger._write({"ledger": FORMAT})
+        ledger._file = LedgerFile(path, create=False)
+        try:
+            lines = ledger._file.read()
+            for number, line in enumerate(lines, start=1):
+                try:
+                    ledger._read(number, line)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    if isinstance(error, Refused):
+                        raise
+                    raise Refused(f"Ledger.load: line {number} of {str(path)!r} cannot be read: {error}.") from error
+            if not lines:  # killed before the header was written
+                ledger._write_header()
+        except BaseException:
+            ledger._file.close()
+            raise
         return ledger
 
     def record(self, event: Event, step: int, fingerprint: str) -> None:
@@ -108,16 +108,42 @@ class Ledger:
         whole("Ledger.record", step=step)
         if not isinstance(fingerprint, str):
             raise ValueError(f"Ledger.record: fingerprint={fingerprint!r} must be a string.")
+        self._settle()
+        if self._file is not None:
+            self._file.check_open()
         if step < len(self._releases):
             self._check_replay(event, step, fingerprint)
             return
         if step > len(self._releases):
             raise Refused(f"Ledger.record: step={step} comes after step {len(self) - 1}; steps must not leave gaps.")
-        if self._closed:
-            raise Refused(f"Ledger.record: step {step} comes after the ledger was closed. Open it with Ledger.load.")
-        index = self._define(event)
-        self._write({"step": step, "event": index, "fingerprint": fingerprint})
-        self._append(index, fingerprint)
+        known = event in self._events
+        index = self._events.index(event) if known else len(self._events)
+        lines: list[Line] = [] if known else [{"define": index, "event": event_to_dict(event)}]
+        lines.append({"step": step, "event": index, "fingerprint": fingerprint})
+        if self._file is None:
+            self._pending = _Pending(0, event, index, step, fingerprint)
+        else:
+            data, end = self._file.encode(lines)
+            self._pending = _Pending(end[0], event, index, step, fingerprint)
+            self._file.append(data, end)
+        self._settle()
+        if self._file is not None:
+            self._file.sync_if_due()
+
+    def _settle(self) -> None:
+        """Takes the pending release into memory if its lines are in the file; else forgets it.
+
+        An interrupt may come at any place of `record`. Here everything can be done twice.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if self._file is None or self._file.size == pending.size:
+            if len(self._events) == pending.index:
+                self._events.append(pending.event)
+            if len(self._releases) == pending.step:
+                self._releases.append((pending.index, pending.fingerprint))
+        self._pending = None
 
     def __len__(self) -> int:
         return len(self._releases)
@@ -125,7 +151,18 @@ class Ledger:
     @property
     def events(self) -> list[tuple[Event, int]]:
         """All releases in order, as pairs (event, how many in a row)."""
-        return list(self._runs)
+        self._settle()
+        merged, count = self._merged
+        if count < len(self._releases):
+            merged = list(merged)
+            for index, _ in self._releases[count:]:
+                event = self._events[index]
+                if merged and merged[-1][0] == event:
+                    merged[-1] = event, merged[-1][1] + 1
+                else:
+                    merged.append((event, 1))
+            self._merged = merged, len(self._releases)
+        return list(merged)
 
     def profile(self) -> Profile:
         """Returns the privacy profile of all releases so far."""
@@ -153,17 +190,18 @@ class Ledger:
             self.record(events[index], step, fingerprint)
 
     def sync(self) -> None:
-        """Returns when all releases are on the disk itself, safe from power failure."""
+        """Returns when all releases are on the disk itself, safe from power failure.
+
+        Raises:
+            Refused: if the disk reports an error; the ledger then takes no further release.
+        """
         if self._file is not None:
-            os.fsync(self._file)
-        self._last_sync = time.monotonic()
+            self._file.sync()
 
     def close(self) -> None:
         """Syncs and closes the file; the ledger can still be read."""
         if self._file is not None:
-            self.sync()
-            os.close(self._file)
-            self._file, self._closed = None, True
+            self._file.close()
 
     def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
         index, known = self._releases[step]
@@ -174,60 +212,51 @@ class Ledger:
                 "checkpoint of the same run, or start a new ledger."
             )
 
-    def _append(self, index: int, fingerprint: str) -> None:
-        event = self._events[index]
-        if self._runs and self._runs[-1][0] == event:
-            self._runs[-1] = (event, self._runs[-1][1] + 1)
-        else:
-            self._runs.append((event, 1))
-        self._releases.append((index, fingerprint))
+    def _write_header(self) -> None:
+        assert self._file is not None
+        self._file.append(*self._file.encode([{"ledger": FORMAT}]))
+        self._file.sync()
 
-    def _define(self, event: Event) -> int:
-        """Returns the index of the event; writes a new event to the file first."""
-        if event not in self._events:
-            self._write({"define": len(self._events), "event": event_to_dict(event)})
-            self._events.append(event)
-        return self._events.index(event)
-
-    def _read(self, number: int, line: dict[str, Any]) -> None:
+    def _read(self, number: int, line: Line) -> None:
+        """Takes in a line of the file; all of its values must have the right type."""
         if number == 1:
             self._check_format(line["ledger"])
         elif "define" in line:
+            _check_whole(line["define"], len(self._events), "events are defined in order")
             self._events.append(event_from_dict(line["event"]))
         else:
-            if line["step"] != len(self._releases):
-                raise ValueError(f"step {line['step']} follows step {len(self) - 1}")
-            self._append(line["event"], line["fingerprint"])
+            index, fingerprint = line["event"], line["fingerprint"]
+            _check_whole(index, None, "an event is named by its number")
+            if not 0 <= index < len(self._events):
+                raise ValueError(f"event {index} is not defined")
+            if not isinstance(fingerprint, str):
+                raise ValueError(f"fingerprint {fingerprint!r} is not a string")
+            if (
+                self._releases
+                and line["step"] == len(self._releases) - 1
+                and self._releases[-1] == (index, fingerprint)
+            ):
+                return  # a line that was written twice
+            _check_whole(line["step"], len(self._releases), "steps leave no gaps")
+            self._releases.append((index, fingerprint))
 
     @staticmethod
     def _check_format(found: Any) -> None:
-        if found != FORMAT:
-            raise Refused(f"Ledger: format {found!r} is unknown; this version reads format {FORMAT}.")
-
-    def _open(self, path: str | os.PathLike[str], flags: int) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
-        _sync_directory(Path(path).absolute().parent)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
-        written = os.write(self._file, data)
-        if written != len(data):
-            os.ftruncate(
-                self._file, os.fstat(self._file).st_size - written
-            )  # no later line may join the incomplete one
-            raise OSError(f"Ledger: wrote only {written} of {len(data)} bytes of a line; the disk may be full.")
-        if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
-            self.sync()
+        if found not in KNOWN_FORMATS or isinstance(found, bool):
+            raise Refused(f"Ledger: format {found!r} is unknown; this version reads formats 1 and {FORMAT}.")
 
 
-def _sync_directory(directory: Path) -> None:
-    """Returns when the names of the files in a directory are on the disk."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
-        return
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+@dataclass(frozen=True)
+class _Pending:
+    """A release that is being recorded."""
+
+    size: int  # of the file, once its lines are there
+    event: Event
+    index: int
+    step: int
+    fingerprint: str
+
+
+def _check_whole(value: Any, expected: int | None, why: str) -> None:
+    if type(value) is not int or (expected is not None and value != expected):
+        raise ValueError(f"{value!r} is no valid number here: {why}")

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file behind a ledger: lines of JSON, chained by digests, appended completely or not at all by one writer."""
+
+import hashlib
+import json
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..support.validate import Refused
+
+try:
+    import fcntl
+except ImportError:  # Windows: a second process is not noticed
+    fcntl = None
+
+SECONDS_BETWEEN_SYNCS = 1.0
+DIGEST_BYTES = 8
+CHECK = "check"  # the key of a line's digest
+UNCHAINED_FORMAT, FORMAT = 1, 2  # the first is that of files from before there were digests
+KNOWN_FORMATS = (UNCHAINED_FORMAT, FORMAT)
+
+Line = dict[str, Any]
+
+_OPEN: "weakref.WeakValueDictionary[tuple[int, int], LedgerFile]" = weakref.WeakValueDictionary()  # by device and inode
+
+
+class LedgerFile:
+    """Appends lines to a file that this process alone writes.
+
+    Every line carries the digest of itself and of the line before it, so that no changed bit, and no line that is lost
+    in the middle, goes unnoticed.
+
+    Args:
+        path: the file.
+        create: makes the file, which must not exist.
+
+    Guarantees:
+        - `append` either returns, and all of its lines are with the operating system, or raises, and none is in the
+          file; if that cannot be undone, the file is closed for good.
+        - After a failed `sync` the file is closed for good: what the disk holds is unknown.
+        - A second writer is refused: another process at once, an older writer of this process at its next `append`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool):
+        self.path = Path(path)
+        self._failure = ""  # the reason why nothing can be appended any more
+        self._chained = True
+        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0)
+        self._file: int | None = os.open(self.path, flags, 0o644)
+        try:
+            self._lock()
+            _sync_directory(self.path.absolute().parent)
+            # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
+            self._end = os.fstat(self._file).st_size, b""
+        except BaseException:
+            os.close(self._file)
+            self._file = None
+            raise
+        self._last_sync = time.monotonic()
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._close.atexit = False
+
+    @property
+    def size(self) -> int:
+        """Returns the size of the complete lines, in bytes."""
+        return self._end[0]
+
+    def read(self) -> list[Line]:
+        """Returns the lines, checked, and removes a last line that was not written completely.
+
+        Raises:
+            Refused: if a line is damaged.
+        """
+        assert self._file is not None
+        content = os.pread(self._file, self.size, 0)
+        *texts, rest = content.split(b"\n")
+        lines: list[Line] = []
+        digest = b""
+        for number, text in enumerate(texts, start=1):
+            line, digest = self._checked(number, text, digest)
+            lines.append(line)
+        if rest:
+            number = len(lines) + 1
+            if self._is_whole(number, rest[:-1], digest):
+                raise Refused(f"Ledger.load: line {number} of {str(self.path)!r} cannot be read: its end was changed.")
+            if self._is_whole(number, rest, digest):  # only the end of the line is missing
+                line, digest = self._checked(number, rest, digest)
+                lines.append(line)
+                os.write(self._file, b"\n")
+            else:
+                os.ftruncate(self._file, self.size - len(rest))
+        self._end = os.fstat(self._file).st_size, digest
+        return lines
+
+    def encode(self, lines: Sequence[Line]) -> tuple[bytes, tuple[int, bytes]]:
+        """Returns lines as bytes, and what size and digest are after them."""
+        size, digest = self._end
+        texts = []
+        for line in lines:
+            if self._chained:
+                digest = _next_digest(digest, line)
+                line = {**line, CHECK: digest.hex()}
+            texts.append(_compact(line) + b"\n")
+        data = b"".join(texts)
+        return data, (size + len(data), digest)
+
+    def append(self, data: bytes, end: tuple[int, bytes]) -> None:
+        """Appends encoded lines, all or none; from then on `size` is that of ``end``.
+
+        Raises:
+            OSError: if they could not be written; none of them is in the file.
+            Refused: if the file is closed, was deleted or shortened, or another writer has taken it.
+        """
+        self._check_writable()
+        assert self._file is not None
+        try:
+            written = os.write(self._file, data)
+            if written != len(data):
+                raise OSError(f"Ledger: wrote only {written} of {len(data)} bytes of a line; the disk may be full.")
+        except BaseException:
+            self._undo()
+            raise
+        self._end = end
+
+    def sync_if_due(self) -> None:
+        """Syncs if the last sync was more than a second ago."""
+        if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Returns when all lines are on the disk itself.
+
+        Raises:
+            Refused: if the disk reports an error; the file is closed for good.
+        """
+        self._check_open()
+        assert self._file is not None
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._fail(f"its disk reported an error ({error}), so that the last releases may not be on it")
+            self._check_open()
+        self._last_sync = time.monotonic()
+
+    def close(self) -> None:
+        """Syncs and closes the file."""
+        if self._file is not None and not self._failure:
+            self.sync()
+        self._fail("it was closed")
+
+    def check_open(self) -> None:
+        """Raises ``Refused`` if the file failed or was closed."""
+        self._check_open()
+
+    def _lock(self) -> None:
+        assert self._file is not None
+        status = os.fstat(self._file)
+        key = status.st_dev, status.st_ino
+        older = _OPEN.get(key)
+        if older is not None:
+            older._fail("it was opened anew in this process")
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refused(
+                    f"Ledger: another process writes {str(self.path)!r}, and two would record different steps with the "
+                    "same noise. Wait until it ends, or choose another run folder."
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        _OPEN[key] = self
+
+    def _check_open(self) -> None:
+        if self._failure:
+            raise Refused(
+                f"Ledger: {str(self.path)!r} takes no further release, because {self._failure}. Open it with "
+                "Ledger.load."
+            )
+
+    def _check_writable(self) -> None:
+        """Refuses a file that was changed by others; removes a line that an interrupt left behind."""
+        self._check_open()
+        assert self._file is not None
+        status = os.fstat(self._file)
+        if status.st_nlink == 0 or status.st_size < self.size:
+            self._fail("it was deleted or shortened by another program")
+            self._check_open()
+        if status.st_size > self.size:  # an interrupted append: its release was not used
+            self._undo()
+            self._check_open()
+
+    def _undo(self) -> None:
+        """Removes what was written beyond the known lines."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self.size)
+        except OSError as error:
+            self._fail(f"an incomplete line could not be removed ({error})")
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        if self._file is not None:
+            self._file = None
+            self._close()
+
+    def _checked(self, number: int, text: bytes, digest: bytes) -> tuple[Line, bytes]:
+        """Returns a line that was read, without its digest, which must be right, and the digest for the next line."""
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("it is not a JSON object")
+            found = line.pop(CHECK, None)
+            if number == 1:
+                self._chained = line.get("ledger") != UNCHAINED_FORMAT
+            if self._chained:
+                digest = _next_digest(digest, line)
+            known = number > 1 or line.get("ledger") in KNOWN_FORMATS  # else the ledger says what it cannot read
+            if known and found != (digest.hex() if self._chained else None):
+                raise ValueError("its digest does not fit, so that this line or one before it was changed")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Refused(f"Ledger.load: line {number} of {str(self.path)!r} cannot be read: {error}.") from error
+        return line, digest
+
+    def _is_whole(self, number: int, text: bytes, digest: bytes) -> bool:
+        """True if a text without a line's end is a whole line."""
+        try:
+            self._checked(number, text, digest)
+        except Refused:
+            return False
+        return True
+
+
+def _compact(line: Line) -> bytes:
+    return json.dumps(line, separators=(",", ":")).encode()
+
+
+def _next_digest(digest: bytes, line: Line) -> bytes:
+    return hashlib.blake2b(digest + _compact(line), digest_size=DIGEST_BYTES).digest()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Returns when the names of the files in a directory are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
+        return
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
