@@ -160,7 +160,7 @@ class Run:
         self.folder.write_json(self.folder.results, results)
         self.folder.write_report(report.render([self.folder]))
         self.training.ledger.close()
-        self.folder.checkpoint.unlink()
+        self.folder.delete_checkpoint()
         self.close()
         return results
 

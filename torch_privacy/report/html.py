@@ -2,6 +2,7 @@
 """Builds self-contained HTML pages: without scripts, and without fonts or images from other addresses."""
 
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
@@ -46,7 +47,7 @@ PAGE = Template("""\
   .many td:nth-child(n + 3), .many th:nth-child(n + 3) { text-align: right; }
   .many tr.paper td { color: var(--faint); }
   figure.wide { grid-column: 1 / -1; }
-  .cards svg { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }
+  .cards img { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }
 </style>
 <h1>$title</h1>
 $body
@@ -60,9 +61,17 @@ def page(title: str, body: str) -> str:
 
 
 def figures(drawn: Iterable[str], kind: str = "plots") -> str:
-    """Arranges ``<svg>`` elements side by side: as ``plots`` in the page's colors, or as ``cards`` on white."""
-    body = "".join(f"<figure{' class=wide' * _is_wide(svg)}>{svg}</figure>" for svg in drawn)
+    """Arranges SVG drawings side by side: our ``plots`` in the page's colors, or files as ``cards`` on white.
+
+    Files may be anyone's. They are embedded as images, in which no script runs and nothing is fetched.
+    """
+    shown = ((svg, _image(svg) if kind == "cards" else svg) for svg in drawn)
+    body = "".join(f"<figure{' class=wide' * _is_wide(svg)}>{element}</figure>" for svg, element in shown)
     return f'<div class="{kind}">{body}</div>'
+
+
+def _image(svg: str) -> str:
+    return f'<img alt="figure" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
 
 
 def _is_wide(svg: str) -> bool:

@@ -97,8 +97,9 @@ def _with_code(note: str) -> str:
 
 
 def _svg(path: Path) -> str:
-    text = path.read_text()
-    return text[text.index("<svg") :]
+    """Returns the drawing in a file, from its first tag on."""
+    text = path.read_text(errors="replace")
+    return text[max(0, text.find("<svg")) :]
 
 
 def _comparison(trainings: Sequence[Training]) -> str:

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 from torch_privacy.runs.metrics import Metrics
 
+PARTIAL = ".partial"
+
 
 class RunFolder:
     """The files of one run; every file is written completely or not at all."""
@@ -68,6 +70,8 @@ class RunFolder:
                 raise OSError(error.errno, error.strerror, str(self._lock_file)) from None
             raise ValueError(f"{self.path}: another process is training in this folder. Wait until it ends.") from None
         self._unlock = weakref.finalize(self, os.close, descriptor)
+        for left in self.path.glob(f"*{PARTIAL}"):  # by a process that was killed; that of a checkpoint holds its keys
+            left.unlink()
 
     def unlock(self) -> None:
         """Unlocks the folder, and deletes the lock file of a complete run."""
@@ -122,6 +126,11 @@ class RunFolder:
         """Writes the checkpoint with ``save``, readable by its owner only."""
         self._write(self.checkpoint, save, mode=0o600)
 
+    def delete_checkpoint(self) -> None:
+        """Deletes the checkpoint of a complete run, with anything of it that a crash left behind."""
+        self.checkpoint.unlink()
+        _partial(self.checkpoint).unlink(missing_ok=True)
+
     def read_checkpoint(self, load: Callable[[BinaryIO], dict[str, Any]], keys: set[str]) -> dict[str, Any]:
         """Reads the checkpoint with ``load``; raises a ``ValueError`` if it is damaged or its keys are not ``keys``."""
         damaged = ValueError(
@@ -165,7 +174,7 @@ class RunFolder:
 
     def _write(self, path: Path, save: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
         """Writes a temporary file, flushes it to disk and renames it: a crash leaves the old file or the new one."""
-        partial = path.with_name(path.name + ".partial")
+        partial = _partial(path)
         try:
             partial.unlink(missing_ok=True)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -175,6 +184,11 @@ class RunFolder:
             partial.replace(path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _partial(path: Path) -> Path:
+    """Returns the name under which a file is written before it is complete."""
+    return path.with_name(path.name + PARTIAL)
 
 
 def _metrics_from_text(row: dict[str, str]) -> Metrics:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run folder keeps no keys after its run, and a report runs nobody's scripts."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_privacy.report import html
+from torch_privacy.runs.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from torch_privacy.runs.folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.create()
+folder.write_checkpoint(lambda file: file.write(b"keys of step 1"))
+def save(file):
+    file.write(b"keys of step 2"); file.flush(); os.kill(os.getpid(), signal.SIGKILL)
+folder.write_checkpoint(save)
+"""
+
+
+def test_keys_of_a_checkpoint_that_was_killed_do_not_stay(tmp_path):
+    path = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert (path / "checkpoint.pt.partial").read_bytes() == b"keys of step 2"
+    folder = RunFolder(path)
+    folder.lock()  # as a resumed run does
+    assert sorted(os.listdir(path)) == ["checkpoint.pt", "lock"]
+    folder.write_checkpoint(lambda file: file.write(b"keys of step 3"))
+    (path / "checkpoint.pt.partial").write_bytes(b"keys")
+    folder.delete_checkpoint()
+    assert not [name for name in os.listdir(path) if "checkpoint" in name]
+    folder.unlock()
+
+
+HOSTILE = {
+    "script": "<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
+    "event": "<svg onload='alert(1)'></svg>",
+    "breaking out": '<svg></svg>"><script>alert(1)</script>',
+    "no drawing": "<script>alert(1)</script>",
+}
+
+
+@pytest.mark.parametrize("drawing", HOSTILE)
+def test_a_drawing_in_a_folder_is_shown_as_an_image_only(drawing):
+    """In an ``<img>`` browsers run no script of an SVG file and fetch nothing for it."""
+    shown = html.figures([HOSTILE[drawing]], "cards")
+    assert "script" not in shown
+    assert "alert" not in shown
+    assert "onload" not in shown
+    assert shown.count("<img ") == 1
