@@ -4,6 +4,7 @@
 import bz2
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import zlib
@@ -14,10 +15,11 @@ from typing import NoReturn
 
 FOLDER_VARIABLE = "TORCH_PRIVACY_DATA"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a checkout of this project
+LARGEST = 2**28  # bytes of unpacked content; that of the largest file is 182 million
 PACKINGS = {
-    ".gz": (b"\x1f\x8b", gzip.decompress),
-    ".xz": (b"\xfd7zXZ\0", lzma.decompress),
-    ".bz2": (b"BZh", bz2.decompress),
+    ".gz": (b"\x1f\x8b", lambda packed: gzip.GzipFile(fileobj=packed)),
+    ".xz": (b"\xfd7zXZ\0", lzma.LZMAFile),
+    ".bz2": (b"BZh", bz2.BZ2File),
 }
 
 
@@ -137,9 +139,19 @@ class Folder:
 
 
 def unpack(suffix: str, packed: bytes) -> bytes:
-    """Returns the unpacked content; a file that is not packed in spite of its suffix is returned unchanged."""
-    magic, decompress = PACKINGS.get(suffix, (None, None))
-    return decompress(packed) if magic and decompress and packed.startswith(magic) else packed
+    """Returns the unpacked content; a file that is not packed in spite of its suffix is returned unchanged.
+
+    Raises:
+        ValueError: If the content is larger than that of any published file; no more than that is unpacked.
+    """
+    magic, reader = PACKINGS.get(suffix, (None, None))
+    if magic is None or reader is None or not packed.startswith(magic):
+        return packed
+    with reader(io.BytesIO(packed)) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"its content is larger than {LARGEST} bytes")
+    return content
 
 
 def verify_content(file: File, checksum: str | None) -> None:
