@@ -65,6 +65,8 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
         "--sampling-probability 1.5 must lie in (0, 1]",
     ),
     "no steps": (["epsilon", *EVENTS[:5], "0"], "epsilon: --steps 0 must be an integer of at least 1"),
+    "endless steps": (["epsilon", *EVENTS[:5], "9" * 26], "must be at most 9007199254740992"),
+    "many seeds": (["reproduce", "gdp-adult", "--seed", "0-99999999999"], "names more than 1000 seeds"),
     "certain delta": (["epsilon", *EVENTS, "--delta", "1"], "--delta 1.0"),
     "missing option": (["epsilon"], "Missing option '--noise-multiplier'"),
     "impossible target": (["calibrate", "--epsilon", "-2", *EVENTS[2:]], "-2"),

@@ -38,6 +38,8 @@ number = 3
 NO_MODELS = {
     "unknown": ("adlut", "'adlut' must be one of 'adult', "),
     "no factory": ("models:", "'models:' must be one of 'adult', "),
+    "a path": ("../models:make", "'../models:make' must be one of 'adult', "),
+    "a factory with arguments": ("os:getenv", "'os:getenv' must be a function without arguments"),
     "unknown module": ("nowhere.models:make", "'nowhere.models:make' names no module 'nowhere'"),
     "unknown submodule": ("torch.nowhere:make", "'torch.nowhere:make' names no module 'torch.nowhere'"),
     "unknown factory": ("models_of_test:bad", "models_of_test has none called 'bad'"),

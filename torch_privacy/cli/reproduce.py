@@ -35,10 +35,15 @@ Data = Annotated[
 ]
 
 
+MAX_SEEDS = 1000
+
+
 def _seeds(text: str) -> list[int]:
     """Parses ``0``, ``0,3,7`` or ``0-4``."""
     try:
         ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        if sum(part[-1] - part[0] for part in ends) > MAX_SEEDS:
+            raise typer.BadParameter(f"{text!r} names more than {MAX_SEEDS} seeds, and each takes a run")
         seeds = [seed for part in ends for seed in range(part[0], part[-1] + 1)]
         if not seeds or any(len(part) > 2 for part in ends) or len(set(seeds)) < len(seeds):
             raise ValueError

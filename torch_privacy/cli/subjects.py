@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def load_subject(name: str) -> Subject:
     if name in TRAININGS:
         return _of_experiment(name)
     module, colon, factory = name.partition(":")
-    if not (module and colon and factory):
+    if not (colon and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ValueError(
             f"explain: {name!r} must be one of {', '.join(map(repr, TRAININGS))}, or package.module:factory, a "
             "function without arguments that returns (model, loss_fn, batch) or (model, (x, labels))."
@@ -74,6 +75,13 @@ def _of_factory(name: str, module: Any, factory: str) -> Subject:
     function = getattr(module, factory, None)
     if not callable(function):
         raise ValueError(f"explain: {name!r} must name a function; {module.__name__} has none called {factory!r}.")
+    try:
+        signature(function).bind()
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"explain: {name!r} must be a function without arguments that returns (model, loss_fn, batch) or "
+            "(model, (x, labels))."
+        ) from None
     made = function()
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):

@@ -18,6 +18,8 @@ from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
 
+MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
+
 
 class Profile:
     """The privacy profile of a list of releases together; made by `compose`.
@@ -184,7 +186,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)
 
     Raises:
-        ValueError: if an event type is unknown, a count is not a non-negative integer, or neighboring relations differ.
+        ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations differ.
     """
     events = [(event, count) for event, count in events]
     for event, count in events:
@@ -194,7 +196,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
                 f"compose: cannot price {event!r}. Known events: {known}. Describe other mechanisms as KnownProfile or "
                 "FinitePair."
             )
-        whole(f"compose, {event!r}", count=count)
+        whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
     one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}
     if len(relations) > 1:

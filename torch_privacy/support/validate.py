@@ -52,11 +52,13 @@ def strictly_between(where: str, low: float, high: float, *, hint: str = "", **v
             raise ValueError(f"{where}: {name}={value!r} must lie in ({low:g}, {high:g}). {hint}".rstrip())
 
 
-def whole(where: str, *, at_least: int = 0, **values: int) -> None:
-    """Raises a ``ValueError`` unless every value is an integer of at least ``at_least``; 3.0 is refused, too."""
+def whole(where: str, *, at_least: int = 0, at_most: int | None = None, **values: int) -> None:
+    """Raises a ``ValueError`` unless every value is an integer within these limits; 3.0 is refused, too."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ValueError(f"{where}: {name}={value!r} must be an integer of at least {at_least}.")
+        if at_most is not None and value > at_most:
+            raise ValueError(f"{where}: {name}={value!r} must be at most {at_most}.")
 
 
 def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
