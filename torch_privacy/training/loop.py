@@ -328,6 +328,13 @@ class PrivateTraining:
                 other, code that does not repeat, ...; nothing was released, and the step can be tried again by
                 iterating anew.
         """
+        enabled = torch.is_grad_enabled()
+        try:
+            return self._step(losses)
+        finally:
+            torch.set_grad_enabled(enabled)  # an interrupt within torch.no_grad's own exit leaves gradients off
+
+    def _step(self, losses: Tensor) -> bool:
         pending, part = self._pending, self._part
         if pending is None or part is None:
             raise Refused(
