@@ -1340,6 +1340,7 @@ OF_OTHER_KINDS = {
     "noise in collate_fn": lambda: Program(linear(), points(), collate=noisy),
     "offsets": lambda: Program(Bags(), ragged(), bagged, offsets),
     "many at once": lambda: Program(linear(), FetchesMany(lambda x: 2 * x)),
+    "many at once, with noise": lambda: Program(linear(), FetchesMany(lambda x: x + 0.1 * torch.randn_like(x))),
     "strings": lambda: Program(OfWords(), words(), lambda m, b: m(b).square().sum(1), list),
 }
 

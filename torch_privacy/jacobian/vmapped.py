@@ -147,7 +147,7 @@ class VmappedJacobian:
         floats = sum(shape.numel() for shape in self.shapes.values())
         return (
             f"rows of {n} examples by vmap(grad), {rows.chunk_size} at a time; {floats} numbers per row, "
-            f"{floats * min(rows.chunk_size, n):.2g} per chunk, {'kept' if rows.one_chunk else 'made anew'} for "
+            f"{floats * min(rows.chunk_size, n):.2g} per chunk, {'kept' if rows.one_chunk else 'recomputed'} for "
             "every answer"
         )
 

@@ -167,7 +167,7 @@ def _words(results: dict[str, Any], summary: Summary) -> str:
     relation = NeighboringRelation(results["privacy"]["neighboring_relation"]).in_words
     words = (
         f"The model was trained on {examples:,} examples. Suppose somebody knows all of them but one, sees the "
-        f"finished model, and wants to tell whether that one was used ({relation}). If false alarms may happen in "
+        f"finished model, and tries to find out whether that one was used ({relation}). If false alarms may happen in "
         f"{FALSE_POSITIVES} of the cases, no method recognizes more than {power} % of those who were used."
     )
     return words.replace(" %", "\u00a0%")  # a number and its unit stay together
