@@ -299,6 +299,35 @@ def test_an_optimizer_setting_that_follows_the_batch_is_refused(optimizer, setti
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+class Remembers(nn.Module):
+    """Adds what the loop left in a buffer, or in an attribute."""
+
+    def __init__(self, attribute: bool):
+        super().__init__()
+        self.f = nn.Linear(6, 3)
+        if attribute:
+            self.last = [torch.zeros(6)]
+        else:
+            self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        return self.f(x + self.last[0] if isinstance(self.last, list) else x + self.last)
+
+
+@pytest.mark.parametrize("attribute", [False, True])
+def test_data_that_the_loop_leaves_in_the_model_after_step_are_refused(attribute):
+    model = Remembers(attribute)
+    training = training_of(model)
+    with pytest.raises(tp.Refused, match=r"the loop changed 'last.*' after training\.step"):
+        for x, y in training:
+            training.step(F.cross_entropy(model(x), y, reduction="none"))
+            if attribute:
+                model.last[0] = x.mean(0)
+            else:
+                model.last = x.mean(0)
+    assert training.step_count == 0
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_scheduler_that_is_advanced_on_rehearsals_is_refused():
     training = training_of()
