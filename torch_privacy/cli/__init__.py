@@ -3,6 +3,7 @@
 
 import re
 import sys
+from io import TextIOWrapper
 
 import typer
 from typer.exceptions import TyperException
@@ -63,4 +64,7 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """Runs the command; its entry point."""
+    for stream in (sys.stdout, sys.stderr):  # in a locale without UTF-8 a letter that it lacks becomes "?"
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))

@@ -25,5 +25,5 @@ def report(runs: Runs, out: Out = Path("report.html"), as_json: AsJson = False) 
 
     text = page.render([RunFolder(run) for run in runs])
     with naming(out):
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     print_result({"report": str(out), "runs": [str(run) for run in runs]}, [("report", str(out))], as_json)

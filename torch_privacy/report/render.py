@@ -98,7 +98,7 @@ def _with_code(note: str) -> str:
 
 def _svg(path: Path) -> str:
     """Returns the drawing in a file, from its first tag on."""
-    text = path.read_text(errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
     return text[max(0, text.find("<svg")) :]
 
 

@@ -102,7 +102,7 @@ class RunFolder:
     def read_json(self, path: Path) -> dict[str, Any]:
         """Reads one of the folder's JSON files; raises a ``ValueError`` if it is damaged."""
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: cannot be read ({error}). Name a folder that train has made.") from None
         if not isinstance(content, dict):
@@ -119,7 +119,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[Metrics]:
         """Returns the rows of ``metrics.csv``."""
-        with self.metrics.open(newline="") as file:
+        with self.metrics.open(newline="", encoding="utf-8") as file:
             return [_metrics_from_text(row) for row in csv.DictReader(file)]
 
     def write_checkpoint(self, save: Callable[[BinaryIO], object]) -> None:
