@@ -62,7 +62,7 @@ def test_a_drawing_in_a_folder_is_shown_as_an_image_only(drawing):
 
 @pytest.mark.slow
 def test_the_command_works_in_a_locale_without_utf_8(tmp_path):
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     run = tmp_path / "run"
     for arguments in (
         ["reproduce"],
@@ -71,7 +71,7 @@ def test_the_command_works_in_a_locale_without_utf_8(tmp_path):
         ["report", str(run)],
     ):
         command = [sys.executable, "-m", "torch_privacy.cli", *arguments]
-        done = subprocess.run(command, capture_output=True, cwd=ROOT, env={**os.environ, **ascii_only}, check=False)
+        done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         assert b"codec" not in done.stderr
     assert "\u03b5" in (tmp_path / "page.html").read_text(encoding="utf-8")
