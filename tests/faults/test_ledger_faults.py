@@ -251,6 +251,18 @@ def test_a_ledger_that_is_deleted_or_shortened_while_it_is_written_is_refused(tm
         path.unlink(missing_ok=True)
 
 
+def test_lines_of_another_writer_are_never_removed(tmp_path):
+    """As on a file system without locks, where a second writer is not refused at once."""
+    path = tmp_path / "ledger"
+    found = filled(path, 3)
+    with path.open("ab") as other:
+        other.write(b'{"step":3,"event":0,"fingerprint":"theirs"}\n')
+    before = path.read_bytes()
+    with pytest.raises(Refused, match="another program wrote into it"):
+        found.record(PLAN[3][0], 3, PLAN[3][1])
+    assert path.read_bytes() == before
+
+
 SECOND = """
 import sys
 from torch_privacy import Refused, privacy

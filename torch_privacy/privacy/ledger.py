@@ -146,6 +146,7 @@ class Ledger:
         self._pending = None
 
     def __len__(self) -> int:
+        self._settle()
         return len(self._releases)
 
     @property
@@ -170,6 +171,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the ledger as plain JSON, for a checkpoint. Call `sync` first if there is a file."""
+        self._settle()
         return {
             "ledger": FORMAT,
             "events": [event_to_dict(event) for event in self._events],

@@ -49,6 +49,7 @@ class LedgerFile:
         self.path = Path(path)
         self._failure = ""  # the reason why nothing can be appended any more
         self._chained = True
+        self._attempt = b""  # what was appended last, perhaps in part
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0)
         self._file: int | None = os.open(self.path, flags, 0o644)
         try:
@@ -117,6 +118,7 @@ class LedgerFile:
         """
         self._check_writable()
         assert self._file is not None
+        self._attempt = data
         try:
             written = os.write(self._file, data)
             if written != len(data):
@@ -190,9 +192,12 @@ class LedgerFile:
         if status.st_nlink == 0 or status.st_size < self.size:
             self._fail("it was deleted or shortened by another program")
             self._check_open()
-        if status.st_size > self.size:  # an interrupted append: its release was not used
+        excess = status.st_size - self.size
+        if excess and os.pread(self._file, excess, self.size) != self._attempt[:excess]:
+            self._fail("another program wrote into it")
+        elif excess:  # an interrupted append: its release was not used
             self._undo()
-            self._check_open()
+        self._check_open()
 
     def _undo(self) -> None:
         """Removes what was written beyond the known lines."""
