@@ -7,7 +7,6 @@ A room is an entry of the package's root: a file, or a folder with all that is i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -102,19 +101,6 @@ def _reachable(start: str) -> set[str]:
         found |= new
         waiting += new
     return found
-
-
-def needed_arrows() -> Iterator[tuple[str, str]]:
-    """Yields the imports between rooms that do not follow from others: what a picture has to draw."""
-    direct = room_imports()
-
-    def leads(start: str, end: str) -> bool:
-        return end in direct[start] or any(leads(room, end) for room in direct[start])
-
-    for room, others in direct.items():
-        for other in sorted(others):
-            if not any(leads(between, other) for between in others - {other}):
-                yield room, other
 
 
 def lines_of(room: str) -> int:

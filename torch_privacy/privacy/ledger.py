@@ -50,8 +50,8 @@ class Ledger:
         - steps are 0, 1, 2, ... without gaps, and no step is ever recorded with two different releases;
         - `record` of a release that is there already (a replay after a crash) changes nothing and costs nothing;
         - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used;
-        - `record` either returns, and the release is in memory and in the file, or raises, and it is in neither, or it
-          is in both; if neither can be had, the ledger takes no further release and says why;
+        - when `record` returns, the release is in memory and in the file; when it raises, in both or in neither. If
+          that cannot be kept, the ledger takes no further release and says why;
         - one writer at a time: another process is refused, and so is an older ledger of this process on the same file;
         - `load` refuses a file of which a bit was changed, or a line in the middle is missing.
     """
