@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .pca import PrivatePCA as PrivatePCA
+    from .privacy.audit import Audit as Audit
+    from .privacy.audit import audit_scores as audit_scores
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
+    from .sampling.canaries import GradientCanaries as GradientCanaries
     from .support.validate import Refused as Refused
+    from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
+    from .training.canaries import Observed as Observed
     from .training.loop import PrivateTraining as PrivateTraining
     from .training.statement import Spent as Spent
 
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Adaptive": "clipping",
     "AnchorSubspace": "gep",
+    "Audit": "privacy.audit",
     "Automatic": "clipping",
     "BGEP": "gep",
     "Checkup": "model_check",
@@ -46,16 +52,20 @@ _HOME = {
     "Flat": "clipping",
     "Found": "privacy.search",
     "GEP": "gep",
+    "GradientCanaries": "sampling.canaries",
     "Groups": "clipping",
     "Jacobian": "jacobian",
     "MicroBatches": "clipping",
     "MovingAverage": "training",
+    "Observed": "training.canaries",
     "PerLayer": "clipping",
     "PrivatePCA": "pca",
     "PrivateTraining": "training",
     "Refused": "support.validate",
     "Sketched": "estimated_norms",
     "Spent": "training",
+    "audit": "training.audit",
+    "audit_scores": "privacy.audit",
     "check": "model_check",
     "median_norm": "clipping",
     "record": "jacobian",

@@ -85,6 +85,15 @@ class Summation(ABC):
         """Computes only the factors of the rows in one group of parameters."""
         self(jacobian, group)
 
+    @abstractmethod
+    def responses(
+        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns ⟨release, vᵢ⟩ and ‖vᵢ‖² for the part vᵢ of each row in the sums, in units of the noise.
+
+        Each entry of both is divided by the standard deviation of its noise. An audit computes its scores from this.
+        """
+
     def check_bound(self) -> None:  # noqa: B027
         """Refuses sums in which a row exceeds the clipping rule's bound; called after all groups."""
 
@@ -173,6 +182,10 @@ class Mechanism(ABC):
 
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
         """Returns the recorder for one (micro)batch of ``size`` rows of inputs (examples times views)."""
+        return self.exact_recorder(tensors, size)
+
+    def exact_recorder(self, tensors: ModelTensors, size: int) -> Recording:
+        """Returns a recorder that computes exact norms, whatever the steps use."""
         return Tape(tensors.trained, tensors.constants, self._layouts, size)
 
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
@@ -317,6 +330,18 @@ class _ClippedSummation(Summation):
     @torch.no_grad()
     def compute_factors(self, jacobian: Any, group: str) -> None:
         self._factors_of_finite(jacobian.squared_norms().sqrt(), group)
+
+    @torch.no_grad()
+    def responses(
+        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        squares, names = jacobian.squared_norms(), jacobian.shapes
+        self._factors_of_finite(squares.sqrt(), group)
+        factors, stddev = self.factors[group].double(), stddevs[next(iter(names))]
+        products = jacobian.project({name: release[name][None] for name in names})[:, 0]
+        finite = squares.isfinite()
+        products, squares = (torch.where(finite, part.double(), 0) for part in (products, squares))
+        return factors * products / stddev**2, factors.square() * squares / stddev**2
 
     def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
         """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""

@@ -255,6 +255,29 @@ class _EmbeddingAndResidual(Summation):
         self._note("residual", c, finite)
         return sums | self._residual_sum(jacobian, w, c)
 
+    @torch.no_grad()
+    def responses(
+        self, jacobian: Jacobian, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        self(jacobian, group)  # for the factors
+        products = squares = torch.zeros(jacobian.num_examples, dtype=torch.float64)
+        w = {label: self.basis.embed(jacobian, label).double() for label in self.basis.groups}
+        for label, names in self.basis.groups.items():
+            key, a = self._keys[label], self.factors[f"embedding {label}"].double()
+            products = products + a * (w[label] @ release[key].double()) / stddevs[key] ** 2
+            squares = squares + a.square() * w[label].square().sum(1) / stddevs[key] ** 2
+            if self._residual is None:
+                continue
+            part, c, stddev = jacobian.restricted(names), self.factors[f"residual {label}"].double(), stddevs[names[0]]
+            inside = self.basis.coordinates(
+                {name: release[name] for name in release if name not in self._keys.values()}
+            )
+            along = part.project({name: release[name][None] for name in names})[:, 0].double()
+            outside = (part.squared_norms().double() - w[label].square().sum(1)).clamp(min=0)
+            products = products + c * (along - w[label] @ inside[label].double()) / stddev**2
+            squares = squares + c.square() * outside / stddev**2
+        return torch.nan_to_num(products, 0.0, 0.0, 0.0), torch.nan_to_num(squares, 0.0, 0.0, 0.0)
+
     def check_bound(self) -> None:
         for bound in self._bounds:
             bound.check()

@@ -41,6 +41,7 @@ class Turn:
     trace: Trace | None = None  # records what the modules return
     prepare: Callable[[], None] = lambda: None  # must be called right before the run
     state: ModelState | None = None  # of the model before the run, as far as it is put back
+    take: Callable[[Any, Tensor], None] | None = None  # gets recording and losses of a run that only observes
 
 
 @dataclass

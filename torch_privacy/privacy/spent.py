@@ -8,6 +8,8 @@ from .bracket import Bracket
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
 NOT_FOR_RELEASE = "NOT PRIVATE (made with not_for_release=True, on data that need no protection)"
 
+AUDIT = "AUDIT (trained with canaries to test the guarantee: the model is not for release, the epsilon is spent)"
+
 
 @dataclass(frozen=True)
 class Spent:

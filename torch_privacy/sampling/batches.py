@@ -45,11 +45,18 @@ class Batches:
     The result is what ``torch.utils.data.DataLoader`` would return for the same examples. The tensors of a
     ``TensorDataset`` (or a ``Subset`` of one) are indexed at once instead of example by example. While examples are
     fetched and collated, also in workers, the random numbers of torch, numpy and Python are a function of the seed.
+
+    Args:
+        dataset: map-style.
+        collate_fn, num_workers: as in ``DataLoader``.
+        fetchable: indices of the examples that may take another's place in a rehearsal; by default all.
     """
 
-    def __init__(self, dataset: Dataset, collate_fn: Collate | None, num_workers: int):
+    def __init__(
+        self, dataset: Dataset, collate_fn: Collate | None, num_workers: int, fetchable: np.ndarray | None = None
+    ):
         check_map_style(dataset)
-        self.dataset = dataset
+        self.dataset, self._fetchable = dataset, fetchable
         self._collate = collate_fn or default_collate
         self._tensors = _tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers = num_workers
@@ -88,6 +95,12 @@ class Batches:
         for indices in batches:
             request = BatchRequest(indices)
             yield self.collate(self.items(request), request)
+
+    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """Returns the indices (count,) of random examples, with replacement."""
+        if self._fetchable is None:
+            return generator.integers(len(self.dataset), size=count)  # type: ignore[arg-type]
+        return self._fetchable[generator.integers(len(self._fetchable), size=count)]
 
     @cached_property
     def fetches_together(self) -> bool:
@@ -197,7 +210,7 @@ class DatasetExamples:
         places = np.flatnonzero(~keep)
         pool: dict[str, list[tuple[int, Any]]] = {}  # shapes -> indices and items of other examples
         for _ in range(MAX_TRIES):
-            indices = self.generator.integers(len(self._batches.dataset), size=len(places))  # type: ignore[arg-type]
+            indices = self._batches.draw(self.generator, len(places))
             batch = self._fetched_together(places, indices)
             if batch is None:
                 others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))

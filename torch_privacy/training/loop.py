@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,17 +29,21 @@ from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import ClippedSum, Recording, Summation
 from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
-from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
+from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples, split
+from ..sampling.canaries import WithCanaries
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
 from ..support.replay import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused, whole
+from .canaries import LENGTH, CanaryScores, Take
 from .hooks import ForwardHooks, Pending
-from .rehearsals import Part, Rehearsals
+from .rehearsals import Part, Rehearsals, one_turn
 from .release import Releases
 from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
 from .statement import Account, Progress, Spent
 from .weights import WeightGuard, padding_rows
+
+LEAST_OBSERVED = 256  # canaries that are handed out together
 
 
 class _Latest(threading.local):
@@ -180,9 +185,12 @@ class PrivateTraining:
     ):
         check_single_process()
         whole("PrivateTraining", num_workers=num_workers)
-        self._batches = Batches(dataset, collate_fn, num_workers)
+        canaries = dataset if isinstance(dataset, WithCanaries) else None
+        items = dataset if canaries is None else canaries.items
+        self._batches = Batches(items, collate_fn, num_workers, None if canaries is None else canaries.fetchable)
         settings = TrainingSettings(
             num_examples=len(dataset),  # type: ignore[arg-type]
+            num_canaries=0 if canaries is None else canaries.num_canaries,
             expected_batch_size=expected_batch_size,
             num_steps=num_steps,
             clipping=clipping,
@@ -205,10 +213,10 @@ class PrivateTraining:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._attributes = AttributeTensors(model)
         self._tensors = self._find_tensors()
-        self._mechanism = settings.new_mechanism(self._tensors.trained, dataset)
+        self._mechanism = settings.new_mechanism(self._tensors.trained, items)
         self.settings = settings.with_noise(self._mechanism)
         self.event = self.settings.event(self._mechanism)
-        self.ledger = open_ledger(run_folder, self.settings.prior_releases)
+        self.ledger = open_ledger(run_folder, self.settings)
         self._account = Account(self.settings, self.event, self.ledger)
         self._weight_guard = WeightGuard(_while_alive(self, lambda training: training._tensors.trained, {}))
         self._step_count = 0
@@ -216,7 +224,9 @@ class PrivateTraining:
         self._stop_reason: str | None = None
         self._reached: set[str] = set()  # parameters that some batch's losses reached; later losses may miss them
         self._padding = padding_rows(model, self._tensors.trained)
-        self._releases = Releases(self.settings, self.event, self.ledger)
+        self._canaries = canaries
+        self._observer: CanaryScores | None = None if canaries is None else canaries.observed_by(self)
+        self._releases = Releases(self.settings, self.event, self.ledger, canaries=canaries)
         self._rehearsals = Rehearsals(model, self._releases, assumed=assume_independent is not None)
         self._part: Part | None = None  # the (micro)batch in progress
         self._turn: Turn | None = None  # the next one to hand out
@@ -285,21 +295,15 @@ class PrivateTraining:
                 parts = self._releases.parts(self.step_count)
                 self._tensors = self._find_tensors()
                 self._mechanism.begin(self.model, self._tensors, self._releases.noise.key, self.step_count)
+                if self._observer is not None:
+                    yield from self._observe_step(self._observer, parts, loop)
                 for number in range(len(parts)):
                     self._begin_part(next(batches), number, len(parts))
-                    while self._turn is not None:
-                        yield self._hand_out(self._turn)
-                        if self._loops != loop:
-                            raise Refused(
-                                "a newer loop over the training has begun since this one. Go on with the newer one."
-                            )
-                        if self._pending is not None:
-                            raise Refused(
-                                "the loop went on without training.step(losses) for its batch. Call it once for every "
-                                "batch."
-                            )
+                    yield from self._turns(loop)
                 if not parts:
                     self._release()
+            if self._observer is not None and self._observer.by_losses:
+                yield from self._observe_losses(self._observer, loop, after=True)
         finally:
             if self._loops == loop:
                 self._forget_batch()
@@ -341,6 +345,9 @@ class PrivateTraining:
                 "training.step was called without a batch. Call it once for every batch of `for ... in training`."
             )
         self._hooks.unwind()
+        if pending.turn.take is not None:
+            self._note_observed(pending, losses)
+            return False
         try:
             sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
@@ -465,7 +472,7 @@ class PrivateTraining:
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
-        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys)
+        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys, self._canaries)
         self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
@@ -474,6 +481,17 @@ class PrivateTraining:
         self._stop_reason = state.get("stop_reason")
 
     # Turns: a batch, or a rehearsal of it
+
+    def _turns(self, loop: int) -> Iterator[Any]:
+        """Yields the turns of the part in progress to the loop, and checks that each was answered."""
+        while self._turn is not None:
+            yield self._hand_out(self._turn)
+            if self._loops != loop:
+                raise Refused("a newer loop over the training has begun since this one. Go on with the newer one.")
+            if self._pending is not None:
+                raise Refused(
+                    "the loop went on without training.step(losses) for its batch. Call it once for every batch."
+                )
 
     def _requests(self, step: int, end: int) -> Iterator[BatchRequest]:
         """Yields a request for every (micro)batch from this step to the end."""
@@ -486,9 +504,12 @@ class PrivateTraining:
 
     def _begin_part(self, examples: DatasetExamples, number: int, count: int) -> None:
         """Begins (micro)batch ``number`` of ``count`` of this step with its first turn."""
-        self._part = self._rehearsals.begin(examples, self.step_count, number, count, self._units(examples.count))
+        self._begin(self._rehearsals.begin(examples, self.step_count, number, count, self._units(examples.count)))
+
+    def _begin(self, part: Part) -> None:
+        self._part = part
         self._optimizer_settings = self._start = None
-        self._turn = next(self._part.script)
+        self._turn = next(part.script)
 
     def _units(self, count: int) -> Any:
         """Returns the row that each example belongs to; None if each has a row of its own."""
@@ -507,7 +528,9 @@ class PrivateTraining:
         self._check_optimizer_settings()
         self._tensors, step = self._find_tensors(), self.step_count
         size, tape = turn.count * self.settings.views, None
-        if turn.rows or turn.is_batch:
+        if turn.take is not None and turn.rows:
+            tape = self._mechanism.exact_recorder(self._tensors, size)
+        elif turn.rows or turn.is_batch:
             tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, step, part.number, size)
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
@@ -614,17 +637,114 @@ class PrivateTraining:
         self._pending = self._part = self._turn = None
         self._hooks.unwind()
 
+    # Canaries of an audit
+
+    def _observe_step(self, observer: CanaryScores, parts: Sequence[np.ndarray], loop: int) -> Iterator[Any]:
+        """Yields what the canaries' scores need before a step: the canaries, and the batch without them."""
+        assert self._canaries is not None
+        if observer.by_losses and self.step_count == 0 and observer.observed.losses_before is None:
+            yield from self._observe_losses(observer, loop, after=False)
+        if not observer.by_releases:
+            return
+        observer.begin_step()
+        if self._canaries.are_records:
+            for first, part in self._canary_parts(observer):
+                take = observer.take_rows(first, self._mechanism, self._summation(len(part)))
+                yield from self._observe(part, take, loop)
+            for part in parts:
+                known = part[~self._canaries.is_canary(part)]
+                if len(known):
+                    yield from self._observe(
+                        known, observer.take_known(self._mechanism, self._summation(len(known))), loop
+                    )
+        else:
+            everyone = np.arange(self._canaries.num_canaries)
+            tape = self._mechanism.exact_recorder(self._tensors, len(everyone) * self.settings.views)
+            losses = self._gradient_losses(tape, everyone)
+            observer.take_rows(0, self._mechanism, self._summation(len(everyone)))(tape, losses)
+
+    def _observe_losses(self, observer: CanaryScores, loop: int, *, after: bool) -> Iterator[Any]:
+        """Yields the canaries for their losses."""
+        for first, part in self._canary_parts(observer):
+            yield from self._observe(part, observer.take_losses(first, self.settings.views), loop, rows=False)
+        observer.conclude_losses(after=after)
+
+    def _canary_parts(self, observer: CanaryScores) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields parts of the canaries, with the number of the first of each."""
+        size = self.settings.microbatch_size or max(int(self.settings.expected_batch_size), LEAST_OBSERVED)
+        for part in split(observer.canaries, size):
+            yield int(part[0]) - observer.data.num_examples, part
+
+    def _observe(self, indices: np.ndarray, take: Take, loop: int, *, rows: bool = True) -> Iterator[Any]:
+        """Yields a batch of these examples, of which nothing is released; ``take`` gets recording and losses."""
+        seed = self._releases.secret(b"observed", self.step_count, int(indices[0]))
+        request = BatchRequest(indices, self.settings.views, seed)
+        examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
+        turn = Turn(examples.batch, examples.count, rows=rows, random=RandomNumbers.EVAL_MODE, take=take)
+        self._begin(Part(examples, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False))
+        yield from self._turns(loop)
+
+    def _note_observed(self, pending: Pending, losses: Tensor) -> None:
+        """Gives recording and losses to the observer."""
+        try:
+            losses = self._flat_losses(losses, pending.turn.count)
+            _check_user_code(pending, losses)
+            assert pending.turn.take is not None
+            with _refusing_used_graphs():
+                pending.turn.take(pending.tape, losses)
+        finally:
+            self._forget_batch()
+        self._is_rehearsal = True
+
+    def _add_gradient_canaries(self) -> None:
+        """Adds the clipped gradients of the step's gradient canaries to its sums."""
+        chosen = self._releases.gradient_canaries(self.step_count)
+        if not len(chosen):
+            return
+        size, part = len(chosen) * self.settings.views, len(self._releases.parts(self.step_count))
+        tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, self.step_count, part, size)
+        if not isinstance(tape, Tape):
+            raise Refused(
+                "tp.audit: GradientCanaries need norms that are computed on the tape, not by "
+                f"jacobian={self.settings.jacobian!r}. Pass records as canaries."
+            )
+        summation = self._summation(len(chosen))
+        sums = tape.clipped_sum(
+            self._gradient_losses(tape, chosen),
+            self._mechanism.groups(list(tape.parameters)),
+            summation,
+            merging=summation.merging,
+            may_miss=tape.parameters,
+            memory_budget=self.settings.memory_budget,
+        )
+        for name, total in sums.items():
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def _gradient_losses(self, tape: Recording, chosen: np.ndarray) -> Tensor:
+        assert self._observer is not None
+        numbers = torch.from_numpy(chosen).repeat_interleave(self.settings.views)
+        length = LENGTH * self._mechanism.sensitivity
+        return self._observer.gradient_losses(tape, self._tensors.trained, numbers, length)
+
+    def _summation(self, size: int) -> Summation:
+        return self._mechanism.summation(self._releases.sampler, self.step_count, size)
+
     # The release
 
     def _release(self) -> None:
         """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
         self._check_unchanged()
         parameters, step = self._tensors.trained, self.step_count
+        if self._canaries is not None:
+            self._add_gradient_canaries()
         release = self._mechanism.complete(self._sums, parameters)
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         assert self.settings.noise_multiplier is not None
-        self._releases.release(step, release, self._mechanism.stddevs(release, self.settings.noise_multiplier))
+        stddevs = self._mechanism.stddevs(release, self.settings.noise_multiplier)
+        self._releases.release(step, release, stddevs)
+        if self._observer is not None and self._observer.by_releases:
+            self._observer.note_release(release, stddevs, self._summation, self.settings.sampling_probability)
         self._sums = {}
         self._stop_reason = None  # training goes on
         self._step_count += 1  # before the release is used: if the update is interrupted, its noise is spent

@@ -64,7 +64,11 @@ class Rehearsals:
     def begin(self, examples: DatasetExamples, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
         """Returns the part that begins with this microbatch."""
         rehearsed, thorough = self.are_due(step, number, count)
-        script = self._script(examples, units, thorough=thorough) if rehearsed else _unrehearsed(examples)
+        script = (
+            self._script(examples, units, thorough=thorough)
+            if rehearsed
+            else one_turn(Turn(examples.batch, examples.count, is_batch=True))
+        )
         return Part(examples, number, number == count - 1, script, rehearsed, rehearsed and thorough)
 
     def restart(self, part: Part, units: np.ndarray | None) -> None:
@@ -105,5 +109,6 @@ class Rehearsals:
         ).turns()
 
 
-def _unrehearsed(examples: DatasetExamples) -> Script:
-    yield Turn(examples.batch, examples.count, is_batch=True)
+def one_turn(turn: Turn) -> Script:
+    """Returns the script of a single turn."""
+    yield turn

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import privacy
 from ..noise import Noise, key_from_test_seed
 from ..sampling.batches import split
+from ..sampling.canaries import WithCanaries
 from ..sampling.poisson import Poisson
 from ..support.validate import Refused
 from .settings import TrainingSettings
@@ -31,6 +32,7 @@ class Releases:
         event: event of one step.
         ledger: records the releases.
         keys: keys of noise and sampler; by default from the operating system.
+        canaries: data set of an audit; leaves its absent canaries out of every batch.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Releases:
         event: privacy.Event,
         ledger: privacy.Ledger,
         keys: tuple[bytes, bytes] | None = None,
+        canaries: WithCanaries | None = None,
     ):
         self._settings, self._event, self.ledger = settings, event, ledger
         seed = settings.test_seed
@@ -47,8 +50,13 @@ class Releases:
         self.noise = Noise(None if keys is None else keys[0])
         sampler_key = secrets.token_bytes(32) if keys is None else keys[1]
         self.sampler = Poisson(settings.num_examples, settings.sampling_probability, sampler_key)
-        self.indices = lru_cache(maxsize=64)(self.sampler.indices)  # used by loader, loop and fingerprint
+        self._canaries = canaries
+        self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
         self._process = os.getpid()
+
+    def _present(self, step: int) -> np.ndarray:
+        indices = self.sampler.indices(step)
+        return indices if self._canaries is None else self._canaries.present(indices)
 
     def secret(self, purpose: bytes, *numbers: int) -> bytes:
         """Returns 32 bytes that are a function of the secret key and of these numbers."""
@@ -56,7 +64,17 @@ class Releases:
 
     def parts(self, step: int) -> Sequence[np.ndarray]:
         """Returns the numbers of the examples in each microbatch of a step; no microbatch if the batch is empty."""
-        return split(self.indices(step), self._settings.microbatch_size)
+        indices = self.indices(step)
+        if self._canaries is not None:
+            indices = indices[self._canaries.has_record(indices)]
+        return split(indices, self._settings.microbatch_size)
+
+    def gradient_canaries(self, step: int) -> np.ndarray:
+        """Returns the canaries of a step that are gradients, not records, counted from 0."""
+        if self._canaries is None:
+            return np.zeros(0, int)
+        indices = self.indices(step)
+        return indices[~self._canaries.has_record(indices)] - self._canaries.num_examples
 
     def release(self, step: int, sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> None:
         """Adds the step's noise to the sums in place, and records the release.

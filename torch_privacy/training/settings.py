@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class TrainingSettings:
     not_for_release: bool = False
     assume_independent: str | None = None
     test_seed: int | None = None
+    num_canaries: int = 0  # of an audit; part of ``num_examples``
 
     def __post_init__(self) -> None:
         n = self.num_examples
@@ -175,6 +176,7 @@ class TrainingSettings:
         """Returns the settings that a resumed run must share with its state, as plain data."""
         return {
             "num_examples": self.num_examples,
+            **({"num_canaries": self.num_canaries} if self.num_canaries else {}),
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "views": self.views,
@@ -200,13 +202,19 @@ def check_delta(num_examples: int, delta: float, *, stacklevel: int) -> float:
     return delta
 
 
-def open_ledger(run_folder: Path | str | None, prior_releases: Sequence[privacy.Release]) -> privacy.Ledger:
+def open_ledger(run_folder: Path | str | None, settings: TrainingSettings) -> privacy.Ledger:
     """Returns the run's ledger, loaded from its folder or new, with the prior releases first."""
+    purpose = "audit" if settings.num_canaries else ""
     path = None if run_folder is None else Path(run_folder) / "ledger.jsonl"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    ledger = privacy.Ledger.load(path) if path is not None and path.exists() else privacy.Ledger(path)
-    for step, release in enumerate(prior_releases):
+    ledger = privacy.Ledger.load(path) if path is not None and path.exists() else privacy.Ledger(path, purpose)
+    if ledger.purpose != purpose:
+        raise Refused(
+            f"{WHERE}: the ledger {str(path)!r} is that of an {ledger.purpose or 'ordinary training'}, and this is an "
+            f"{purpose or 'ordinary training'}. Give each a run folder of its own."
+        )
+    for step, release in enumerate(settings.prior_releases):
         ledger.record(release.event, step, release.fingerprint)
     return ledger
 

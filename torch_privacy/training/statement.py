@@ -13,7 +13,7 @@ import torch
 
 from .. import privacy
 from ..mechanism import Mechanism
-from ..privacy.spent import NOT_FOR_RELEASE, NOT_PRIVATE, Spent
+from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..support.validate import Refused
 from ..support.version import __version__
 from .settings import TrainingSettings
@@ -107,6 +107,7 @@ class Account:
             "neighboring_relation": self._event.neighboring_relation.value,
             "sampler": self._event.sampler,
             "unit": "one item of the dataset",
+            **({"num_canaries": settings.num_canaries} if settings.num_canaries else {}),
             "num_examples": settings.num_examples,
             "expected_batch_size": settings.expected_batch_size,
             "sampling_probability": settings.sampling_probability,
@@ -156,6 +157,8 @@ class Account:
             return NOT_PRIVATE
         if self._settings.not_for_release:
             return NOT_FOR_RELEASE
+        if self._settings.num_canaries:
+            return AUDIT
         if progress.moved_otherwise:
             return MOVED.format(progress.moved_otherwise)
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
