@@ -226,6 +226,7 @@ class _EmbeddingAndResidual(Summation):
         self.merging = merging
         self._bounds: list[BoundCheck] = []
         self._left_out = 0
+        self._finite = torch.ones(0, dtype=torch.bool)  # the rows of the last group that were clipped and summed
 
     @property
     def num_left_out(self) -> int:
@@ -233,12 +234,48 @@ class _EmbeddingAndResidual(Summation):
 
     @torch.no_grad()
     def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
+        jacobian, w, a, c = self._clip(jacobian)
+        sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
+        return sums if c is None else sums | self._residual_sum(jacobian, w, c)
+
+    @torch.no_grad()
+    def responses(
+        self, jacobian: Jacobian, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        count = jacobian.num_examples
+        jacobian, w, a, c = self._clip(jacobian)
+        products, squares = torch.zeros(2, jacobian.num_examples, dtype=torch.float64)
+        for label, part in w.items():
+            key, factors = self._keys[label], a[label].double() / stddevs[self._keys[label]]
+            products += factors * (part @ release[key].to(part)).double() / stddevs[key]
+            squares += factors.square() * part.double().square().sum(1)
+        if c is not None:
+            residual = {name: release[name] for name in jacobian.shapes}
+            inside = self.basis.coordinates(residual)
+            for label, names in self.basis.groups.items():
+                factors = c[label].double() / stddevs[names[0]]
+                rows = jacobian.restricted(names)
+                along = rows.project({name: release[name][None] for name in names})[:, 0] - w[label] @ inside[label]
+                outside = rows.squared_norms().double() - w[label].double().square().sum(1)
+                products += factors * along.double() / stddevs[names[0]]
+                squares += factors.square() * outside.clamp(min=0)
+        if jacobian.num_examples == count:
+            return products, squares
+        kept = self._finite.nonzero().flatten()
+        return products.new_zeros(count).index_copy(0, kept, products), squares.new_zeros(count).index_copy(
+            0, kept, squares
+        )
+
+    def _clip(
+        self, jacobian: Jacobian
+    ) -> tuple[Jacobian, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor] | None]:
+        """Returns the finite rows, their embeddings, and the clip factors of embeddings and residuals by group."""
         w = {group: self.basis.embed(jacobian, group) for group in self.basis.groups}
         inside = {group: part.double().square().sum(1) for group, part in w.items()}
         whole = {}
         if self._residual is not None:
             whole = {group: jacobian.squared_norms(names).double() for group, names in self.basis.groups.items()}
-        finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
+        finite = self._finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if not finite.all():
             kept = finite.nonzero().flatten()
             self._left_out = len(finite) - len(kept)
@@ -246,37 +283,13 @@ class _EmbeddingAndResidual(Summation):
             w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
         a = self._factors(self._embedding, inside)
         self._note("embedding", a, finite)
-        sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         if self._residual is None:
-            return sums
+            return jacobian, w, a, None
         slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self.basis.groups.items()}
         outside = {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         c = self._factors(self._residual, outside)
         self._note("residual", c, finite)
-        return sums | self._residual_sum(jacobian, w, c)
-
-    @torch.no_grad()
-    def responses(
-        self, jacobian: Jacobian, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
-    ) -> tuple[Tensor, Tensor]:
-        self(jacobian, group)  # for the factors
-        products = squares = torch.zeros(jacobian.num_examples, dtype=torch.float64)
-        w = {label: self.basis.embed(jacobian, label).double() for label in self.basis.groups}
-        for label, names in self.basis.groups.items():
-            key, a = self._keys[label], self.factors[f"embedding {label}"].double()
-            products = products + a * (w[label] @ release[key].double()) / stddevs[key] ** 2
-            squares = squares + a.square() * w[label].square().sum(1) / stddevs[key] ** 2
-            if self._residual is None:
-                continue
-            part, c, stddev = jacobian.restricted(names), self.factors[f"residual {label}"].double(), stddevs[names[0]]
-            inside = self.basis.coordinates(
-                {name: release[name] for name in release if name not in self._keys.values()}
-            )
-            along = part.project({name: release[name][None] for name in names})[:, 0].double()
-            outside = (part.squared_norms().double() - w[label].square().sum(1)).clamp(min=0)
-            products = products + c * (along - w[label] @ inside[label].double()) / stddev**2
-            squares = squares + c.square() * outside / stddev**2
-        return torch.nan_to_num(products, 0.0, 0.0, 0.0), torch.nan_to_num(squares, 0.0, 0.0, 0.0)
+        return jacobian, w, a, c
 
     def check_bound(self) -> None:
         for bound in self._bounds:

@@ -120,10 +120,14 @@ class CanaryScores:
                 merging=summation.merging,
                 may_miss=recording.parameters,
             )
-            for name, total in sums.items():
-                self._known[name] = self._known[name] + total if name in self._known else total.clone()
+            self.know(sums)
 
         return take
+
+    def know(self, sums: Mapping[str, Tensor]) -> None:
+        """Adds a sum over examples that are no canaries to what the attacker knows of the step."""
+        for name, total in sums.items():
+            self._known[name] = self._known[name] + total if name in self._known else total.clone()
 
     def note_release(
         self,

@@ -697,7 +697,12 @@ class PrivateTraining:
         self._is_rehearsal = True
 
     def _add_gradient_canaries(self) -> None:
-        """Adds the clipped gradients of the step's gradient canaries to its sums."""
+        """Adds the clipped gradients of the step's gradient canaries, if they are gradients, to its sums."""
+        assert self._canaries is not None
+        if self._canaries.are_records:
+            return
+        assert self._observer is not None
+        self._observer.know(self._sums)
         chosen = self._releases.gradient_canaries(self.step_count)
         if not len(chosen):
             return
