@@ -8,10 +8,10 @@ from io import TextIOWrapper
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, explain, report, reproduce, search, train
+from torch_privacy.cli import accounting, audit, explain, report, reproduce, search, train
 from torch_privacy.cli._shared import app, say
 
-__all__ = ["accounting", "explain", "main", "report", "reproduce", "run", "search", "train"]
+__all__ = ["accounting", "audit", "explain", "main", "report", "reproduce", "run", "search", "train"]
 
 USER_MISTAKE = 2
 

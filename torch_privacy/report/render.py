@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch_privacy.privacy import NeighboringRelation
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import FALSE_POSITIVES, Summary, privacy_lines
-from torch_privacy.report import html, training_plots
+from torch_privacy.report import audit, html, training_plots
 from torch_privacy.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs import table
 from torch_privacy.runs.rows import folder_name, rows_folder
@@ -141,6 +141,7 @@ def _page_of_training(folder: RunFolder) -> str:
         html.figures(plots),
         "<h2>In numbers</h2>",
         html.pairs(table.score_lines(results) + privacy_lines(summary)),
+        audit.section(folder.read_json(folder.audit)) if folder.audit.is_file() else "",
         "<h2>Settings</h2>",
         html.pairs(shown),
         "<h2>What epsilon does not cover</h2>",

@@ -31,6 +31,7 @@ class RunFolder:
         self.privacy = self.path / "privacy.json"
         self.results = self.path / "results.json"
         self.report = self.path / "report.html"
+        self.audit = self.path / "audit" / "audit.json"
         self.checkpoint = self.path / "checkpoint.pt"  # SECRET: determines all noise, past and future
         self._lock_file = self.path / "lock"  # held by the process that trains here
         self._unlock: Callable[[], object] | None = None

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``audit``, which tests by canaries whether the epsilon of a training is believable."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
+
+REJECTED = 1
+
+Subject = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of a run of train, whose training is repeated with canaries; or an experiment.",
+        metavar="RUN",
+        show_default=False,
+    ),
+]
+Canaries = Annotated[
+    str,
+    typer.Option(
+        help="Number of gradient canaries; or a .npz or .safetensors file with one array for each part of an example.",
+        metavar="NUMBER|FILE",
+    ),
+]
+Scores = Annotated[
+    Path | None,
+    typer.Option(
+        help="Own scores, a JSON object with the lists inside and outside, to test the ledger in RUN; trains nothing.",
+        metavar="FILE",
+    ),
+]
+HowScored = Annotated[
+    str, typer.Option(help="gradient: the attacker sees every release; loss: only the final model.", metavar="HOW")
+]
+Significance = Annotated[float, typer.Option(help="Probability of a false alarm, in (0, 1).")]
+AuditDelta = Annotated[
+    float | None, typer.Option(help="Delta at which epsilon is shown.", show_default="the training's")
+]
+AuditEpochs = Annotated[
+    float | None, typer.Option(help="Passes over the data, on average.", show_default="the training's")
+]
+AuditOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        parser=folder_named,
+        help="New folder for ledger, numbers and page.",
+        metavar="FOLDER",
+        show_default="RUN/audit",
+    ),
+]
+
+
+@app.command()
+def audit(
+    run: Subject,
+    canaries: Canaries = "1000",
+    score: HowScored = "gradient",
+    significance: Significance = 0.05,
+    delta: AuditDelta = None,
+    epochs: AuditEpochs = None,
+    scores: Scores = None,
+    out: AuditOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test by canaries whether the epsilon of a training is believable.
+
+    Trains once more, with canaries that fair coins put into the data, and guesses the coins. The exit code is 1 if the
+    ledger's claim is rejected. The audited training spends epsilon on the same data, and its model is not kept.
+    """
+    from torch_privacy.report import audit as page
+
+    if scores is not None:
+        result = _of_scores(Path(run), scores, significance, delta)
+        folder = out
+    else:
+        folder = out or _default_folder(run)
+        result = _of_training(run, canaries, score, significance, delta, epochs, folder)
+    content = result.as_json()
+    lines = page.lines(content)
+    if folder is not None:
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "audit.json").write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            (folder / "report.html").write_text(page.render(content), encoding="utf-8")
+        lines.append(("report", str(folder / "report.html")))
+    print_result(content, lines, as_json)
+    raise typer.Exit(REJECTED if content["rejected"] else 0)
+
+
+def _default_folder(run: str) -> Path:
+    return Path(run) / "audit" if Path(run).is_dir() else Path("audits") / f"{run}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _of_training(
+    run: str,
+    canaries: str,
+    score: str,
+    significance: float,
+    delta: float | None,
+    epochs: float | None,
+    folder: Path,
+) -> Any:
+    from torch_privacy.experiments.auditing import audit_experiment, read_canaries, subject_of
+
+    experiment, settings = subject_of(run)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: exists already. Name another folder with --out.")
+    if epochs is not None:
+        settings["epochs"] = epochs
+    options = {"score": score, "significance": significance, "delta": delta}
+    return audit_experiment(experiment, settings, read_canaries(canaries), folder=folder, **options)
+
+
+def _of_scores(run: Path, scores: Path, significance: float, delta: float | None) -> Any:
+    from torch_privacy.privacy import Ledger
+    from torch_privacy.privacy.audit import audit_scores
+
+    path = run / "ledger.jsonl" if run.is_dir() else run
+    try:
+        content = json.loads(scores.read_text(encoding="utf-8"))
+        inside, outside = content["inside"], content["outside"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{scores}: must be a JSON object with two lists of numbers, inside and outside.") from None
+    ledger = Ledger.load(path)
+    ledger.close()
+    return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta or 1e-5)

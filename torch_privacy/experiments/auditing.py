@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits the training of an experiment, or of a finished run, on its own data and model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.experiments import TRAININGS, load_trainable
+from torch_privacy.experiments.runner import losses_and_scores, new_training, number_of_threads
+from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings
+from torch_privacy.runs.folder import RunFolder
+
+FILE_ENDINGS = (".npz", ".safetensors")
+
+
+def audit_experiment(
+    experiment: str,
+    settings: dict[str, Any],
+    canaries: tp.GradientCanaries | Dataset,
+    *,
+    folder: Path | None = None,
+    **options: Any,
+) -> tp.Audit:
+    """Trains once with canaries, as the experiment does with these settings, and returns the audit.
+
+    Args:
+        experiment: one of ``TRAININGS``.
+        settings: replace the experiment's own.
+        canaries: as for `tp.audit`.
+        folder: for the ledger of the audited training.
+        options: further arguments of `tp.audit`.
+    """
+    study = load_trainable(experiment)
+    check_names(experiment, study.settings(), settings)
+    chosen = study.settings(**settings)
+    check_numbers(chosen)
+    task = study.task(chosen)
+    check_settings(chosen, len(task.train))  # type: ignore[arg-type]
+
+    def train(dataset: Dataset) -> tp.PrivateTraining:
+        torch.manual_seed(chosen.seed)
+        training = new_training(chosen, replace(task, train=dataset), folder)
+        with number_of_threads(task.num_threads):
+            for batch in training:
+                losses, _ = losses_and_scores(task, training.model, batch, task.views)
+                training.step(losses)
+        training.ledger.close()
+        return training
+
+    return tp.audit(train, task.train, canaries, **options)
+
+
+def subject_of(name: str) -> tuple[str, dict[str, Any]]:
+    """Returns experiment and settings that a name stands for: an experiment, or the folder of a run.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in TRAININGS:
+        return name, {}
+    folder = RunFolder(Path(name))
+    if not folder.settings.is_file():
+        known = ", ".join(TRAININGS)
+        raise ValueError(f"audit: {name!r} is neither an experiment ({known}) nor the folder of a run.")
+    content = dict(folder.read_json(folder.settings))
+    experiment = content.pop("experiment", None)
+    if experiment not in TRAININGS:
+        raise ValueError(f"{folder.settings}: names no experiment that this version can train: {experiment!r}.")
+    known = {key: value for key, value in content.items() if key in Settings.__dataclass_fields__}
+    return experiment, known
+
+
+def read_canaries(text: str) -> tp.GradientCanaries | TensorDataset:
+    """Returns the canaries that a number or a file stands for.
+
+    A number asks for `GradientCanaries`. A file ends in .npz or .safetensors and holds one array for each part of an
+    example, in the order of its names, such as ``0`` (inputs) and ``1`` (labels), with one entry for each canary.
+
+    Raises:
+        ValueError: if the file cannot be read, or its arrays differ in length.
+    """
+    if text.isdecimal():
+        return tp.GradientCanaries(int(text))
+    path = Path(text)
+    if path.suffix not in FILE_ENDINGS:
+        endings = " or ".join(FILE_ENDINGS)
+        raise ValueError(f"audit: --canaries {text}: must be a number, or a file with a name ending in {endings}.")
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            parts = [torch.from_numpy(arrays[name]) for name in sorted(arrays.files)]
+    else:
+        tensors = safetensors.torch.load_file(path)
+        parts = [tensors[name] for name in sorted(tensors)]
+    lengths = [len(part) if part.ndim else 0 for part in parts]
+    if not parts or len({*lengths}) > 1 or not lengths[0]:
+        raise ValueError(f"{path}: must hold arrays with one entry for each canary; their lengths are {lengths}.")
+    return TensorDataset(*parts)
