@@ -13,8 +13,8 @@ from torch_privacy.report.training_plots import FIRST, SECOND, as_svg, new_axes
 
 WORDS = (
     "Fair coins put the canaries into the data of one training, or left them out; an attack guessed the coins. "
-    "The lower bound holds for this data, this run and this attack. A bound far below the certified epsilon shows "
-    "nothing: the ideal attack with as many canaries would not find much more. A rejected claim shows a mistake."
+    "The lower bound holds for this data, this run and this attack: one run finds only a part of epsilon, so compare "
+    "it with what the ideal attack would show. A small bound shows nothing; a rejected claim shows a mistake."
 )
 
 

@@ -34,7 +34,7 @@ PAGE = Template("""\
   .plots, .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
                    gap: 1.5rem 2rem; }
   figure { margin: 0; }
-  .plots svg { width: 100%; height: auto; }
+  .plots svg { width: 100%; max-width: 40rem; height: auto; }
   .plots svg text { font-family: system-ui, sans-serif !important; }
   table { border-collapse: collapse; width: 100%; }
   td, th { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top;
