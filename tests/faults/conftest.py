@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts trials of faults, and prints the counts at the end of the tests: ``make faults`` ends with this table."""
 
-import os
 from collections.abc import Callable
 
 import pytest
 
-ALL = "TORCH_PRIVACY_ALL_FAULTS" in os.environ  # set by ``make faults``
 HEADINGS = "tried", "survived", "nothing lost"
 _counts: dict[str, list[int]] = {}
 

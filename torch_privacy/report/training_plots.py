@@ -26,6 +26,7 @@ from torch_privacy.privacy.summary import (
     summarize,
 )
 from torch_privacy.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
+from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics
 
 if TYPE_CHECKING:
@@ -55,17 +56,19 @@ class Training:
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
         """Reads a run folder; raises a ``ValueError`` if a file is damaged."""
-        results = folder.read_json(folder.results)
-        if lacking := [key for key in ("experiment", "privacy", "score", "test_score") if key not in results]:
-            raise ValueError(
-                f"{folder.results}: has no {', '.join(map(repr, lacking))}; it is no finished training, nor an "
-                "experiment of reproduce."
-            )
+        results = folder.read_results()
+        if "privacy" not in results:
+            raise ValueError(f"{folder.path}: is a row of an experiment, it is no finished training. Name a whole run.")
         stated = results["privacy"]
-        releases = releases_from_json(stated)
-        summary = summarize(releases, stated["delta"])
-        rows, measure = folder.read_metrics(), Measure(**results["score"])
-        warning = folder.read_json(folder.privacy).get("warning") or ""
+        try:
+            releases = releases_from_json(stated)
+            summary = summarize(releases, stated["delta"])
+        except (ValueError, ArithmeticError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{folder.results}: states releases that cannot be priced ({reason}).") from None
+        digests = results.get("files", NO_DIGESTS)
+        rows, measure = folder.read_metrics(digests), Measure(**results["score"])
+        warning = folder.read_statement(digests).get("warning") or ""
         name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
         return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
 
