@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 COURSE_DASHES = ("-", "--", ":", "-.")
+SMALLEST_AXIS = 1e-6  # matplotlib cannot draw a much smaller epsilon
 LOG_RATIO = 50  # ratio of the runs' epsilons beyond which their axis is logarithmic
 ALPHAS = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
 DELTAS = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
@@ -108,7 +109,7 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     axes.fill_between(epochs, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(epochs, high, color=FIRST, marker="o", markersize=3)
     _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
-    axes.set_ylim(0, 1.15 * max(high[np.isfinite(high)], default=1))
+    axes.set_ylim(0, max(1.15 * max(high[np.isfinite(high)], default=1), SMALLEST_AXIS))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return as_svg(figure)
 

@@ -463,7 +463,7 @@ class PrivateTraining:
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(
-                f"{key}={here!r} (the state has {repr(there)[:200]})" for key, (here, there) in differing.items()
+                f"{key}={here!r} (the state has {there!r:.200})" for key, (here, there) in differing.items()
             )
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
