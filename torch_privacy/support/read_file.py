@@ -29,10 +29,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise ValueError(error.strerror or errno.errorcode.get(error.errno or 0, "unknown error")) from None
     except ValueError as error:  # a NUL in the name
         raise ValueError(f"its name is not one of a file, {error}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"it is {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
     with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise ValueError(f"it is {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
         yield file
 
 
