@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .read_file import shown
+from .validate import quoted
 
 Schema = Mapping[str, Any]
 
@@ -80,7 +81,7 @@ def _violation_of(keyword: str, rule: Any, schema: Schema, value: Any, where: st
         return "" if holds(rule, value) else _said(where, value, words.format(_shown_rule(rule)))
     if keyword == "required":
         lacking = [name for name in rule if isinstance(value, dict) and name not in value]
-        return f"{where} has no {', '.join(map(repr, lacking))}".lstrip() if lacking else ""
+        return f"{where} has no {quoted(lacking, at_most=5)}".lstrip() if lacking else ""
     if keyword == "items":
         parts = enumerate(value if isinstance(value, (list, tuple)) else ())
         return _first(violation(rule, part, f"{where}[{number}]") for number, part in parts)
