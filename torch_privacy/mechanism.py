@@ -20,7 +20,7 @@ from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
 from .sampling.poisson import Poisson
 from .support.model_state import ModelTensors
-from .support.validate import Refused, quoted
+from .support.validate import Refused, positive, quoted
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
 ROUNDING = 2e-5  # relative, of a clipped row's norm
@@ -301,7 +301,9 @@ class ClippedSum(Mechanism):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.rule, Adaptive):
-            self.rule = replace(self.rule, clip_norm=state["clipping"]["clip_norm"])
+            clip_norm = state["clipping"].get("clip_norm")
+            positive("PrivateTraining.load_state_dict", clip_norm=clip_norm)
+            self.rule = replace(self.rule, clip_norm=clip_norm)
 
 
 class _ClippedSummation(Summation):

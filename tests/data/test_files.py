@@ -83,10 +83,10 @@ def test_content_without_a_published_checksum_passes(tmp_path):
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(CONTENT)
 
-    def read_bytes(path):
+    def unreadable(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", read_bytes)
+    monkeypatch.setattr("os.open", unreadable)
     with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\)\. Put the original"):
         SOURCE.folder(tmp_path).read("a.txt.gz")
 

@@ -84,9 +84,11 @@ def test_list_names_every_experiment_with_its_paper_and_times(capsys, monkeypatc
 def test_run_writes_every_number_beside_the_papers(tiny, tmp_path, capsys):
     assert command(["reproduce", "tiny-one", "--seeds", "1,5-6", "--run", str(tmp_path / "r"), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert {key: value for key, value in results.items() if key != "run"} == json.loads(
-        (tmp_path / "r" / "results.json").read_text()
-    )
+    written = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert written == {key: value for key, value in results.items() if key != "run"} | {
+        "format": 2,
+        "check": written["check"],
+    }
     assert tiny == [("first", 1), ("second", 1), ("second", 5), ("second", 6)]
     first, second = results["rows"]
     assert first["paper"] == {"value": 3.14}
@@ -229,9 +231,9 @@ def test_edited_settings_of_a_run_are_refused(quick, said, tmp_path, capsys):
     training = run.training(run.unfinished()[0])
     training.close()
     run.close()
-    settings = run.folder.read_json(run.folder.settings)
+    settings = run._request()
     del settings["quick"]
-    run.folder.write_json(run.folder.settings, settings if quick is None else settings | {"quick": quick})
+    run.folder.write_checked(run.folder.settings, settings if quick is None else settings | {"quick": quick})
     assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
@@ -252,7 +254,7 @@ def test_report_says_what_is_no_run(tiny, tmp_path, capsys):
     other = RunFolder(tmp_path / "other")
     other.create()
     other.write_json(other.results, {"reproduce": "tiny-one"})
-    for folder, said in ((row, "it is no finished training"), (other.path, "has no 'place'")):
+    for folder, said in ((row, "it is no finished training"), (other.path, "has no 'paper', 'place'")):
         capsys.readouterr()
         assert command(["report", str(folder), "--out", str(tmp_path / "o")]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

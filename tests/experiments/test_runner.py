@@ -317,7 +317,7 @@ def test_damaged_checkpoint_is_refused(stopped, content, capfd):
     stopped.checkpoint.write_bytes(content)
     assert_refused(
         ["train", "--resume", str(stopped.path)],
-        "checkpoint.pt: cannot be read (damaged, or of another version?)",
+        "checkpoint.pt: cannot be read (damaged, or of another version?",
         capfd,
     )
 
@@ -326,7 +326,7 @@ def test_truncated_checkpoint_is_refused(stopped, capfd):
     stopped.checkpoint.write_bytes(stopped.checkpoint.read_bytes()[:-100])
     assert_refused(
         ["train", "--resume", str(stopped.path)],
-        "checkpoint.pt: cannot be read (damaged, or of another version?)",
+        "checkpoint.pt: cannot be read (damaged, or of another version?",
         capfd,
     )
 
@@ -335,7 +335,7 @@ def test_truncated_checkpoint_is_refused(stopped, capfd):
     ("edit", "words"),
     {
         "learning rate": (lambda old: {**old, "learning_rate": 0.3}, "was started with in learning_rate."),
-        "empty": (lambda old: {}, "was started with in experiment, "),
+        "empty": (lambda old: {}, "has no 'experiment'"),
         "unknown key": (lambda old: {**old, "momentum": 0.9}, "was started with in momentum."),
         "missing key": (lambda old: {key: old[key] for key in old if key != "data"}, "was started with in data."),
         "list": (lambda old: [1], "not a JSON object"),

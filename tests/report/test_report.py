@@ -19,6 +19,24 @@ ROWS = [
     Metrics("non-private", 2.0, 100, 0.3, 0.9, 0.86),
 ]
 
+STATEMENT = {
+    **{name: "" for name in ("sampler", "unit", "noise")},
+    **{name: 1 for name in ("num_examples", "expected_batch_size", "sampling_probability", "num_steps_planned")},
+    "format": 2,
+    "private": True,
+    "neighboring_relation": "add_or_remove_one",
+    "clipping": {"rule": "Flat"},
+    "sensitivity": 1.0,
+    "noise_multiplier": 1.1,
+    "target_epsilon": None,
+    "delta": 1e-5,
+    "epsilon": None,
+    "releases": [],
+    "treated_as_public": [],
+    "not_covered": ["what <nobody> promised"],
+    "versions": dict.fromkeys(("torch_privacy", "torch", "numpy", "python"), "0"),
+}
+
 
 class Links(HTMLParser):
     """Collects every address that a browser would fetch or follow, and the text."""
@@ -46,7 +64,7 @@ def write_run(folder, **statement):
         "privacy": summarize(equal_releases(*EVENTS), 1e-5).as_json(),
     }
     folder.write_json(folder.results, results)
-    folder.write_json(folder.privacy, {"not_covered": ["what <nobody> promised"], **statement})
+    folder.write_json(folder.privacy, {**STATEMENT, **statement})
     folder.write_json(folder.settings, {"experiment": "<tiny>", "target_epsilon": None, "baseline": True})
     folder.write_metrics(ROWS)
     return folder
@@ -87,7 +105,7 @@ def test_report_has_the_numbers_of_the_closing_table(parsed):
 
 def test_report_on_what_is_not_private_says_so(tmp_path, page):
     folders = [RunFolder(tmp_path / name) for name in ("one", "two")]
-    for folder, statement in zip(folders, ({"warning": "NOT PRIVATE (a test)"}, {"warning": None}), strict=True):
+    for folder, statement in zip(folders, ({"private": False, "warning": "NOT PRIVATE (a test)"}, {}), strict=True):
         folder.create()
         write_run(folder, **statement)
     assert "NOT PRIVATE" not in page

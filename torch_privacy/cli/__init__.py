@@ -14,6 +14,7 @@ from torch_privacy.cli._shared import app, say
 __all__ = ["accounting", "audit", "explain", "main", "report", "reproduce", "run", "search", "train"]
 
 USER_MISTAKE = 2
+LONGEST = 1500  # letters of a message
 
 OPTIONS = {  # names that differ between library and command
     "target_epsilon": "--epsilon",
@@ -36,7 +37,12 @@ def _with_option_names(message: str) -> str:
 
 def _complain(message: str) -> int:
     """Prints one line on stderr and returns the exit code of a user's mistake."""
-    say(f"torch-privacy: {' '.join(message.split())}")
+    line = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(message.split())
+    )
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    say(f"torch-privacy: {line.rstrip('.')}.")
     return USER_MISTAKE
 
 

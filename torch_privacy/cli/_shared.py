@@ -20,9 +20,11 @@ app = typer.Typer(
 
 
 def folder_named(text: str) -> Path:
-    """Returns the path; refuses an empty one, which would mean the current folder."""
+    """Returns the path; refuses an empty one, which would mean the current folder, and one that no file can have."""
     if not text:
         raise typer.BadParameter("it is empty; name a folder")
+    if "\0" in str(text):  # a default is a path already
+        raise typer.BadParameter("it has a NUL character; name a folder")
     return Path(text)
 
 

@@ -82,7 +82,10 @@ def _of_factory(name: str, module: Any, factory: str) -> Subject:
             f"explain: {name!r} must be a function without arguments that returns (model, loss_fn, batch) or "
             "(model, (x, labels))."
         ) from None
-    made = function()
+    try:
+        made = function()
+    except SystemExit:
+        raise ValueError(f"explain: {name!r} ended the process. Name a function that returns a model.") from None
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from torch_privacy.support.read_file import read_bytes
+
 FOLDER_VARIABLE = "TORCH_PRIVACY_DATA"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a checkout of this project
 LARGEST = 2**28  # bytes of unpacked content; that of the largest file is 182 million
@@ -109,9 +111,9 @@ class Folder:
         if path is None:
             raise DataError(f"{self.path_of(name)}: no such file. {cure}")
         try:
-            packed = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}). {cure}") from None
+            packed = read_bytes(path, LARGEST)
+        except ValueError as error:
+            raise DataError(f"{path}: cannot be read ({error}). {cure}") from None
         try:
             content = unpack(path.suffix, packed)
         except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error) as error:

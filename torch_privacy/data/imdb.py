@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from torch_privacy.data.dataset import Data
 from torch_privacy.data.files import DataError, File, Folder, Source, digests, verify_content
 from torch_privacy.data.text import Tokens, Vocabulary, Words, encode
+from torch_privacy.support.read_file import read_bytes
 
 SOURCE = Source(
     name="IMDb",
@@ -24,6 +25,7 @@ SOURCE = Source(
     origin="https://ai.stanford.edu/~amaas/data/sentiment/, or its folder aclImdb",
     licence="none stated by A. L. Maas et al., who ask to be cited; research use",
 )
+LONGEST_REVIEW = 2**20  # bytes
 CLASSES = ("negative", "positive")
 
 
@@ -109,7 +111,11 @@ def _join(folder: Path) -> bytes:
             number, _, stars = path.stem.partition("_")
             if not (number.isdecimal() and stars.isdecimal()):
                 raise DataError(f"{path}: is not called NUMBER_STARS.txt, as every review is. Move it out of there.")
-            fields = str(label).encode(), stars.encode(), number.encode(), path.read_bytes().replace(b"\n", b" ")
+            try:
+                text = read_bytes(path, LONGEST_REVIEW).replace(b"\n", b" ")
+            except ValueError as error:
+                raise DataError(f"{path}: cannot be read ({error}). Restore it from aclImdb.") from None
+            fields = str(label).encode(), stars.encode(), number.encode(), text
             reviews.append((int(number), label, b"\t".join(fields) + b"\n"))
     return b"".join(line for *_, line in sorted(reviews))
 

@@ -106,6 +106,8 @@ class TapeEstimator:
 
     @learned.setter
     def learned(self, known: dict[str, str] | None) -> None:
+        if isinstance(known, str):
+            raise Refused("PrivateTraining.load_state_dict: projections must be the forms. Use another state.")
         self._forms.known = dict(known or {})
 
     def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> Tape:

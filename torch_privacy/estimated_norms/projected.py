@@ -26,7 +26,7 @@ from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from ..support.replay import RandomState
-from ..support.validate import Refused
+from ..support.validate import Refused, one_of
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
 from .settings import Sketched
@@ -135,6 +135,7 @@ class Projector:
 
     @learned.setter
     def learned(self, strategy: str | None) -> None:
+        one_of("PrivateTraining.load_state_dict", (None, *STRATEGIES), projections=strategy)
         self.strategy = strategy
 
     @property

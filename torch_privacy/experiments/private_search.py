@@ -92,7 +92,7 @@ class PrivateSearch:
             folder.write_json(folder.privacy, self._statement(found.result["statement"], results))
             settings = asdict(self.candidates[found.candidate])
             folder.write_json(folder.settings, {"experiment": self._experiment, **settings})
-            folder.write_json(folder.results, results)
+            folder.write_checked(folder.results, results)
             return results
         finally:
             folder.unlock()

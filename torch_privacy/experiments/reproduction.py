@@ -129,7 +129,7 @@ class Reproduction:
         made = [place for place in (path, *path.parents) if not place.exists()]
         folder.create()
         run = cls(folder, EXPERIMENTS[name], study, quick, list(seeds), data, selection, made)
-        folder.write_json(folder.settings, run._request())
+        folder.write_checked(folder.settings, run._request())
         return run
 
     @classmethod
@@ -140,14 +140,11 @@ class Reproduction:
             ValueError: If the folder holds no unfinished run of an experiment, or is in use.
         """
         folder = RunFolder(path)
-        request = folder.read_json(folder.settings)
-        if "reproduce" not in request:
+        request = folder.read_request()
+        if request is None:
             raise ValueError(f"{path}: is no run of an experiment. Continue a training with train --resume.")
         if folder.is_complete:
             raise ValueError(f"{path}: this run is complete, nothing is left to resume. Its report is {folder.report}.")
-        lacking = [key for key in ("quick", "seeds", "data") if key not in request]
-        if lacking:
-            raise ValueError(f"{folder.settings}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
         name, selection = request["reproduce"], Selection(request.get("only", ()), request.get("skip", ()))
         study = load_study(name)
         run = cls(folder, EXPERIMENTS[name], study, request["quick"], request["seeds"], request["data"], selection)
@@ -206,7 +203,7 @@ class Reproduction:
         """Raises a ``ValueError`` if a row was trained with other settings than the table will state."""
         for job in self.jobs():
             if isinstance(job.row, Training) and job.folder.settings.exists():
-                found, asked = job.folder.read_json(job.folder.settings), self._settings_asked(job.seed, job.row)
+                found, asked = job.folder.read_settings(), self._settings_asked(job.seed, job.row)
                 if other := [name for name, value in asked.items() if name not in found or found[name] != value]:
                     raise ValueError(
                         f"{job.folder.path}: was trained with other {', '.join(other)} than {self.folder.settings} and "
@@ -220,7 +217,7 @@ class Reproduction:
         numbers = job.row.compute(Context(self.quick, job.seed, self.data))
         job.folder.path.mkdir(parents=True, exist_ok=True)
         content = {"numbers": _as_json(numbers), "seconds": perf_counter() - start}
-        job.folder.write_json(job.folder.results, content)
+        job.folder.write_checked(job.folder.results, content)
 
     def finish(self) -> dict[str, Any]:
         """Draws the figures, writes report and results, and returns the results."""
@@ -230,7 +227,7 @@ class Reproduction:
         results = self._results()
         for name, figure in self._figures(results).items():
             plots.save(figure, self.folder.path / f"{name}.svg")
-        self.folder.write_json(self.folder.results, results)
+        self.folder.write_checked(self.folder.results, results)
         self.folder.write_report(report.render([self.folder]))
         self.close()
         return results
@@ -273,7 +270,7 @@ class Reproduction:
         runs: dict[str, list[dict[str, Any]]] = {}
         left_out = self._left_out()
         for job in self.jobs():
-            content = job.folder.read_json(job.folder.results)
+            content = job.folder.read_results()
             _check_result(job, content)
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
         results = {
@@ -301,6 +298,7 @@ class Reproduction:
 
 
 def _check_result(job: Job, content: dict[str, Any]) -> None:
+    """Raises a ``ValueError`` if the results are those of a row of another kind."""
     needed = ("numbers", "seconds") if isinstance(job.row, Computation) else ("privacy", "score", "seconds")
     if lacking := [key for key in needed if key not in content]:
         raise ValueError(f"{job.folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
@@ -309,7 +307,7 @@ def _check_result(job: Job, content: dict[str, Any]) -> None:
 def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers and seconds of a job, from its ``results.json``."""
     if isinstance(row, Computation):
-        return content
+        return {"numbers": content["numbers"], "seconds": content["seconds"]}
     return {"numbers": _as_json(training_numbers(content)), "seconds": content["seconds"]["private"]}
 
 

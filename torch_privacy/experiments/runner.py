@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +25,35 @@ from torch.utils.data import Dataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.experiments import load_trainable
+from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Settings, Task, check_names, check_numbers, check_settings, number_of_steps
 from torch_privacy.privacy.summary import Releases, Summary, summarize
 from torch_privacy.report import render as report
+from torch_privacy.runs import schemas
+from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, differences, listed
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Log, Progress
+from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
+from torch_privacy.support.schema import violation
 
 TEST_BATCH_SIZE = 4096
-CHECKPOINT_KEYS = {
-    "experiment", "settings", "released", "model", "optimizer", "scheduler", "training", "average", "log",
-    "random_state",
-}  # fmt: skip
+SPARE_STORAGE = 2**26  # bytes of tensors in a checkpoint beyond those of the run's own state
+CHECKPOINT = schemas.record(  # every entry but these is compared with the run's own state
+    {
+        "experiment": schemas.NAME,
+        "settings": {"type": "object", "additionalProperties": schemas.SETTING},
+        "released": {"type": "object"},
+        "model": {"type": "object"},
+        "optimizer": {"type": "object"},
+        "scheduler": {"type": ["object", "null"]},
+        "training": {"type": "object"},
+        "average": {"type": ["object", "null"]},
+        "log": {"type": "object"},
+        "random_state": {},
+    },
+    closed=True,
+)
 
 
 @dataclass
@@ -93,13 +111,20 @@ class Run:
         folder.check_resumable()
         folder.lock()
         folder.check_resumable()  # again: the process that had the lock may have finished the run
-        state = folder.read_checkpoint(lambda file: torch.load(file, weights_only=True), CHECKPOINT_KEYS)
-        folder.check_settings({"experiment": state["experiment"], **state["settings"]})
-        study = load_trainable(state["experiment"])
-        settings = study.settings(**state["settings"])
-        released = (state["released"],) if state["released"] else ()
-        run = cls._build(folder, state["experiment"], settings, study.task(settings, *released))
-        run._restore(state)
+        with folder.opened_checkpoint() as checkpoint:
+            outline = checkpoint.outline
+            if wrong := violation(CHECKPOINT, outline):
+                raise CheckpointError(wrong)
+            folder.check_settings({"experiment": outline["experiment"], **outline["settings"]})
+            study, settings = _study_and_settings(outline["experiment"], outline["settings"])
+            released = (checkpoint.load()["released"],) if outline["released"] else ()
+            run = cls._build(folder, outline["experiment"], settings, study.task(settings, *released))
+            try:
+                run._check(checkpoint)
+                run._restore(checkpoint.load())
+            except BaseException:
+                run.close()
+                raise
         return run
 
     @classmethod
@@ -130,7 +155,15 @@ class Run:
 
     def checkpoint(self) -> None:
         """Saves the state of private training in a secret file; a resumed baseline starts over."""
-        state = {
+        state = self._state()
+        content = BytesIO()
+        torch.save(state, content)
+        self.training.ledger.sync()
+        self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the content of a checkpoint."""
+        return {
             "experiment": self.experiment,
             "settings": asdict(self.settings),  # to detect a settings.json that was changed during the run
             "released": dict(self.task.released),
@@ -142,10 +175,6 @@ class Run:
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
         }
-        content = BytesIO()
-        torch.save(state, content)
-        self.training.ledger.sync()
-        self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
 
     def finish(self) -> dict[str, Any]:
         """Writes model, privacy statement, results and report; deletes the checkpoint; returns the results.
@@ -157,7 +186,11 @@ class Run:
         self.folder.write_model(safetensors.torch.save(weights))
         results = self._results()
         self.folder.write_json(self.folder.privacy, self._statement())
-        self.folder.write_json(self.folder.results, results)
+        self.training.ledger.sync()
+        folder = self.folder
+        folder.write_checked(
+            folder.results, results, folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy
+        )
         self.folder.write_report(report.render([self.folder]))
         self.training.ledger.close()
         self.folder.delete_checkpoint()
@@ -181,12 +214,34 @@ class Run:
         """Returns the content of ``settings.json``."""
         return {"experiment": self.experiment, **asdict(self.settings)}
 
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Raises a `CheckpointError` that lists where a checkpoint differs from this run in its structure."""
+        expected = self._state()
+        found = {name: checkpoint.outline[name] for name in expected}
+        stepped = _optimizer_state_after_a_step(self.task, self.training.settings.num_steps)
+        if isinstance(found["optimizer"], dict) and found["optimizer"].get("state"):
+            expected["optimizer"] = stepped
+        log = violation(LOG, found["log"], "log")
+        for name in ("log", "training", "settings", "experiment", "released"):  # they are checked otherwise
+            del expected[name], found[name]
+        differing = ([log] if log else []) + differences(found, expected)
+        if differing:
+            raise CheckpointError(f"it differs from this run: {listed(differing)}")
+        largest = SPARE_STORAGE + 4 * _bytes(expected) + _bytes(dict(self.task.released))
+        if checkpoint.size > largest:
+            raise CheckpointError(
+                f"it has {checkpoint.size} bytes of tensors, and this run needs no more than {largest}"
+            )
+        rows = checkpoint.outline["log"]["rows"]
+        if len(rows) > math.ceil(self.settings.epochs) or any(row["training"] != "private" for row in rows):
+            raise CheckpointError(f"log has {len(rows)} epochs of {self.settings.epochs:g}")
+
     def _restore(self, state: dict[str, Any]) -> None:
+        self.training.load_state_dict(state["training"])  # first, because it alone can refuse what is in the checkpoint
         self.model.load_state_dict(state["model"])
         self.training.optimizer.load_state_dict(state["optimizer"])
         if self.training.scheduler is not None:
             self.training.scheduler.load_state_dict(state["scheduler"])
-        self.training.load_state_dict(state["training"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.private.load_state_dict(state["log"])
@@ -270,6 +325,33 @@ class Run:
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }
+
+
+def _study_and_settings(experiment: str, chosen: dict[str, Any]) -> tuple[Study, Settings]:
+    """Returns the study and the settings of a checkpoint; raises a ``ValueError`` unless they are valid."""
+    study = load_trainable(experiment)
+    check_names(experiment, study.settings(), chosen)
+    settings = study.settings(**chosen)
+    check_numbers(settings)
+    return study, settings
+
+
+def _optimizer_state_after_a_step(task: Task, num_steps: int) -> dict[str, Any]:
+    """Returns the state that a new optimizer has after a step with gradients of zero."""
+    model, optimizer, _ = _new_parts(task, num_steps)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def _bytes(tree: Any) -> int:
+    """Returns the size of all tensors in nested containers."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return sum(map(_bytes, parts))
 
 
 def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:

@@ -42,6 +42,7 @@ def grid(tried: Mapping[str, Sequence[Any]], most: int | None, seed: int) -> lis
     if most is None:
         return candidates
     _check.whole("search", at_least=1, tries=most)
+    _check.whole("search", seed=seed)
     chosen = np.random.default_rng(seed).choice(len(candidates), min(most, len(candidates)), replace=False)
     return [candidates[k] for k in sorted(chosen)]
 

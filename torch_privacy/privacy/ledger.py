@@ -6,10 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..support.read_file import shown
+from ..support.schema import violation
 from ..support.validate import Refused, whole
 from .compose import Profile, compose
 from .events.base import Event, event_from_dict, event_to_dict
 from .ledger_file import FORMAT, KNOWN_FORMATS, LedgerFile, Line
+
+STATE = {  # of a ledger, in a checkpoint
+    "type": "object",
+    "required": ["ledger", "events", "releases"],
+    "properties": {
+        "events": {"type": "array", "items": {"type": "object", "required": ["type"]}},
+        "releases": {
+            "type": "array",
+            "maxItems": 10**9,
+            "items": {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": ["integer", "string"]}},
+        },
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -188,9 +203,25 @@ class Ledger:
         Raises:
             Refused: if the checkpoint and this ledger differ at a step, or the format is unknown.
         """
+        if not isinstance(state, dict):
+            raise Refused(f"Ledger.load_state_dict: the state is {shown(state)}: must be that of a ledger.")
         self._check_format(state.get("ledger"))
-        events = [event_from_dict(description) for description in state["events"]]
-        for step, (index, fingerprint) in enumerate(state["releases"]):
+        if wrong := violation(STATE, state):
+            raise Refused(f"Ledger.load_state_dict: {wrong}. Load what state_dict returned.")
+        try:
+            events = [event_from_dict(description) for description in state["events"]]
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"Ledger.load_state_dict: an event is not valid: {error}") from error
+        releases = [(index, fingerprint) for index, fingerprint in state["releases"]]
+        for index, fingerprint in releases:
+            if type(index) is not int or not 0 <= index < len(events) or not isinstance(fingerprint, str):
+                raise Refused(
+                    f"Ledger.load_state_dict: a release is of event {shown(index)}, which is not in the state."
+                )
+        for step, (index, fingerprint) in enumerate(releases[: len(self)]):
+            self._check_replay(events[index], step, fingerprint)  # all of them, before any release is added
+        for step in range(len(self), len(releases)):
+            index, fingerprint = releases[step]
             self.record(events[index], step, fingerprint)
 
     def sync(self) -> None:

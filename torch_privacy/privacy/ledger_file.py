@@ -4,6 +4,7 @@
 import hashlib
 import json
 import os
+import stat
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ except ImportError:  # Windows: a second process is not noticed
     fcntl = None
 
 SECONDS_BETWEEN_SYNCS = 1.0
+BLOCK, LONGEST_LINE = 2**20, 2**24  # bytes
 DIGEST_BYTES = 8
 CHECK = "check"  # the key of a line's digest
 UNCHAINED_FORMAT, FORMAT = 1, 2  # the first is that of files from before there were digests
@@ -53,6 +55,8 @@ class LedgerFile:
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0)
         self._file: int | None = os.open(self.path, flags, 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise Refused(f"Ledger: {str(self.path)!r} is no file. Name another path.")
             self._lock()
             _sync_directory(self.path.absolute().parent)
             # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
@@ -77,13 +81,19 @@ class LedgerFile:
             Refused: if a line is damaged.
         """
         assert self._file is not None
-        content = os.pread(self._file, self.size, 0)
-        *texts, rest = content.split(b"\n")
         lines: list[Line] = []
-        digest = b""
-        for number, text in enumerate(texts, start=1):
-            line, digest = self._checked(number, text, digest)
-            lines.append(line)
+        digest, rest, place = b"", b"", 0
+        while place < self.size:  # block by block: a damaged file may be huge
+            block = os.pread(self._file, min(BLOCK, self.size - place), place)
+            place += len(block)
+            *texts, rest = (rest + block).split(b"\n")
+            for text in texts:
+                line, digest = self._checked(len(lines) + 1, text, digest)
+                lines.append(line)
+            if len(rest) > LONGEST_LINE or not block:
+                raise Refused(
+                    f"Ledger.load: line {len(lines) + 1} of {str(self.path)!r} cannot be read: it has no end."
+                )
         if rest:
             number = len(lines) + 1
             if self._is_whole(number, rest[:-1], digest):

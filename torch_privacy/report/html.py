@@ -57,7 +57,8 @@ $body
 
 def page(title: str, body: str) -> str:
     """Returns a page with this title (text) and body (HTML)."""
-    return PAGE.substitute(title=escape(title), body=body)
+    text = PAGE.substitute(title=escape(title), body=body)
+    return text.encode("utf-8", "replace").decode("utf-8")  # a name of a folder may hold bytes that are no text
 
 
 def figures(drawn: Iterable[str], kind: str = "plots") -> str:

@@ -17,10 +17,14 @@ from torch_privacy.privacy.summary import FALSE_POSITIVES, Summary, privacy_line
 from torch_privacy.report import audit, html, training_plots
 from torch_privacy.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs import table
+from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.rows import folder_name, rows_folder
+from torch_privacy.support.read_file import read_bytes
 
 if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder
+
+LARGEST_DRAWING = 2**24  # bytes
 
 
 def render(folders: Sequence[RunFolder]) -> str:
@@ -29,7 +33,7 @@ def render(folders: Sequence[RunFolder]) -> str:
     Raises:
         ValueError: if a folder is not a finished run, or one of its files is damaged.
     """
-    contents = [folder.read_json(folder.results) for folder in folders]
+    contents = [folder.read_results() for folder in folders]
     if len(folders) == 1 and "reproduce" not in contents[0]:
         return _page_of_training(folders[0])
     names = _unique(
@@ -38,8 +42,6 @@ def render(folders: Sequence[RunFolder]) -> str:
     sections, trainings = [], []
     for name, folder, content in zip(names, folders, contents, strict=True):
         if "reproduce" in content:
-            if lacking := [key for key in ("place", "paper", "rows", "columns", "notes") if key not in content]:
-                raise ValueError(f"{folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
             sections.append(_section(name, folder, content))
             trainings += _trainings_of(folder, content)
         else:
@@ -98,7 +100,10 @@ def _with_code(note: str) -> str:
 
 def _svg(path: Path) -> str:
     """Returns the drawing in a file, from its first tag on."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = read_bytes(path, LARGEST_DRAWING).decode("utf-8", "replace")
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error}). Delete it, or restore it from a copy.") from None
     return text[max(0, text.find("<svg")) :]
 
 
@@ -125,8 +130,9 @@ def _comparison(trainings: Sequence[Training]) -> str:
 def _page_of_training(folder: RunFolder) -> str:
     """Renders one training in full: results, metrics, settings and privacy statement."""
     run = Training.read(folder)
-    statement, settings = map(folder.read_json, (folder.privacy, folder.settings))
     results, summary = run.results, run.summary
+    digests = results.get("files", NO_DIGESTS)
+    statement, settings = folder.read_statement(digests), folder.read_settings(digests)
     plots = (
         training_plots.score_plot(run.rows, run.measure),
         training_plots.epsilon_plot(run.rows, summary.delta),

@@ -26,6 +26,7 @@ from torch_privacy.privacy.summary import (
     summarize,
 )
 from torch_privacy.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
+from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 COURSE_DASHES = ("-", "--", ":", "-.")
+SMALLEST_AXIS = 1e-6  # matplotlib cannot draw a much smaller epsilon
 LOG_RATIO = 50  # ratio of the runs' epsilons beyond which their axis is logarithmic
 ALPHAS = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 1, 80)])
 DELTAS = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
@@ -55,17 +57,19 @@ class Training:
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
         """Reads a run folder; raises a ``ValueError`` if a file is damaged."""
-        results = folder.read_json(folder.results)
-        if lacking := [key for key in ("experiment", "privacy", "score", "test_score") if key not in results]:
-            raise ValueError(
-                f"{folder.results}: has no {', '.join(map(repr, lacking))}; it is no finished training, nor an "
-                "experiment of reproduce."
-            )
+        results = folder.read_results()
+        if "privacy" not in results:
+            raise ValueError(f"{folder.path}: is a row of an experiment, it is no finished training. Name a whole run.")
         stated = results["privacy"]
-        releases = releases_from_json(stated)
-        summary = summarize(releases, stated["delta"])
-        rows, measure = folder.read_metrics(), Measure(**results["score"])
-        warning = folder.read_json(folder.privacy).get("warning") or ""
+        try:
+            releases = releases_from_json(stated)
+            summary = summarize(releases, stated["delta"])
+        except (ValueError, ArithmeticError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{folder.results}: states releases that cannot be priced ({reason}).") from None
+        digests = results.get("files", NO_DIGESTS)
+        rows, measure = folder.read_metrics(digests), Measure(**results["score"])
+        warning = folder.read_statement(digests).get("warning") or ""
         name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
         return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
 
@@ -105,7 +109,7 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     axes.fill_between(epochs, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(epochs, high, color=FIRST, marker="o", markersize=3)
     _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
-    axes.set_ylim(0, 1.15 * max(high[np.isfinite(high)], default=1))
+    axes.set_ylim(0, max(1.15 * max(high[np.isfinite(high)], default=1), SMALLEST_AXIS))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return as_svg(figure)
 

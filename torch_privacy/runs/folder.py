@@ -4,19 +4,32 @@
 import csv
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
-import pickle
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch_privacy.privacy.interop import statement_schema
+from torch_privacy.runs import schemas
+from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_checkpoint
 from torch_privacy.runs.metrics import Metrics
+from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
+from torch_privacy.support.schema import Schema, violation
 
 PARTIAL = ".partial"
+LARGEST_METRICS = 2**25  # bytes
+DAMAGED = "the file is damaged. Restore it from a copy, or name another folder."
+NO_TRAINING = "it is no finished training, nor an experiment of reproduce, or it is damaged."
+RUN_WANTED = "Name a folder that train or reproduce has made."
+Digests = Mapping[str, str]  # file name -> SHA-256 of the content, in hexadecimal
+NO_DIGESTS: Digests = {}
 
 
 class RunFolder:
@@ -100,14 +113,62 @@ class RunFolder:
         """Writes one of the folder's JSON files."""
         self._write(path, lambda file: file.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode()))
 
-    def read_json(self, path: Path) -> dict[str, Any]:
-        """Reads one of the folder's JSON files; raises a ``ValueError`` if it is damaged."""
+    def write_checked(self, path: Path, content: dict[str, Any], *files: Path) -> None:
+        """Writes one of the folder's JSON files with a digest of itself and of these other files, all closed."""
+        digests = {file.name: _sha256(file) for file in files}
+        whole = {"format": schemas.RESULTS_FORMAT, **content, **({"files": digests} if files else {})}
+        self.write_json(path, {**whole, "check": _digest(whole)})
+
+    def read_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
+        """Reads the settings of a training; raises a ``ValueError`` if the file is damaged."""
+        return self._read_json(self.settings, schemas.SETTINGS, digests)
+
+    def read_request(self) -> dict[str, Any] | None:
+        """Reads the settings of an experiment, or returns None if the folder is that of a training."""
+        content = self._self_checked(self.settings)
+        if isinstance(content, dict) and "experiment" in content:
+            return None
+        return self._valid(self.settings, schemas.REQUEST, content)
+
+    def read_statement(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
+        """Reads the privacy statement; raises a ``ValueError`` if the file is damaged."""
+        return self._read_json(self.privacy, statement_schema(), digests)
+
+    def read_results(self) -> dict[str, Any]:
+        """Reads the results of a training, an experiment (``reproduce`` is one of the keys) or a row (``numbers`` is).
+
+        Raises:
+            ValueError: If the file is damaged, or of none of these.
+        """
+        content = self._self_checked(self.results)
+        if isinstance(content, dict) and "reproduce" in content:
+            return self._valid(self.results, schemas.EXPERIMENT_RESULTS, content)
+        if isinstance(content, dict) and "numbers" in content:
+            return self._valid(self.results, schemas.ROW_RESULTS, content)
+        return self._valid(self.results, schemas.TRAINING_RESULTS, content, NO_TRAINING)
+
+    def _read_json(self, path: Path, schema: Schema, digests: Digests) -> dict[str, Any]:
+        return self._valid(path, schema, self._parsed(path, digests))
+
+    def _parsed(self, path: Path, digests: Digests) -> Any:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: cannot be read ({error}). Name a folder that train has made.") from None
+            return parse_json(_read(path, LARGEST_JSON, digests))
+        except ValueError as error:
+            raise ValueError(f"{path}: cannot be read ({error}). {RUN_WANTED}") from None
+
+    def _self_checked(self, path: Path) -> Any:
+        """Returns the content of a file that `write_checked` wrote, without its own digest, which must be right."""
+        content = self._parsed(path, NO_DIGESTS)
+        if isinstance(content, dict) and ("check" in content or content.get("format") == schemas.RESULTS_FORMAT):
+            if content.pop("check", None) != _digest(content):
+                raise ValueError(f"{path}: its digest does not fit, so that something in it was changed; {DAMAGED}")
+        return content
+
+    def _valid(self, path: Path, schema: Schema, content: Any, otherwise: str = DAMAGED) -> dict[str, Any]:
         if not isinstance(content, dict):
-            raise ValueError(f"{path}: cannot be read (not a JSON object). Name a folder that train has made.")
+            raise ValueError(f"{path}: cannot be read (not a JSON object). {RUN_WANTED}")
+        if wrong := violation(schema, content):
+            raise ValueError(f"{path}: {wrong}; {otherwise}")
         return content
 
     def write_metrics(self, rows: list[Metrics]) -> None:
@@ -118,10 +179,22 @@ class RunFolder:
         writer.writerows(asdict(row) for row in rows)
         self._write(self.metrics, lambda file: file.write(text.getvalue().encode()))
 
-    def read_metrics(self) -> list[Metrics]:
-        """Returns the rows of ``metrics.csv``."""
-        with self.metrics.open(newline="", encoding="utf-8") as file:
-            return [_metrics_from_text(row) for row in csv.DictReader(file)]
+    def read_metrics(self, digests: Digests = NO_DIGESTS) -> list[Metrics]:
+        """Returns the rows of ``metrics.csv``, at least one; raises a ``ValueError`` if the file is damaged."""
+        names = list(schemas.METRICS)
+        try:
+            text = io.StringIO(_read(self.metrics, LARGEST_METRICS, digests).decode("utf-8"), newline="")
+            lines = csv.reader(text, strict=True)
+            if next(lines, None) != names:
+                raise ValueError(f"its columns are not {', '.join(names)}")
+            rows = [_metrics_from_cells(number, cells) for number, cells in enumerate(lines, 2)]
+            if not rows or rows[0].training != "private":
+                raise ValueError("it has no epoch of private training")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.metrics}: it is not UTF-8 from byte {error.start} on; {DAMAGED}") from None
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{self.metrics}: {error}; {DAMAGED}") from None
+        return rows
 
     def write_checkpoint(self, save: Callable[[BinaryIO], object]) -> None:
         """Writes the checkpoint with ``save``, readable by its owner only."""
@@ -132,32 +205,22 @@ class RunFolder:
         self.checkpoint.unlink()
         _partial(self.checkpoint).unlink(missing_ok=True)
 
-    def read_checkpoint(self, load: Callable[[BinaryIO], dict[str, Any]], keys: set[str]) -> dict[str, Any]:
-        """Reads the checkpoint with ``load``; raises a ``ValueError`` if it is damaged or its keys are not ``keys``."""
-        damaged = ValueError(
-            f"{self.checkpoint}: cannot be read (damaged, or of another version?). Start a new run in a new folder."
-        )
+    @contextmanager
+    def opened_checkpoint(self) -> Iterator[Checkpoint]:
+        """Opens the checkpoint and reads its outline; whatever is wrong with it within the block names the file.
+
+        Raises:
+            ValueError: If the checkpoint is damaged.
+        """
         try:
-            with self.checkpoint.open("rb") as file:
-                state = load(file)
-        except (
-            OSError,
-            EOFError,
-            pickle.UnpicklingError,
-            ValueError,
-            RuntimeError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ):
-            raise damaged from None
-        if not isinstance(state, dict) or state.keys() != keys:
-            raise damaged
-        return state
+            with opened_checkpoint(self.checkpoint, self.ledger) as checkpoint:
+                yield checkpoint
+        except CheckpointError as error:
+            raise ValueError(f"{self.checkpoint}: cannot be read ({error}). Start a new run in a new folder.") from None
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raises a ``ValueError`` if ``settings.json`` was changed since the run was started."""
-        written = self.read_json(self.settings)
+        written = self.read_settings()
         changed = [key for key in {**settings, **written} if written.get(key, ...) != settings.get(key, ...)]
         if changed:
             raise ValueError(
@@ -192,7 +255,38 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def _metrics_from_text(row: dict[str, str]) -> Metrics:
-    """Converts a row of strings to metrics; an empty cell becomes None."""
-    numbers: dict[str, Any] = {name: float(text) if text else None for name, text in row.items() if name != "training"}
-    return Metrics(**(numbers | {"training": row["training"], "step": int(row["step"])}))
+def _read(path: Path, at_most: int, digests: Digests) -> bytes:
+    """Returns the content of a file, which must have its digest if there is one."""
+    content = read_bytes(path, at_most)
+    if digests.get(path.name, found := hashlib.sha256(content).hexdigest()) != found:
+        raise ValueError("it was changed after the run: its digest is not that in results.json")
+    return content
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Returns the SHA-256 of JSON values, whatever their layout in a file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _metrics_from_cells(number: int, cells: list[str]) -> Metrics:
+    """Converts a line of texts to metrics; an empty cell becomes None."""
+    if len(cells) != len(schemas.METRICS):
+        raise ValueError(f"line {number} has {len(cells)} cells")
+    row = {name: _value(name, text) for name, text in zip(schemas.METRICS, cells, strict=True)}
+    if wrong := violation({"properties": schemas.METRICS}, row, f"line {number}"):
+        raise ValueError(wrong)
+    return Metrics(**row)
+
+
+def _value(column: str, text: str) -> Any:
+    if column == "training":
+        return text
+    if column == "step":
+        return int(text) if re.fullmatch("[0-9]{1,15}", text) else text
+    is_number = re.fullmatch(r"-?([0-9]{1,400}(\.[0-9]{0,400})?(e[-+]?[0-9]{1,4})?|inf)|nan", text)
+    return None if not text else float(text) if is_number else text

@@ -39,7 +39,7 @@ from .canaries import LENGTH, CanaryScores, Take
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals, one_turn
 from .release import Releases
-from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
+from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, check_state, open_ledger
 from .statement import Account, Progress, Spent
 from .weights import WeightGuard, padding_rows
 
@@ -463,12 +463,15 @@ class PrivateTraining:
             Refused: the state has other settings, or the ledger on disk does not belong to it.
         """
         settings = self.settings
+        check_state(state, settings, self._mechanism)
         # These were not settings in the first states.
         defaults = {"memory_budget": settings.memory_budget, "jacobian": repr(None), "prior_releases": [], "views": 1}
         saved, ours = defaults | state["settings"], self._resume_settings()
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
-            listed = ", ".join(f"{key}={here!r} (the state has {there!r})" for key, (here, there) in differing.items())
+            listed = ", ".join(
+                f"{key}={here!r} (the state has {there!r:.200})" for key, (here, there) in differing.items()
+            )
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])

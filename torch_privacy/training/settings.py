@@ -24,9 +24,32 @@ from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
 from ..sampling.batches import share_examples
-from ..support.validate import Refused, positive, strictly_between, whole
+from ..support.schema import violation
+from ..support.validate import Refused, positive, quoted, strictly_between, whole
 
 WHERE = "PrivateTraining"
+KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
+STATE = {  # what state_dict returns; mechanism and ledger check their own parts further
+    "type": "object",
+    "required": ["settings", "step_count", "num_non_finite", "noise_key", "sampler_key", "ledger"],
+    "properties": {
+        "format": {"const": 1},
+        "settings": {"type": "object"},
+        "step_count": {"type": "integer", "minimum": 0},
+        "num_non_finite": {"type": "integer", "minimum": 0},
+        "moved_otherwise": {"type": "string"},
+        "noise_key": KEY,
+        "sampler_key": KEY,
+        "stop_reason": {"type": ["string", "null"]},
+        "ledger": {
+            "type": "object",
+            "required": ["ledger", "events", "releases"],
+            "properties": {"releases": {"type": "array", "maxItems": 10**9}},
+        },
+        "clipping": {"type": "object"},
+        "projections": {"type": ["object", "string", "null"], "additionalProperties": {"type": "string"}},
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +240,31 @@ def open_ledger(run_folder: Path | str | None, settings: TrainingSettings) -> pr
     for step, release in enumerate(settings.prior_releases):
         ledger.record(release.event, step, release.fingerprint)
     return ledger
+
+
+def check_state(state: Any, settings: TrainingSettings, mechanism: Mechanism) -> None:
+    """Refuses a state that no training has saved: other entries, types or numbers, or steps that no ledger holds."""
+    wrong = violation(STATE, state)
+    if not wrong and not _is_plain(state["settings"]):
+        wrong = "settings must hold numbers, texts, lists and dictionaries"
+    if not wrong and (lacking := mechanism.state().keys() - state.keys()):
+        wrong = f"it has no {quoted(sorted(lacking))}"
+    if not wrong and state["step_count"] > settings.num_steps:
+        wrong = f"step_count is {state['step_count']}: must be at most {settings.num_steps}"
+    if not wrong:
+        made, needed = len(state["ledger"]["releases"]), state["step_count"] + len(settings.prior_releases)
+        wrong = f"the ledger holds {made} releases, and {needed} were made" if made < needed else ""
+    if wrong:
+        raise Refused(f"{WHERE}.load_state_dict: {wrong}. Load a state that state_dict returned.")
+
+
+def _is_plain(value: Any, depth: int = 6) -> bool:
+    """True for numbers, texts and None in lists and dictionaries of a few levels."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(key, str) and _is_plain(part, depth - 1) for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+    return value is None or type(value) in (int, float, str, bool)
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...support.read_file import shown
 from ...support.validate import one_of, positive
 
 if TYPE_CHECKING:
@@ -174,10 +175,15 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     """
     values = dict(description)
     name = values.pop("type", None)
+    if not isinstance(name, str):
+        raise ValueError(f"event_from_dict: type={shown(name)} must be the name of an event type.")
     one_of("event_from_dict", EVENTS, type=name)
     kind = EVENTS[name]
     allowed = {field.name: field.default is MISSING for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     needed = {field for field, without_default in allowed.items() if without_default}
     if not needed <= set(values) <= set(allowed):
         raise ValueError(f"event_from_dict: {name} has the fields {sorted(allowed)}, but got {sorted(values)}.")
-    return kind(**{field: _parsed(field, value) for field, value in values.items()})
+    try:
+        return kind(**{field: _parsed(field, value) for field, value in values.items()})
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # a value of another type
+        raise ValueError(f"event_from_dict: {name} cannot have these values ({error}).") from error

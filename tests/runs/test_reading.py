@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+import json
+import math
+import os
+import re
+import zipfile
+
+import json_schema
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_privacy.experiments.runner import Run
+from torch_privacy.privacy import statement_schema
+from torch_privacy.runs.checkpoint import CheckpointError, differences, opened_checkpoint, outline_of
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.support.read_file import parse_json, read_bytes
+from torch_privacy.support.schema import violation
+
+TREES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_what_json_writes_is_read(tree):
+    try:
+        content = json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return
+    assert parse_json(content) == tree
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is not JSON"),
+        (b"\xef\xbb\xbf{}", "it is not JSON"),
+        (b"\xff", "it is not UTF-8 from byte 0 on"),
+        (b"[NaN]", "it has NaN in place of a finite number"),
+        (b"[1e999]", "it has '1e999' in place of a finite number"),
+        (b"1" + b"0" * 30, "it has an integer of 31 digits"),
+        (b"1" + b"0" * 9000, "it has an integer of 9001 digits"),
+        (rb'"\ud800"', "it has half a character"),
+        (b'{"a":1,"a":2}', "it has the key 'a' twice"),
+        (b"[" * 65 + b"]" * 65, "it has more than 64 levels"),
+        (b"[" * 100_000 + b"]" * 100_000, "it has more than 64 levels"),
+    ],
+)
+def test_unusual_json_is_refused(content, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_json(content)
+
+
+def test_bytes_of_a_name_are_kept():
+    assert parse_json(json.dumps({"data": "\udcff"}).encode()) == {"data": "\udcff"}
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    for name, words in {"pipe": "a pipe", ".": "a folder", "huge": "more than 9 bytes", "none": "No such file"}.items():
+        with pytest.raises(ValueError, match=words):
+            read_bytes(tmp_path / name, 9)
+    with pytest.raises(ValueError, match="a device"):
+        read_bytes("/dev/zero", 9)
+
+
+SCHEMA = {
+    "type": "object",
+    "required": ["a"],
+    "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 3}, "b": {"enum": ["x", "y"]}},
+    "additionalProperties": {"type": ["array", "null"], "items": {"type": "number", "exclusiveMinimum": 0}},
+}
+
+
+@given(st.dictionaries(st.sampled_from("abc"), TREES | st.integers(0, 4) | st.sampled_from(["x", [0.5], [0]])) | TREES)
+def test_validator_agrees_with_the_one_of_the_tests(value):
+    """Beside whole floating-point numbers, which are integers there."""
+    wrong = not isinstance(value, dict) or isinstance(value.get("a"), float)
+    assert bool(violation(SCHEMA, value)) == (wrong or bool(json_schema.violations(SCHEMA, value)))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "has no 'a'"),
+        ({"a": 4}, "a is 4: must be at most 3"),
+        ({"a": True}, "a is True: must be integer"),
+        ({"a": 1, "b": "z"}, "b is 'z': must be one of 'x', 'y'"),
+        ({"a": 1, "c": [1, math.inf]}, "c[1] is inf: must be number"),
+        ({"a": 1, "c": [1] * 2**21}, "c has 2097152 items"),
+        ({"a": 1, "c": 7}, "c is 7: must be array or null"),
+    ],
+)
+def test_violations_are_told_in_words(value, words):
+    assert violation(SCHEMA, value) == words
+
+
+def test_every_keyword_of_the_published_schema_is_known():
+    assert violation(statement_schema(), {}).startswith("has no 'format'")
+    assert violation({**statement_schema(), "required": []}, {"private": True}) == ""
+
+
+def test_changed_files_of_a_finished_run_are_refused(tmp_path):
+    run = Run.start(tmp_path / "run", "adult", epochs=0.1, expected_batch_size=2000, baseline=False)
+    list(run.steps())
+    run.finish()
+    folder = RunFolder(tmp_path / "run")
+    digests = folder.read_results()["files"]
+    assert set(digests) == {"settings.json", "ledger.jsonl", "metrics.csv", "model.safetensors", "privacy.json"}
+    for path, read in ((folder.metrics, folder.read_metrics), (folder.privacy, folder.read_statement)):
+        read(digests)
+        path.write_bytes(path.read_bytes() + b"\n")
+        with pytest.raises(ValueError, match="its digest is not that in results"):
+            read(digests)
+    results = json.loads(folder.results.read_text())
+    for changed in (results | {"test_score": 0.5}, results | {"check": "0" * 64}, results | {"format": 3}):
+        folder.write_json(folder.results, changed)
+        with pytest.raises(ValueError, match=r"digest does not fit|format is 3"):
+            folder.read_results()
+    del results["check"]
+    folder.write_json(folder.results, results)
+    with pytest.raises(ValueError, match="digest does not fit"):
+        folder.read_results()
+
+
+def checkpoint_of(path, state):
+    torch.save(state, path)
+    return path
+
+
+def outline(path):
+    with opened_checkpoint(path, path) as checkpoint:
+        return checkpoint.outline, checkpoint.load()
+
+
+STATE = {"model": torch.nn.Linear(3, 2).state_dict(), "step": 3, "rates": [0.1], "view": torch.zeros(4, 4).T[1:]}
+
+
+def test_outline_has_the_shapes_of_the_state(tmp_path):
+    found, loaded = outline(checkpoint_of(tmp_path / "c", STATE))
+    assert found["view"] == outline_of(STATE["view"])
+    assert differences(found, STATE) == []
+    assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
+
+
+def test_differences_are_listed(tmp_path):
+    other = {**STATE, "model": {"weight": torch.zeros(2, 4), "more": 1}, "step": 3.5, "rates": [math.nan]}
+    found, _ = outline(checkpoint_of(tmp_path / "c", other))
+    told = differences(found, STATE)
+    assert told[:2] == ["model has no 'bias'", "model has an unknown entry 'more'"]
+    assert told[2].startswith("model.weight is a ")
+    assert "(2, 4), not a " in told[2]
+    assert [line.partition(" ")[0] for line in told[3:]] == ["step", "rates[0]"]
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/torch_privacy_was_here",)
+
+
+class Reserves:
+    def __reduce__(self):
+        return bytearray, (2**40,)
+
+
+@pytest.mark.parametrize(
+    "value", [Runs(), Reserves(), {1, 2}, torch.device("cpu"), torch.zeros(1).expand(10**7, 10**7)]
+)
+def test_other_objects_in_a_checkpoint_are_refused(tmp_path, value):
+    with pytest.raises(CheckpointError, match="damaged, or of another version"):
+        outline(checkpoint_of(tmp_path / "c", {"x": value}))
+
+
+def test_every_changed_byte_of_a_tensor_is_found(tmp_path):
+    """Unlike by torch.load, which ignores the checksums."""
+    path = checkpoint_of(tmp_path / "c", {"x": torch.arange(1000.0, dtype=torch.float64)})
+    content = bytearray(path.read_bytes())
+    place = content.find(torch.arange(500.0, 510.0, dtype=torch.float64).numpy().tobytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    torch.load(path)
+    with pytest.raises(CheckpointError, match="Bad CRC"):
+        outline(path)
+
+
+def test_packed_checkpoints_are_not_unpacked(tmp_path):
+    path = checkpoint_of(tmp_path / "c", STATE)
+    content = path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CheckpointError, match="packed otherwise"):
+        outline(path)

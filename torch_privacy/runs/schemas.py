@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the schemas of a run folder's files, as data; that of ``privacy.json`` is published with the package."""
+
+from typing import Any
+
+RESULTS_FORMAT = 2  # of results.json: with digests. Files of format 1, without them and without this number, are read
+
+NUMBER: dict[str, Any] = {"type": "number"}
+OPTIONAL_NUMBER = {"type": ["number", "null"]}
+SCORE = {"type": ["number", "null"], "minimum": -1e30, "maximum": 1e30}
+COUNT = {"type": "integer", "minimum": 0, "maximum": 10**12}
+TEXT = {"type": "string"}
+TEXTS = {"type": "array", "items": TEXT, "maxItems": 10_000}
+NAME = {"type": "string", "maxLength": 200}
+FLAG = {"type": "boolean"}
+SECONDS = {"type": "number", "minimum": 0, "maximum": 1e10}
+DIGEST = {"type": "string", "pattern": "[0-9a-f]{64}"}
+DELTA = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SEEDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+    "minItems": 1,
+    "maxItems": 10_000,
+}
+
+
+def record(properties: dict[str, Any], *, optional: tuple[str, ...] = (), closed: bool = False) -> dict[str, Any]:
+    """Returns the schema of an object with these entries, all required but the optional ones.
+
+    A ``closed`` object has no others: we write it ourselves, and a version that adds entries changes the format.
+    """
+    required = [name for name in properties if name not in optional]
+    found = {"type": "object", "required": required, "properties": properties}
+    return {**found, "additionalProperties": False} if closed else found
+
+
+BOUNDS = record({"low": OPTIONAL_NUMBER, "high": OPTIONAL_NUMBER}, closed=True)
+RATES = record(
+    {
+        "low": {"type": "number", "minimum": -1e-6, "maximum": 1 + 1e-6},
+        "high": {"type": "number", "minimum": -1e-6, "maximum": 1 + 1e-6},
+    },
+    closed=True,
+)
+RELEASES = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 100_000,
+    "items": record(
+        {
+            "event": record({"type": NAME}),
+            "count": {"type": "integer", "minimum": 1, "maximum": 10**9},
+        },
+        closed=True,
+    ),
+}
+MEASURE = record(
+    {"name": NAME, "percent": FLAG, "larger_is_better": FLAG}, optional=("percent", "larger_is_better"), closed=True
+)
+DIGESTS = {
+    "format": {"const": RESULTS_FORMAT},
+    "check": DIGEST,
+    "files": {"type": "object", "additionalProperties": DIGEST},
+}
+SETTING = {"type": ["number", "string", "boolean", "null", "array"], "maxItems": 10_000}
+SETTINGS = {  # of a training; the checkpoint and the digest in results.json say what the values must be
+    "type": "object",
+    "required": ["experiment"],
+    "properties": {"experiment": NAME},
+    "additionalProperties": SETTING,
+}
+REQUEST = record(  # the settings of an experiment
+    {
+        "reproduce": NAME,
+        "quick": FLAG,
+        "seeds": SEEDS,
+        "data": {"type": ["string", "null"]},
+        "only": TEXTS,
+        "skip": TEXTS,
+        "format": {"const": RESULTS_FORMAT},
+        "check": DIGEST,
+    },
+    optional=("only", "skip", "format", "check"),
+    closed=True,
+)
+TRAINING_RESULTS = record(
+    {
+        "experiment": NAME,
+        "num_examples": {**COUNT, "minimum": 1},
+        "num_test_examples": COUNT,
+        "score": MEASURE,
+        "test_score": {**SCORE, "type": "number"},
+        "baseline_test_score": SCORE,
+        "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
+        "privacy": record(
+            {
+                "neighboring_relation": {"enum": ["add_or_remove_one", "replace_one", "replace_special"]},
+                "sampler": TEXT,
+                "noise_multiplier": NUMBER,
+                "sampling_probability": NUMBER,
+                "num_steps": COUNT,
+                "releases": RELEASES,
+                "delta": DELTA,
+                "epsilon": BOUNDS,
+                "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
+                "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
+                "attacker": record({"false_positive_rate": NUMBER, "true_positive_rate": RATES}, closed=True),
+            },
+            optional=("noise_multiplier", "sampling_probability"),
+            closed=True,
+        ),
+        "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
+        **DIGESTS,
+    },
+    optional=("diverged", "seconds", *DIGESTS),
+)
+ROW_NUMBERS = {
+    "type": "object",
+    "additionalProperties": {
+        "type": ["number", "null", "object"],
+        "if": {"type": "object"},
+        "then": record({"low": {"type": "number", "minimum": -1e300}, "high": NUMBER}, closed=True),
+    },
+}
+ROW_RESULTS = record(  # of a row that is computed
+    {"numbers": ROW_NUMBERS, "seconds": SECONDS, **DIGESTS}, optional=tuple(DIGESTS), closed=True
+)
+EXPERIMENT_RESULTS = record(
+    {
+        "reproduce": NAME,
+        "paper": record({"authors": TEXT, "title": TEXT, "source": TEXT}, optional=("title", "source")),
+        "place": TEXT,
+        "shows": {"type": "string", "pattern": "(?s).+"},
+        "quick": FLAG,
+        "seeds": SEEDS,
+        "deltas": {"type": "array", "items": DELTA, "maxItems": 10_000},
+        "only": TEXTS,
+        "skip": TEXTS,
+        "machine": TEXT,
+        "versions": {"type": "object", "additionalProperties": TEXT},
+        "columns": {
+            "type": "object",
+            "additionalProperties": record(
+                {
+                    "heading": TEXT,
+                    "digits": {"type": "integer", "minimum": 0, "maximum": 30},
+                    "percent": FLAG,
+                    "scientific": FLAG,
+                },
+                optional=("digits", "percent", "scientific"),
+                closed=True,
+            ),
+        },
+        "rows": {
+            "type": "array",
+            "maxItems": 10_000,
+            "items": record(
+                {
+                    "row": TEXT,
+                    "seeded": FLAG,
+                    "paper": {"type": "object", "additionalProperties": OPTIONAL_NUMBER},
+                    "runs": {
+                        "type": "array",
+                        "maxItems": 10_000,
+                        "items": record({"seed": COUNT, "numbers": ROW_NUMBERS, "seconds": SECONDS}),
+                    },
+                },
+                closed=True,
+            ),
+        },
+        "notes": TEXTS,
+        **DIGESTS,
+    },
+    optional=("deltas", "only", "skip", "versions", *DIGESTS),
+    closed=True,
+)
+ANY_NUMBER = {"type": "any number", "minimum": -1e30, "maximum": 1e30}  # NaN where a training has diverged
+METRICS = {  # by column of metrics.csv; an empty cell is null
+    "training": {"enum": ["private", "non-private"]},
+    "epoch": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6},
+    "step": {"type": "integer", "minimum": 1, "maximum": 10**12},
+    "loss": {"type": "any number"},
+    "train_score": ANY_NUMBER,
+    "test_score": ANY_NUMBER,
+    "epsilon_low": {"type": ["any number", "null"], "minimum": 0},
+    "epsilon_high": {"type": ["any number", "null"], "minimum": 0},
+}
+LOG = record(  # of a training, in its checkpoint
+    {
+        "num_examples": COUNT,
+        "loss_sum": {"type": "any number"},
+        "score_sum": {"type": "any number"},
+        "seconds": SECONDS,
+        "rows": {"type": "array", "maxItems": 2**20, "items": record(METRICS, closed=True)},
+    },
+    closed=True,
+)
