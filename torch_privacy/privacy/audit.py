@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..support.validate import in_range, strictly_between, whole
+from ..support.validate import strictly_between, whole
 from .audit_bounds import (
     Guesses,
     Outcome,
@@ -23,6 +23,7 @@ from .audit_bounds import (
 )
 from .bracket import Array
 from .compose import Profile
+from .tradeoff.base import rates
 
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the planned number of guesses, which the test of the claim tries
 FEWEST_GAMES = 4  # independent games on each side: two choose the threshold, two test
@@ -136,7 +137,7 @@ class Audit:
 
     def true_positive_rate(self, false_positive_rate: float) -> float:
         """Returns the share of canaries found in at a rate of false alarms of at most this. An estimate, no bound."""
-        in_range("Audit.true_positive_rate", 0, 1, false_positive_rate=false_positive_rate)
+        rates("Audit.true_positive_rate", false_positive_rate)
         false, true = self.roc()
         return float(true[np.searchsorted(false, false_positive_rate, side="right") - 1])
 

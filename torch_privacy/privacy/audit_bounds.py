@@ -20,7 +20,7 @@ from .events.base import Event
 from .events.gaussian import Gaussian
 from .tradeoff import PiecewiseLinear, of_profile
 
-SMALLEST_P = 1e-300
+SMALLEST_P = 1e-9  # smaller ones would be rounded too coarsely
 PER_DOUBLING = 64  # scales of the noise that are tried, from one to its double
 LEAST_EXPONENT, LARGEST_EXPONENT = -4 * PER_DOUBLING, 10 * PER_DOUBLING  # of these scales
 PIECES = 64  # of a trade-off function with scaled noise; fewer make a smaller, still correct bound
@@ -113,6 +113,11 @@ class Errors(NamedTuple):
         alpha, missed = self._upper(significance)
         ratios = [(1 - delta - missed) / alpha, (1 - delta - alpha) / missed]
         return max(0.0, math.log(max(*ratios, 1.0)))
+
+    def mu(self, significance: float) -> float:
+        """Returns the largest μ of a Gaussian trade-off function that is rejected: ``Φ⁻¹(1 - α) - Φ⁻¹(β)``."""
+        alpha, missed = self._upper(significance)
+        return max(0.0, NORMAL.inv_cdf(1 - alpha) - NORMAL.inv_cdf(missed)) if max(alpha, missed) < 1 else 0.0
 
     def _upper(self, significance: float) -> tuple[float, float]:
         return (
@@ -239,6 +244,8 @@ def _rate_with(f: PiecewiseLinear, share: float) -> float:
 
 def gaussian_bound(outcome: Outcome, significance: float = 0.05) -> float:
     """Returns the largest μ for which a Gaussian trade-off function is rejected."""
+    if isinstance(outcome, Errors):
+        return outcome.mu(significance)
     low, high = 0.0, 64.0
     for _ in range(20):
         middle = (low + high) / 2
