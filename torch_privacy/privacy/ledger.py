@@ -130,6 +130,14 @@ class Ledger:
         if self._file is not None:
             self._file.sync_if_due()
 
+    def differs(self, event: Event, step: int, fingerprint: str) -> bool:
+        """True if this step was recorded with another release, so that `record` would refuse this one."""
+        self._settle()
+        if step >= len(self._releases):
+            return False
+        index, known = self._releases[step]
+        return (self._events[index], known) != (event, fingerprint)
+
     def _settle(self) -> None:
         """Takes the pending release into memory if its lines are in the file; else forgets it.
 
@@ -206,8 +214,8 @@ class Ledger:
             self._file.close()
 
     def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
-        index, known = self._releases[step]
-        if (self._events[index], known) != (event, fingerprint):
+        if self.differs(event, step, fingerprint):
+            index, known = self._releases[step]
             raise Refused(
                 f"Ledger.record: step {step} was {self._events[index]!r} with fingerprint {known!r}, and now is "
                 f"{event!r} with {fingerprint!r}. Two different releases would share one step's noise. Resume from a "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from ..support.validate import Refused, whole
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
 from .release import Releases
+from .repetition import Machine, NotRepeated, number_of_threads
 from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, open_ledger
 from .statement import Account, Progress, Spent
 from .weights import WeightGuard, padding_rows
@@ -225,6 +227,9 @@ class PrivateTraining:
         self._optimizer_settings: list[dict[str, str]] | None = None  # when the part began
         self._start: Any = None  # position at which the part's random numbers begin, if it is rehearsed
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
+        self._left_out = 0  # examples left out of them
+        self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
+        self._repetition = ExitStack()  # while they are repeated
         self._loops = 0  # iterations begun; only the latest may go on
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(model)
@@ -255,6 +260,11 @@ class PrivateTraining:
         return self._num_non_finite
 
     @property
+    def num_lost(self) -> int:
+        """Returns how many releases a resumed training could not repeat; the ledger counts them besides its steps."""
+        return self._releases.num_lost
+
+    @property
     def clipping(self) -> ClippingRule | None:
         """Returns the clipping rule of the next step."""
         return self._mechanism.rule if isinstance(self._mechanism, ClippedSum) else None
@@ -277,11 +287,14 @@ class PrivateTraining:
         self._forget_batch()
         self._tensors = self._find_tensors()
         self._weight_guard.activate()
-        num_steps = self._account.steps_allowed
-        batches = self._batches(self._requests(self.step_count, num_steps))
+        releases, batches = None, iter(())
         try:
-            while self.step_count < num_steps:
-                self._sums = {}
+            while self.step_count < self._account.steps_allowed:
+                if self._releases is not releases:  # at first, and when the steps cannot be repeated
+                    releases = self._releases
+                    batches = self._batches(self._requests(self.step_count, self._account.steps_allowed))
+                self._match_threads()
+                self._sums, self._left_out = {}, 0
                 parts = self._releases.parts(self.step_count)
                 self._tensors = self._find_tensors()
                 self._mechanism.begin(self.model, self._tensors, self._releases.noise.key, self.step_count)
@@ -304,6 +317,7 @@ class PrivateTraining:
             if self._loops == loop:
                 self._forget_batch()
                 self._weight_guard.deactivate()
+                self._repetition.close()
 
     @property
     def rehearsing(self) -> bool:
@@ -363,12 +377,13 @@ class PrivateTraining:
         assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
         self._rehearsals.note_passed(part, pending.tape.code)
-        self._num_non_finite += summation.num_left_out
+        self._left_out += summation.num_left_out
         for name, tensor in sums.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
-        if part.is_last:
-            self._release()
-        return part.is_last
+        if not part.is_last:
+            return False
+        self._is_rehearsal = not self._release()
+        return not self._is_rehearsal
 
     def record(self) -> AbstractContextManager[Any]:
         """Returns a context that records as the model's own forward does, for parameters used outside of it.
@@ -433,6 +448,8 @@ class PrivateTraining:
         """
         return {
             "format": 1,
+            "machine": Machine.here().state(),
+            "num_lost": self.num_lost,
             "settings": self._resume_settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
@@ -448,9 +465,11 @@ class PrivateTraining:
         """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         If the ledger has more steps than the state (the run was killed after its last checkpoint), these are repeated
-        with the same batch, dropout, augmentation and noise: the same release, recorded once. That requires the same
-        weights, optimizer and losses, and arithmetic that repeats bit for bit; a step that differs is refused when it
-        is made.
+        with the same batch, dropout, augmentation, noise and number of threads: the same release, recorded once. That
+        requires the same weights, optimizer and losses, and arithmetic that repeats bit for bit. Where a step differs,
+        as on another processor, training goes on with new keys, and a warning says so. `num_lost` is the number of
+        releases that are then made again; the ledger has them besides the new ones, and a target epsilon or a budget
+        still holds, with fewer steps. In the process that made these releases, a step that differs is refused.
 
         Raises:
             Refused: the state has other settings, or the ledger on disk does not belong to it.
@@ -465,7 +484,10 @@ class PrivateTraining:
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
-        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys)
+        num_lost = state.get("num_lost", 0)
+        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys, num_lost)
+        self._machine = Machine.from_state(state.get("machine"))
+        self._account.count_lost(num_lost)
         self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
@@ -616,16 +638,24 @@ class PrivateTraining:
 
     # The release
 
-    def _release(self) -> None:
-        """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
+    def _release(self) -> bool:
+        """Adds noise to the sums, records the release, and gives the private gradient to the optimizer.
+
+        Returns False if the step could not be repeated: nothing was released, and new keys are in place.
+        """
         self._check_unchanged()
         parameters, step = self._tensors.trained, self.step_count
         release = self._mechanism.complete(self._sums, parameters)
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         assert self.settings.noise_multiplier is not None
-        self._releases.release(step, release, self._mechanism.stddevs(release, self.settings.noise_multiplier))
-        self._sums = {}
+        try:
+            self._releases.release(step, release, self._mechanism.stddevs(release, self.settings.noise_multiplier))
+        except NotRepeated:
+            self._take_new_keys()
+            return False
+        self._num_non_finite += self._left_out
+        self._sums, self._left_out = {}, 0
         self._stop_reason = None  # training goes on
         self._step_count += 1  # before the release is used: if the update is interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
@@ -640,6 +670,38 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+        return True
+
+    def _match_threads(self) -> None:
+        """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""
+        self._repetition.close()
+        if self._machine is not None and self._releases.number(self.step_count) < len(self.ledger):
+            self._repetition.enter_context(number_of_threads(self._machine.threads))
+
+    def _take_new_keys(self) -> None:
+        """Goes on with new keys, as the old ones made other releases of the steps from here on, and counts those, too.
+
+        The batches must be new as well: the price of two releases holds for two independent samples.
+        """
+        self._repetition.close()
+        step, num_steps = self.step_count, self.settings.num_steps
+        num_lost = len(self.ledger) - len(self.settings.prior_releases) - step
+        found = "" if self._machine is None else self._machine.differences(Machine.here())
+        self._releases = self._rehearsals.releases = Releases(self.settings, self.event, self.ledger, num_lost=num_lost)
+        self._account.count_lost(num_lost)
+        self._sums, self._left_out = {}, 0
+        allowed = self._account.steps_allowed
+        warnings.warn(
+            f"PrivateTraining: step {step} did not repeat bit for bit what was released before the training was "
+            f"resumed ({found or 'the loop, the data or the machine differ'}). Training goes on from here with new "
+            f"keys for noise and batches, and the ledger counts the {num_lost} steps that are made again, too: "
+            + (
+                f"epsilon will be that of {num_steps + num_lost} steps."
+                if allowed == num_steps
+                else f"{allowed} of {num_steps} steps are made, so that epsilon stays within its limit."
+            ),
+            stacklevel=2,
+        )
 
     def _check_unchanged(self) -> None:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
