@@ -77,7 +77,8 @@ class EpsilonAhead:
             start = monotonic()
             self._step = min(num_steps, step + self._ahead(step, num_steps, start))
             self._epsilon = price(self._step)
-            self._asked, self._time, self._cost = step, monotonic(), monotonic() - start
+            self._asked, self._time = step, monotonic()
+            self._cost = max(self._time - start, 0.0)
         return self._epsilon
 
     def _ahead(self, step: int, num_steps: int, now: float) -> int:
@@ -85,7 +86,7 @@ class EpsilonAhead:
         if self._asked == 0:
             return num_steps // 100
         speed = (step - self._asked) / max(now - self._time, 1e-6)
-        return math.ceil(speed * self._cost / SHARE)
+        return min(math.ceil(speed * self._cost / SHARE), num_steps)
 
 
 class TrainingDisplay:

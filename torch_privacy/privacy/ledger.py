@@ -52,7 +52,8 @@ class Ledger:
         - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used;
         - when `record` returns, the release is in memory and in the file; when it raises, in both or in neither. If
           that cannot be kept, the ledger takes no further release and says why;
-        - one writer at a time: another process is refused, and so is an older ledger of this process on the same file;
+        - one writer at a time: another process is refused, even a forked one, and so is an older ledger of this process
+          on the same file;
         - `load` refuses a file of which a bit was changed, or a line in the middle is missing.
     """
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from torch_privacy.runs.metrics import Metrics
 
 PARTIAL = ".partial"
+_LOCKED: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()  # by this process
 
 
 class RunFolder:
@@ -70,6 +71,7 @@ class RunFolder:
                 raise OSError(error.errno, error.strerror, str(self._lock_file)) from None
             raise ValueError(f"{self.path}: another process is training in this folder. Wait until it ends.") from None
         self._unlock = weakref.finalize(self, os.close, descriptor)
+        _LOCKED.add(self)
         for left in self.path.glob(f"*{PARTIAL}"):  # by a process that was killed; that of a checkpoint holds its keys
             left.unlink()
 
@@ -81,6 +83,7 @@ class RunFolder:
             self._lock_file.unlink(missing_ok=True)
         self._unlock()
         self._unlock = None
+        _LOCKED.discard(self)
 
     def check_resumable(self) -> None:
         """Raises a ``ValueError`` unless the folder holds an unfinished run that can be resumed."""
@@ -184,6 +187,18 @@ class RunFolder:
             partial.replace(path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _leave_to_parent() -> None:
+    """Closes the lock files in a forked process: their locks shall end with the parent."""
+    for folder in list(_LOCKED):
+        if folder._unlock is not None:
+            folder._unlock()
+            folder._unlock = None
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _partial(path: Path) -> Path:

@@ -117,7 +117,7 @@ class Log:
         """Yields the same steps and adds up their running time, without the caller's time between them."""
         start = perf_counter()
         for progress in steps:
-            self.seconds += perf_counter() - start
+            self.seconds += max(perf_counter() - start, 0.0)
             yield progress
             start = perf_counter()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class _Latest(threading.local):
 
 
 _LATEST = _Latest()
+_END = object()  # of a loop
 
 
 class PrivateTraining:
@@ -231,6 +232,7 @@ class PrivateTraining:
         self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
         self._repetition = ExitStack()  # while they are repeated
         self._loops = 0  # iterations begun; only the latest may go on
+        self._in_use = threading.RLock()  # not held while the user's loop runs
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(model)
         self._is_made = True
@@ -281,6 +283,32 @@ class PrivateTraining:
 
         After ``break`` or an exception, a new iteration begins with the first microbatch of the unfinished step.
         """
+        turns = self._turns()
+        try:
+            while True:
+                with self._one_thread():
+                    batch = next(turns, _END)
+                if batch is _END:
+                    return
+                yield batch
+        finally:
+            turns.close()
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Refuses a second thread inside of the ``with`` block."""
+        if not self._in_use.acquire(blocking=False):
+            raise Refused(
+                "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
+                "twice. Nothing was released for the second call. Take the batches and call step in one thread."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def _turns(self) -> Generator[Any, None, None]:
+        """Yields what the loop gets."""
         check_single_process()
         self._loops += 1
         loop = self._loops
@@ -344,7 +372,8 @@ class PrivateTraining:
         """
         enabled = torch.is_grad_enabled()
         try:
-            return self._step(losses)
+            with self._one_thread():
+                return self._step(losses)
         finally:
             torch.set_grad_enabled(enabled)  # an interrupt within torch.no_grad's own exit leaves gradients off
 
