@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills, full disks and failing syncs at every write of library and command; two writers; clocks that jump."""
 
+import io
 import json
 import os
 import random

@@ -51,6 +51,7 @@ class _Latest(threading.local):
 
 _LATEST = _Latest()
 _END = object()  # of a loop
+DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
 
 
 class PrivateTraining:
@@ -395,9 +396,11 @@ class PrivateTraining:
                 self._turn = part.script.send(answers)
             except StopIteration:
                 self._turn = None
-        except BaseException:
+        except BaseException as error:
             pending.close()
             part.script.close()
+            if isinstance(error, Refused):
+                self._check_diverged(error)
             raise
         self._pending = None
         if self._turn is not None:
@@ -413,6 +416,16 @@ class PrivateTraining:
             return False
         self._is_rehearsal = not self._release()
         return not self._is_rehearsal
+
+    def _check_diverged(self, error: Refused) -> None:
+        """Refuses weights so large that sums overflow, which rehearsals and self-checks cannot tell from mistakes."""
+        largest = max((float(p.detach().abs().max()) for p in self._tensors.trained.values() if p.numel()), default=0.0)
+        if not largest < DIVERGED:  # NaN, too
+            raise Refused(
+                f"PrivateTraining: training has diverged: after step {self.step_count} the largest weight is "
+                f"{largest:.3g}, so that gradients overflow and checks fail ({error}) Lower the clip norm or the "
+                "learning rate: noise and gradients of one step are as large as their product."
+            ) from error
 
     def record(self) -> AbstractContextManager[Any]:
         """Returns a context that records as the model's own forward does, for parameters used outside of it.
