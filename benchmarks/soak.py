@@ -4,8 +4,8 @@
     python benchmarks/soak.py                       # 20,000 steps
     python benchmarks/soak.py --steps 4000
 
-Every tenth of the steps prints a line: resident memory, the median processor time of a step, and the size of the ledger. What
-grows by right are the releases themselves, some 100 bytes each in memory.
+Every tenth of the steps prints a line: resident memory, the median processor time of a step, and the size of the
+ledger. What grows by right are the releases themselves, some 100 bytes each in memory.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def resident() -> float:
 
 
 def soak(folder: Path, steps: int, report: int) -> list[tuple[int, float, float, int]]:
-    """Returns step, resident MiB, median processor milliseconds of a step and bytes of the ledger, every ``report`` steps."""
+    """Returns step, resident MiB, median processor ms of a step, bytes of the ledger, every ``report`` steps."""
     torch.manual_seed(0)
     x = torch.randn(2000, 10)
     model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))

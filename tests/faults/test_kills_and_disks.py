@@ -39,7 +39,9 @@ def trials(name: str, fault: str, folder: Path, count: int | None) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("fault", NAMES)
+@pytest.mark.parametrize(
+    "fault", ["kill", "full", *(pytest.param(f, marks=pytest.mark.slow) for f in ("half", "sync"))]
+)
 def test_faults_at_the_writes_of_the_library_lose_nothing(tmp_path, tally, fault):
     """After a resume, model, ledger and folder are those of an undisturbed run bit for bit."""
     found = trials("library", fault, tmp_path, None if ALL else 2)
@@ -59,7 +61,7 @@ def test_faults_at_the_writes_of_the_command_lose_nothing(tmp_path, tally, fault
 
 @pytest.mark.slow
 def test_killed_workers_lose_no_step(tmp_path, tally):
-    found = trials("workers", "kill", tmp_path, None if ALL else 4)
+    found = trials("workers", "kill", tmp_path, None if ALL else 2)
     tally("workers killed", found["tried"], found["right"])
     assert found["failures"] == {}
 

@@ -402,7 +402,7 @@ def main(name: str, fault: str, folder: Path, count: int | None) -> dict[str, An
     """Returns the counts of trials and what was wrong in them."""
     torch.set_num_threads(1)
     if name == "workers":
-        return workers_killed(folder, count or 30)
+        return workers_killed(folder, count or 12)
     if name == "library":
         torch.set_default_dtype(torch.float64)
     ledger_file.SECONDS_BETWEEN_SYNCS = -1.0  # a sync at every release, not at random ones
