@@ -372,6 +372,11 @@ def merging_of_views(size: int, views: int) -> Merging | None:
     return None if views == 1 else Merging.views(size, views)
 
 
+def added(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the sums of both by name; neither is changed."""
+    return {**first, **{name: first[name] + part if name in first else part for name, part in second.items()}}
+
+
 def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a contiguous sum for each parameter; zeros after an empty batch."""
     return {

@@ -3,6 +3,7 @@
 
 import errno
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,14 @@ def naming(folder: Path) -> Iterator[None]:
         if error.filename is not None or isinstance(error, BrokenPipeError):
             raise
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(folder)) from error
+
+
+@contextmanager
+def saying_warnings() -> Iterator[None]:
+    """Prints warnings as one line on stderr, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: say(f"torch-privacy: {' '.join(str(message).split())}")
+        yield
 
 
 def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:

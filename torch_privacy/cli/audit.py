@@ -84,10 +84,13 @@ def audit(
     content = result.as_json()
     lines = page.lines(content)
     if folder is not None:
+        from torch_privacy.runs.folder import RunFolder
+
+        files = RunFolder(folder)
         with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "audit.json").write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            (folder / "report.html").write_text(page.render(content), encoding="utf-8")
+            files.write_checked(folder / "audit.json", content)
+            files.write_report(page.render(content))
         lines.append(("report", str(folder / "report.html")))
     print_result(content, lines, as_json)
     raise typer.Exit(REJECTED if content["rejected"] else 0)

@@ -22,7 +22,7 @@ ROOM_FOR_BAR = 90  # columns; a narrower terminal shows numbers only
 MARGIN = 4  # columns kept free, so that the ^C that a terminal prints does not wrap the line and leave a copy of it
 SHARE = 0.01  # of the time may be spent on computing epsilon
 
-Price = Callable[[int], float]  # number of steps -> certified upper bound on epsilon
+Price = Callable[[int], float]  # number of releases -> certified upper bound on epsilon
 
 
 def run_to_end(run: Run, signals: DeferredSignals, *, silent: bool) -> bool:
@@ -77,7 +77,8 @@ class EpsilonAhead:
             start = monotonic()
             self._step = min(num_steps, step + self._ahead(step, num_steps, start))
             self._epsilon = price(self._step)
-            self._asked, self._time, self._cost = step, monotonic(), monotonic() - start
+            self._asked, self._time = step, monotonic()
+            self._cost = max(self._time - start, 0.0)
         return self._epsilon
 
     def _ahead(self, step: int, num_steps: int, now: float) -> int:
@@ -85,7 +86,7 @@ class EpsilonAhead:
         if self._asked == 0:
             return num_steps // 100
         speed = (step - self._asked) / max(now - self._time, 1e-6)
-        return math.ceil(speed * self._cost / SHARE)
+        return min(math.ceil(speed * self._cost / SHARE), num_steps)
 
 
 class TrainingDisplay:
@@ -106,7 +107,7 @@ class TrainingDisplay:
         self._live.stop()
 
     def show(self, step: Step, price: Price) -> None:
-        """Shows one step; ``price`` maps a number of steps to a bound on epsilon."""
+        """Shows one step; ``price`` maps a number of releases to a bound on epsilon."""
         if self._silent:
             return
         if self._console.is_terminal:
@@ -124,7 +125,8 @@ class TrainingDisplay:
         """Returns epsilon, loss and score, or epsilon alone on a narrow terminal."""
         parts = [f"loss {step.loss:.3f}", f"{step.measure.name} {step.measure.text(step.score)}"]
         if step.training == "private":
-            parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(step.step, step.num_steps, price))}")
+            made, planned = step.step + step.num_lost, step.num_steps + step.num_lost
+            parts.insert(0, f"ε ≤ {round_up(self._epsilon.bound(made, planned, price))}")
         state = "  ".join(parts if self._console.width >= 60 else parts[:1])
         return state if self._console.width >= 70 else state.replace(f"{step.measure.name} ", "")
 

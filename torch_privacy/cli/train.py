@@ -19,6 +19,7 @@ from torch_privacy.cli._shared import (
     naming,
     print_result,
     say,
+    saying_warnings,
 )
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import TRAININGS
@@ -148,6 +149,7 @@ def train_in(
 
         with (
             naming(folder),
+            saying_warnings(),
             closing(Run.resume(folder) if experiment is None else Run.start(folder, experiment, **chosen)) as job,
         ):
             if not run_to_end(job, signals, silent=quiet or as_json):

@@ -14,9 +14,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.experiments import TRAININGS, load_trainable
-from torch_privacy.experiments.runner import losses_and_scores, new_training, number_of_threads
+from torch_privacy.experiments.runner import losses_and_scores, new_training
 from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.training.repetition import number_of_threads
 
 FILE_ENDINGS = (".npz", ".safetensors")
 
@@ -67,10 +68,10 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
     if name in TRAININGS:
         return name, {}
     folder = RunFolder(Path(name))
-    if not folder.settings.is_file():
+    if not folder.settings.exists():
         known = ", ".join(TRAININGS)
         raise ValueError(f"audit: {name!r} is neither an experiment ({known}) nor the folder of a run.")
-    content = dict(folder.read_json(folder.settings))
+    content = dict(folder.read_settings())
     experiment = content.pop("experiment", None)
     if experiment not in TRAININGS:
         raise ValueError(f"{folder.settings}: names no experiment that this version can train: {experiment!r}.")

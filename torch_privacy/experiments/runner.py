@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +35,7 @@ from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
 from torch_privacy.support.schema import violation
+from torch_privacy.training.repetition import number_of_threads
 
 TEST_BATCH_SIZE = 4096
 SPARE_STORAGE = 2**26  # bytes of tensors in a checkpoint beyond those of the run's own state
@@ -163,6 +163,8 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """Returns the content of a checkpoint."""
+        with number_of_threads(self.task.num_threads):  # the state says with how many threads to repeat the next steps
+            training = self.training.state_dict()
         return {
             "experiment": self.experiment,
             "settings": asdict(self.settings),  # to detect a settings.json that was changed during the run
@@ -170,7 +172,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.training.optimizer.state_dict(),
             "scheduler": None if self.training.scheduler is None else self.training.scheduler.state_dict(),
-            "training": self.training.state_dict(),
+            "training": training,
             "average": None if self.average is None else self.average.state_dict(),
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
@@ -202,9 +204,9 @@ class Run:
         self.training.ledger.close()
         self.folder.unlock()
 
-    def epsilon_high(self, num_steps: int) -> float:
-        """Returns the certified epsilon of ``num_steps`` steps: never below the true one, and increasing."""
-        return privacy.compose(_releases(self.training, num_steps)).epsilon_high(self.settings.delta)
+    def epsilon_high(self, num_releases: int) -> float:
+        """Returns the certified epsilon of this many releases of a step: never below the true one, and increasing."""
+        return privacy.compose(_releases(self.training, num_releases)).epsilon_high(self.settings.delta)
 
     def summary(self) -> Summary:
         """Returns the privacy of everything released so far, in the numbers to report."""
@@ -248,26 +250,31 @@ class Run:
         torch.set_rng_state(state["random_state"])
 
     def _private_steps(self) -> Iterator[Progress]:
+        num_lost = self.training.num_lost
         for batch in self.training:
             losses, scores = losses_and_scores(self.task, self.model, batch, self.task.views)
             made = self.training.step(losses)
+            if self.training.num_lost != num_lost:  # new keys: to be saved before they are used
+                num_lost = self.training.num_lost
+                self.checkpoint()
             if not self.training.rehearsing:
                 self.private.add(losses.flatten(), scores)
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
-        if not self.private.is_complete():  # the last steps drew empty batches, which the loop above never sees
-            yield self._private_progress()
+        rows = self.private.rows
+        if not self.private.is_complete() and not (rows and rows[-1].step == self.training.step_count):
+            yield self._private_progress(is_last=True)  # empty batches, which the loop never sees, or too few steps
 
-    def _private_progress(self) -> Progress:
-        """Returns the progress; at the end of an epoch also writes metrics and a checkpoint."""
+    def _private_progress(self, *, is_last: bool = False) -> Progress:
+        """Returns the progress; at the end of an epoch or of the training also writes metrics and a checkpoint."""
         step = self.training.step_count
-        if not self.private.is_epoch_over(step):
-            return self.private.progress(step)
+        if not is_last and not self.private.is_epoch_over(step):
+            return replace(self.private.progress(step), num_lost=self.training.num_lost)
         epsilon = map(float, self.training.spent().epsilon)
         progress = self.private.end_epoch(step, test_score(self.task, self.released_model), *epsilon)
         self.folder.write_metrics(self.private.rows)
         self.checkpoint()
-        return progress
+        return replace(progress, num_lost=self.training.num_lost)
 
     def _baseline_steps(self) -> Iterator[Progress]:
         """Trains the same network for as many steps on shuffled batches, without clipping and noise."""
@@ -416,17 +423,6 @@ def _check_priced(settings: Settings, task: Task) -> None:
             f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
             f"{settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise multiplier."
         ) from None
-
-
-@contextmanager
-def number_of_threads(number: int | None) -> Iterator[None]:
-    """Sets torch's number of threads within the ``with`` block; None leaves it unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_score(task: Task, model: nn.Module) -> float:

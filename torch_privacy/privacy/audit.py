@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the result of an audit: what the scores of canaries say about a certified privacy claim."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,13 +149,21 @@ class Audit:
         return float(np.trapezoid(true, false))
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything that the report shows, as plain data. The scores and coins themselves stay out."""
+        """Returns everything that the report shows, as plain data; null stands for infinity.
+
+        The scores and coins themselves stay out.
+        """
         false, true = self.roc()
         every = np.unique(np.linspace(0, len(false) - 1, min(len(false), 401)).round().astype(int))
         curve = self.profile.tradeoffs["symmetrized"].low
         rates = np.concatenate([[0.0], np.geomspace(1e-4, 1, 200)])
+        epsilons = {
+            "epsilon_claimed": self.profile.epsilon(self.delta).high,
+            "epsilon_low": self.epsilon_low(),
+            "epsilon_low_any_mechanism": self.epsilon_any(),
+            "epsilon_low_ideal": self.epsilon_ideal(),
+        }
         return {
-            "format": 1,
             "num_canaries": self.num_canaries,
             "num_inside": len(self.inside),
             "games": "independent" if self.plan is None else "one run",
@@ -164,10 +173,7 @@ class Audit:
             "p_value": self.p_value,
             "rejected": self.is_rejected,
             "delta": self.delta,
-            "epsilon_claimed": self.profile.epsilon(self.delta).high,
-            "epsilon_low": self.epsilon_low(),
-            "epsilon_low_any_mechanism": self.epsilon_any(),
-            "epsilon_low_ideal": self.epsilon_ideal(),
+            **{name: value if math.isfinite(value) else None for name, value in epsilons.items()},
             "area_under_curve": self.area_under_curve,
             "roc": [false[every].tolist(), true[every].tolist()],
             "claimed_curve": [rates.tolist(), (1 - np.asarray(curve(rates))).tolist()],

@@ -68,7 +68,8 @@ class Ledger:
         - a line torn by a crash is dropped by `load`: `record` had not returned, so that release was not used;
         - when `record` returns, the release is in memory and in the file; when it raises, in both or in neither. If
           that cannot be kept, the ledger takes no further release and says why;
-        - one writer at a time: another process is refused, and so is an older ledger of this process on the same file;
+        - one writer at a time: another process is refused, even a forked one, and so is an older ledger of this process
+          on the same file;
         - `load` refuses a file of which a bit was changed, or a line in the middle is missing.
     """
 
@@ -146,6 +147,14 @@ class Ledger:
         self._settle()
         if self._file is not None:
             self._file.sync_if_due()
+
+    def differs(self, event: Event, step: int, fingerprint: str) -> bool:
+        """True if this step was recorded with another release, so that `record` would refuse this one."""
+        self._settle()
+        if step >= len(self._releases):
+            return False
+        index, known = self._releases[step]
+        return (self._events[index], known) != (event, fingerprint)
 
     def _settle(self) -> None:
         """Takes the pending release into memory if its lines are in the file; else forgets it.
@@ -239,8 +248,8 @@ class Ledger:
             self._file.close()
 
     def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
-        index, known = self._releases[step]
-        if (self._events[index], known) != (event, fingerprint):
+        if self.differs(event, step, fingerprint):
+            index, known = self._releases[step]
             raise Refused(
                 f"Ledger.record: step {step} was {self._events[index]!r} with fingerprint {known!r}, and now is "
                 f"{event!r} with {fingerprint!r}. Two different releases would share one step's noise. Resume from a "

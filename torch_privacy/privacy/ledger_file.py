@@ -44,7 +44,8 @@ class LedgerFile:
         - `append` either returns, and all of its lines are with the operating system, or raises, and none is in the
           file; if that cannot be undone, the file is closed for good.
         - After a failed `sync` the file is closed for good: what the disk holds is unknown.
-        - A second writer is refused: another process at once, an older writer of this process at its next `append`.
+        - A second writer is refused: another process at once, an older writer of this process at its next `append`, a
+          forked process too.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool):
@@ -140,7 +141,7 @@ class LedgerFile:
 
     def sync_if_due(self) -> None:
         """Syncs if the last sync was more than a second ago."""
-        if time.monotonic() - self._last_sync > SECONDS_BETWEEN_SYNCS:
+        if not 0 <= time.monotonic() - self._last_sync <= SECONDS_BETWEEN_SYNCS:  # also if the clock was set back
             self.sync()
 
     def sync(self) -> None:
@@ -248,6 +249,17 @@ class LedgerFile:
         except Refused:
             return False
         return True
+
+
+def _leave_to_parent() -> None:
+    """Closes the files in a forked process: its parent writes them, and their locks shall end with the parent."""
+    for file in list(_OPEN.values()):
+        file._fail("this process was forked from the one that writes it")
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _compact(line: Line) -> bytes:

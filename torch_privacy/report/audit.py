@@ -43,16 +43,24 @@ def lines(content: dict[str, Any]) -> list[tuple[str, str]]:
     shown = [
         ("claim", _verdict(content)),
         ("p-value of the claim", f"{content['p_value']:.2g}"),
-        ("certified epsilon, at most", f"{round_up(content['epsilon_claimed'])} at {content['delta']:g}"),
-        (f"epsilon, at least ({confidence})", round_down(content["epsilon_low"])),
-        ("the ideal attack would show", round_down(content["epsilon_low_ideal"])),
-        ("at least, for any mechanism", round_down(content["epsilon_low_any_mechanism"])),
+        ("certified epsilon, at most", f"{_up(content['epsilon_claimed'])} at {content['delta']:g}"),
+        (f"epsilon, at least ({confidence})", _down(content["epsilon_low"])),
+        ("the ideal attack would show", _down(content["epsilon_low_ideal"])),
+        ("at least, for any mechanism", _down(content["epsilon_low_any_mechanism"])),
         ("canaries", f"{content['num_canaries']}, of which {content['num_inside']} were in"),
         ("guesses", _counts(content["outcome"])),
         ("guesses of the ideal attack", _counts(content["outcome_ideal"])),
         ("area under the curve", f"{content['area_under_curve']:.3f}"),
     ]
     return shown
+
+
+def _up(epsilon: float | None) -> str:
+    return "infinity" if epsilon is None else round_up(epsilon)
+
+
+def _down(epsilon: float | None) -> str:
+    return "infinity" if epsilon is None else round_down(epsilon)
 
 
 def _verdict(content: dict[str, Any]) -> str:
@@ -69,8 +77,8 @@ def _counts(outcome: dict[str, int]) -> str:
 def _headline(content: dict[str, Any]) -> str:
     at = f"at \u03b4 = {content['delta']:g}"
     figures = [
-        (f"\u03b5 \u2265 {round_down(content['epsilon_low'])}", f"{at}, found by the attack"),
-        (f"\u03b5 \u2264 {round_up(content['epsilon_claimed'])}", f"{at}, certified by the ledger"),
+        (f"\u03b5 \u2265 {_down(content['epsilon_low'])}", f"{at}, found by the attack"),
+        (f"\u03b5 \u2264 {_up(content['epsilon_claimed'])}", f"{at}, certified by the ledger"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)
 

@@ -147,7 +147,7 @@ def _page_of_training(folder: RunFolder) -> str:
         html.figures(plots),
         "<h2>In numbers</h2>",
         html.pairs(table.score_lines(results) + privacy_lines(summary)),
-        audit.section(folder.read_json(folder.audit)) if folder.audit.is_file() else "",
+        "" if (audited := folder.read_audit()) is None else audit.section(audited),
         "<h2>Settings</h2>",
         html.pairs(shown),
         "<h2>What epsilon does not cover</h2>",

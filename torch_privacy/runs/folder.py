@@ -30,6 +30,7 @@ NO_TRAINING = "it is no finished training, nor an experiment of reproduce, or it
 RUN_WANTED = "Name a folder that train or reproduce has made."
 Digests = Mapping[str, str]  # file name -> SHA-256 of the content, in hexadecimal
 NO_DIGESTS: Digests = {}
+_LOCKED: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()  # by this process
 
 
 class RunFolder:
@@ -84,6 +85,7 @@ class RunFolder:
                 raise OSError(error.errno, error.strerror, str(self._lock_file)) from None
             raise ValueError(f"{self.path}: another process is training in this folder. Wait until it ends.") from None
         self._unlock = weakref.finalize(self, os.close, descriptor)
+        _LOCKED.add(self)
         for left in self.path.glob(f"*{PARTIAL}"):  # by a process that was killed; that of a checkpoint holds its keys
             left.unlink()
 
@@ -95,6 +97,7 @@ class RunFolder:
             self._lock_file.unlink(missing_ok=True)
         self._unlock()
         self._unlock = None
+        _LOCKED.discard(self)
 
     def check_resumable(self) -> None:
         """Raises a ``ValueError`` unless the folder holds an unfinished run that can be resumed."""
@@ -146,6 +149,12 @@ class RunFolder:
         if isinstance(content, dict) and "numbers" in content:
             return self._valid(self.results, schemas.ROW_RESULTS, content)
         return self._valid(self.results, schemas.TRAINING_RESULTS, content, NO_TRAINING)
+
+    def read_audit(self) -> dict[str, Any] | None:
+        """Reads the audit of the run, or returns None if there is none; raises a ``ValueError`` if it is damaged."""
+        if not self.audit.exists():
+            return None
+        return self._valid(self.audit, schemas.AUDIT, self._self_checked(self.audit))
 
     def _read_json(self, path: Path, schema: Schema, digests: Digests) -> dict[str, Any]:
         return self._valid(path, schema, self._parsed(path, digests))
@@ -248,6 +257,18 @@ class RunFolder:
             partial.replace(path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _leave_to_parent() -> None:
+    """Closes the lock files in a forked process: their locks shall end with the parent."""
+    for folder in list(_LOCKED):
+        if folder._unlock is not None:
+            folder._unlock()
+            folder._unlock = None
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _partial(path: Path) -> Path:

@@ -63,6 +63,7 @@ class Progress:
     score: float
     metrics: Metrics | None = None
     measure: Measure = ACCURACY  # of the score
+    num_lost: int = 0  # releases besides those of the steps, see `PrivateTraining.num_lost`
 
 
 @dataclass
@@ -99,9 +100,11 @@ class Log:
         return not self.is_complete() and step >= self._epoch_end()
 
     def end_epoch(self, step: int, test_score: float, *epsilon: float) -> Progress:
-        """Adds a row for the epoch that ``step`` completed, and starts the next epoch."""
+        """Adds a row for the epoch that ended with ``step``, and starts the next epoch."""
         loss, score = self._means()
         epoch = min(len(self.rows) + 1.0, self.epochs)
+        if step < self._epoch_end():  # the training ends early
+            epoch = round(self.epochs * step / self.num_steps, 4)
         self.rows.append(Metrics(self.training, epoch, step, loss, score, test_score, *epsilon))
         self.num_examples, self.loss_sum, self.score_sum = 0, 0.0, 0.0
         return Progress(self.training, step, self.num_steps, loss, score, self.rows[-1], measure=self.measure)
@@ -114,7 +117,7 @@ class Log:
         """Yields the same steps and adds up their running time, without the caller's time between them."""
         start = perf_counter()
         for progress in steps:
-            self.seconds += perf_counter() - start
+            self.seconds += max(perf_counter() - start, 0.0)
             yield progress
             start = perf_counter()
 

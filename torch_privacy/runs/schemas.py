@@ -122,6 +122,39 @@ ROW_NUMBERS = {
         "then": record({"low": {"type": "number", "minimum": -1e300}, "high": NUMBER}, closed=True),
     },
 }
+RATE = {"type": "number", "minimum": 0, "maximum": 1}
+CURVE = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 2,
+    "items": {"type": "array", "items": RATE, "minItems": 2, "maxItems": 1000},
+}
+OUTCOME = {"type": "object", "additionalProperties": COUNT}
+EPSILON = {"type": ["number", "null"], "minimum": 0}
+AUDIT = record(
+    {
+        "games": {"enum": ["one run", "independent"]},
+        "num_canaries": {**COUNT, "minimum": 1},
+        "num_inside": COUNT,
+        "outcome": OUTCOME,
+        "outcome_ideal": OUTCOME,
+        "significance": DELTA,
+        "p_value": RATE,
+        "rejected": FLAG,
+        "delta": DELTA,
+        "epsilon_claimed": EPSILON,
+        "epsilon_low": EPSILON,
+        "epsilon_low_any_mechanism": EPSILON,
+        "epsilon_low_ideal": EPSILON,
+        "area_under_curve": RATE,
+        "roc": CURVE,
+        "claimed_curve": CURVE,
+        "notes": TEXTS,
+        **DIGESTS,
+    },
+    optional=tuple(DIGESTS),
+    closed=True,
+)
 ROW_RESULTS = record(  # of a row that is computed
     {"numbers": ROW_NUMBERS, "seconds": SECONDS, **DIGESTS}, optional=tuple(DIGESTS), closed=True
 )

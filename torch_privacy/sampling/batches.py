@@ -87,7 +87,7 @@ class Batches:
             collate_fn=_identity,
             generator=torch.Generator(),  # so that starting the workers does not advance the user's random state
         )
-        for fetched in loader:
+        for fetched in _naming_ended_workers(iter(loader)):
             yield DatasetExamples(self, waiting.popleft(), fetched)
 
     def plain(self, batches: Iterable[np.ndarray]) -> Iterator[Any]:
@@ -162,6 +162,23 @@ class _BatchDataset(Dataset):
     def __getitem__(self, request: BatchRequest) -> Any:
         fetched = self._batches.fetch(request)
         return fetched if request.keeps_items else replace(fetched, items=None)
+
+
+def _naming_ended_workers(batches: Iterator[Fetched]) -> Iterator[Fetched]:
+    """Yields the batches; raises a ``RuntimeError``, as torch does, if a worker ended while it handed over a batch."""
+    while True:
+        try:
+            fetched = next(batches)
+        except StopIteration:
+            return
+        except (EOFError, ConnectionError) as error:
+            if str(error).startswith("Caught "):  # the data set's own, from a worker
+                raise
+            raise RuntimeError(
+                f"DataLoader worker ended while it handed over a batch ({type(error).__name__}). Nothing of this batch "
+                "was released: iterate over the training again. If memory is short, lower num_workers."
+            ) from error
+        yield fetched
 
 
 def _identity(batch: Any) -> Any:

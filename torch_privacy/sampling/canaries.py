@@ -64,20 +64,18 @@ class WithCanaries(Dataset):
         if len(coins) != self.num_canaries:
             raise ValueError(f"WithCanaries: {len(coins)} coins for {self.num_canaries} canaries; must be as many.")
         self.items = joined(dataset, canaries) if self.are_records else dataset  # those out included
-        self.observer: Any = None  # of the training on this data set
+        self.scores: Any = None  # what observes the training on this data set
+        self.training: Any = None
         self._is_in = np.concatenate([np.ones(self.num_examples, bool), np.asarray(coins, bool)])
 
-    def observed_by(self, training: Any) -> Any:
-        """Returns the observer, if there is one, for the one training that it observes."""
-        if self.observer is None:
-            return None
-        if self.observer.training is not None:
+    def check_only_one(self, training: Any) -> None:
+        """Remembers the training on the data set; refuses a second one, if canaries are scored."""
+        if self.scores is not None and self.training is not None:
             raise Refused(
                 "tp.audit: train(dataset) made a second PrivateTraining on the data set with canaries. Make one; or "
                 "audit a game of several trainings by tp.audit_scores, with scores and claim of your own."
             )
-        self.observer.training = training
-        return self.observer
+        self.training = training
 
     def __len__(self) -> int:
         return self.num_examples + self.num_canaries

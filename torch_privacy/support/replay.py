@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from .validate import Refused
+
+LONGEST_WAIT = 600.0  # seconds until a thread gives up to wait for another one's batch
 
 
 class Snapshot:
@@ -118,13 +125,62 @@ def random_position() -> tuple[Any, ...]:
     return *states, np.random.bytes(8), random.getrandbits(64)
 
 
+class _OneThread:
+    """Lets one thread at a time replace the random state, which torch, numpy and Python have once for all threads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all threads, as in a forked process, which has one."""
+        self._changed = threading.Condition()
+        self._users: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+
+    def enter(self, user: Any) -> None:
+        """Returns when no other living thread has a user.
+
+        Raises:
+            Refused: another thread has kept its batch for ten minutes.
+        """
+        thread = threading.current_thread()
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._others(thread), timeout=0)
+            waited = 0.0
+            while not free:
+                if waited >= LONGEST_WAIT:
+                    raise Refused(
+                        f"PrivateTraining: a batch of another training has waited for its step for {LONGEST_WAIT:g} "
+                        f"seconds, in thread {self._others(thread)[0].name!r}. Random numbers are set up for that one, "
+                        "and all threads share them. Call its step, end its loop, or train in separate processes."
+                    )
+                free = self._changed.wait_for(lambda: not self._others(thread), timeout=1.0)
+                waited += 1.0
+            self._users[user] = thread
+
+    def leave(self, user: Any) -> None:
+        """Lets other threads go on."""
+        with self._changed:
+            self._users.pop(user, None)
+            self._changed.notify_all()
+
+    def _others(self, thread: threading.Thread) -> list[threading.Thread]:
+        return [user for user in self._users.values() if user is not thread and user.is_alive()]
+
+
+_ONE_THREAD = _OneThread()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ONE_THREAD.reset)
+
+
 class SeededRandomNumbers:
     """Makes random numbers a function of a secret seed until ``close``, which restores the earlier random state.
 
-    Dropout and augmentation then draw numbers that cannot be predicted, and repeat if the seed is the same.
+    Dropout and augmentation then draw numbers that cannot be predicted, and repeat if the seed is the same. Another
+    thread that makes one waits until this one is closed.
     """
 
     def __init__(self, seed: bytes):
+        _ONE_THREAD.enter(self)
         self._torch = torch_generators()
         self._numpy = _get_bit_generator()
         self._python = random.getstate()
@@ -150,6 +206,7 @@ class SeededRandomNumbers:
         _FREE_GENERATORS.append(_get_bit_generator())
         _set_bit_generator(self._numpy)
         random.setstate(self._python)
+        _ONE_THREAD.leave(self)
 
 
 _FREE_GENERATORS: list[Any] = []  # numpy's, to be reused: making one takes as long as the forward of a small layer

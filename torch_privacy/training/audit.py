@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..clipping import MicroBatches
 from ..privacy.audit import Audit, audit_scores
 from ..sampling.canaries import GradientCanaries, WithCanaries
 from ..support.validate import Refused, one_of
@@ -99,21 +98,20 @@ def audit(
     seed = secrets.randbits(256) if test_seed is None else test_seed
     coins = np.random.Generator(np.random.PCG64DXSM(seed)).random(len(canaries)) < 0.5  # type: ignore[arg-type]
     data = WithCanaries(dataset, canaries, coins)
-    data.observer = CanaryScores(
+    scores = data.scores = CanaryScores(
         data,
         by_losses=data.are_records and score != "gradient",
         by_releases=score != "loss",
         keeps_steps=callable(score),
     )
     returned = train(data)
-    training = _checked(returned, data.observer)
-    observed = data.observer.conclude()
-    scores = _scores(score, observed, len(coins))
+    training = _checked(returned, data)
+    found = _scores(score, scores.conclude(), len(coins))
     delta = delta or training.settings.delta or USUAL_DELTA
     notes = [DISTURBING] if len(coins) > MANY * data.num_examples and data.are_records else []
     return audit_scores(
-        scores[coins],
-        scores[~coins],
+        found[coins],
+        found[~coins],
         training.profile(),
         significance=significance,
         delta=delta,
@@ -122,7 +120,7 @@ def audit(
     )
 
 
-def _checked(returned: Any, observer: CanaryScores) -> PrivateTraining:
+def _checked(returned: Any, data: WithCanaries) -> PrivateTraining:
     """Returns the training; refuses one of other data, and one that did not reach its end."""
     training = returned[1] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not isinstance(training, PrivateTraining):
@@ -130,19 +128,14 @@ def _checked(returned: Any, observer: CanaryScores) -> PrivateTraining:
             f"tp.audit: train(dataset) returned {type(training).__name__}: must return the PrivateTraining, alone "
             "or as (model, training)."
         )
-    if observer.training is not training:
+    if data.training is not training:
         raise Refused(
             "tp.audit: the training that train(dataset) returned was made on another data set. Pass dataset as it is "
             "to PrivateTraining; transforms belong into the data set that tp.audit gets, or into collate_fn."
         )
-    if isinstance(training.settings.clipping, MicroBatches) and observer.by_releases:
+    if not data.scores.is_complete:
         raise Refused(
-            "tp.audit: with MicroBatches a canary has no gradient of its own, so releases cannot be scored. Take "
-            'score="loss".'
-        )
-    if observer.by_losses and observer.observed.losses_after is None:
-        raise Refused(
-            "tp.audit: the loop ended before the last step, so the canaries' losses are missing. Run "
+            "tp.audit: the loop ended before the last step, so the scores are not complete. Run "
             "`for batch in training` to its end."
         )
     return training

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..mechanism import Mechanism, Recording, Summation
+from ..clipping import MicroBatches
+from ..jacobian.randomness import RandomNumbers
+from ..jacobian.tape import Tape
+from ..jacobian.turns import Turn
+from ..mechanism import Mechanism, Recording, Summation, added
+from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
 from ..sampling.canaries import WithCanaries
+from ..support.model_state import ModelTensors
 from ..support.validate import Refused
+from .rehearsals import Part, one_turn
+from .release import Releases
+from .settings import TrainingSettings
 
 LENGTH = 1e4  # of a gradient canary, in units of the sensitivity: it is always clipped
 UNLIMITED = 100.0  # memory budget: all rows are kept
 NORMAL_QUARTILE = 0.6745
 FEWEST_FOR_SPREAD = 50  # canaries, to estimate how much they disturb each other
+LEAST_OBSERVED = 256  # canaries that are handed out together
 
 Take = Callable[[Any, Tensor], None]
 
@@ -56,7 +66,7 @@ class CanaryScores:
     by_releases: bool
     keeps_steps: bool = False
     observed: Observed = field(default_factory=Observed)
-    training: Any = None  # the one that trains on the data set
+    is_complete: bool = False  # once the last step was made
 
     def __post_init__(self) -> None:
         self._losses: list[tuple[int, Tensor]] = []
@@ -66,11 +76,6 @@ class CanaryScores:
         self._steps: list[tuple[Tensor, Tensor]] = []
         if self.by_releases:
             self.observed.log_ratio = torch.zeros(self.data.num_canaries, dtype=torch.float64)
-
-    @property
-    def canaries(self) -> np.ndarray:
-        """Returns the indices of the canaries in the data set."""
-        return self.data.num_examples + np.arange(self.data.num_canaries)
 
     # Losses
 
@@ -126,8 +131,7 @@ class CanaryScores:
 
     def know(self, sums: Mapping[str, Tensor]) -> None:
         """Adds a sum over examples that are no canaries to what the attacker knows of the step."""
-        for name, total in sums.items():
-            self._known[name] = self._known[name] + total if name in self._known else total.clone()
+        self._known = added(self._known, sums)
 
     def note_release(
         self,
@@ -203,3 +207,131 @@ class CanaryScores:
             f"tp.audit: GradientCanaries({m}) need a trained parameter with {m} entries, one for each; the largest has "
             f"{max((p.numel() for p in parameters.values()), default=0)} of {total} in all. Take fewer canaries."
         )
+
+
+class Observation:
+    """Hands the canaries of an audit out through the user's loop, and adds gradient canaries to the sums.
+
+    Args:
+        data: data set with canaries, and the object that scores them, if any.
+        settings, mechanism, batches: those of the training.
+
+    Raises:
+        Refused: the mechanism has no scores of this kind.
+    """
+
+    def __init__(self, data: WithCanaries, settings: TrainingSettings, mechanism: Mechanism, batches: Batches):
+        self._data, self._settings, self._mechanism, self._batches = data, settings, mechanism, batches
+        self._scores: CanaryScores | None = data.scores
+        if isinstance(settings.clipping, MicroBatches) and (self._by_releases or not data.are_records):
+            raise Refused(
+                "tp.audit: with MicroBatches a canary has no gradient of its own, so releases cannot be scored. Take "
+                'score="loss", and records as canaries.'
+            )
+        if settings.jacobian is not None and not data.are_records:
+            raise Refused(
+                f"tp.audit: GradientCanaries cannot be used with jacobian={settings.jacobian!r}, which estimates norms "
+                "in the model's forward. Pass records as canaries."
+            )
+
+    @property
+    def _by_releases(self) -> bool:
+        return self._scores is not None and self._scores.by_releases
+
+    def before_step(self, releases: Releases, tensors: ModelTensors, step: int) -> Iterator[Part]:
+        """Yields what the scores need before a step: the canaries, and each (micro)batch without them."""
+        scores = self._scores
+        if scores is None:
+            return
+        if scores.by_losses and step == 0 and scores.observed.losses_before is None:
+            yield from self._losses(scores, releases, step)
+            scores.conclude_losses(after=False)
+        if not scores.by_releases:
+            return
+        scores.begin_step()
+        if not self._data.are_records:
+            everyone = np.arange(self._data.num_canaries)
+            tape = self._mechanism.exact_recorder(tensors, len(everyone) * self._settings.views)
+            losses = self._gradient_losses(scores, tape, tensors, everyone)
+            scores.take_rows(0, self._mechanism, self._summation(releases, step, len(everyone)))(tape, losses)
+            return
+        for first, canaries in self._canaries():
+            take = scores.take_rows(first, self._mechanism, self._summation(releases, step, len(canaries)))
+            yield self._part(canaries, take, releases, step)
+        for part in releases.parts(step):
+            known = part[~self._data.is_canary(part)]
+            if len(known):
+                take = scores.take_known(self._mechanism, self._summation(releases, step, len(known)))
+                yield self._part(known, take, releases, step)
+
+    def after_release(
+        self, release: Mapping[str, Tensor], stddevs: Mapping[str, float], releases: Releases, step: int
+    ) -> None:
+        """Scores the canaries by a release."""
+        if self._scores is not None and self._scores.by_releases:
+            self._scores.note_release(
+                release,
+                stddevs,
+                lambda size: self._summation(releases, step, size),
+                self._settings.sampling_probability,
+            )
+
+    def after_training(self, releases: Releases, step: int) -> Iterator[Part]:
+        """Yields what the scores need after the last step."""
+        if self._scores is not None:
+            if self._scores.by_losses:
+                yield from self._losses(self._scores, releases, step)
+                self._scores.conclude_losses(after=True)
+            self._scores.is_complete = True
+
+    def with_gradient_canaries(
+        self, sums: dict[str, Tensor], releases: Releases, tensors: ModelTensors, step: int
+    ) -> dict[str, Tensor]:
+        """Returns the sums with the clipped gradients of the step's canaries, if these are gradients."""
+        scores = self._scores
+        if self._data.are_records or scores is None:
+            return sums
+        scores.know(sums)
+        chosen = releases.gradient_canaries(step)
+        if not len(chosen):
+            return sums
+        size, part = len(chosen) * self._settings.views, len(releases.parts(step))
+        tape = self._mechanism.recorder(tensors, releases.noise.key, step, part, size)
+        assert isinstance(tape, Tape), "norms are exact"
+        summation = self._summation(releases, step, len(chosen))
+        of_canaries = tape.clipped_sum(
+            self._gradient_losses(scores, tape, tensors, chosen),
+            self._mechanism.groups(list(tape.parameters)),
+            summation,
+            merging=summation.merging,
+            may_miss=tape.parameters,
+            memory_budget=self._settings.memory_budget,
+        )
+        return added(sums, of_canaries)
+
+    def _losses(self, scores: CanaryScores, releases: Releases, step: int) -> Iterator[Part]:
+        for first, canaries in self._canaries():
+            yield self._part(canaries, scores.take_losses(first, self._settings.views), releases, step, rows=False)
+
+    def _canaries(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields parts of the canaries' indices, with the number of the first of each."""
+        size = self._settings.microbatch_size or max(int(self._settings.expected_batch_size), LEAST_OBSERVED)
+        for part in split(self._data.num_examples + np.arange(self._data.num_canaries), size):
+            yield int(part[0]) - self._data.num_examples, part
+
+    def _part(self, indices: np.ndarray, take: Take, releases: Releases, step: int, *, rows: bool = True) -> Part:
+        """Returns a batch of these examples, of which nothing is released; ``take`` gets recording and losses."""
+        seed = releases.secret(b"observed", step, int(indices[0]))
+        request = BatchRequest(indices, self._settings.views, seed)
+        examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
+        turn = Turn(examples.batch, examples.count, rows=rows, random=RandomNumbers.EVAL_MODE, take=take)
+        return Part(examples, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False)
+
+    def _gradient_losses(
+        self, scores: CanaryScores, tape: Recording, tensors: ModelTensors, chosen: np.ndarray
+    ) -> Tensor:
+        numbers = torch.from_numpy(chosen).repeat_interleave(self._settings.views)
+        return scores.gradient_losses(tape, tensors.trained, numbers, LENGTH * self._mechanism.sensitivity)
+
+    def _summation(self, releases: Releases, step: int, size: int) -> Summation:
+        return self._mechanism.summation(releases.sampler, step, size)

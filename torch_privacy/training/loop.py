@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,21 +29,20 @@ from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import ClippedSum, Recording, Summation
 from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
-from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples, split
+from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
 from ..support.replay import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused, whole
-from .canaries import LENGTH, CanaryScores, Take
+from .canaries import Observation, Take
 from .hooks import ForwardHooks, Pending
-from .rehearsals import Part, Rehearsals, one_turn
+from .rehearsals import Part, Rehearsals
 from .release import Releases
+from .repetition import Machine, NotRepeated, number_of_threads
 from .settings import TrainingSettings, check_delta, check_scheduler, check_single_process, check_state, open_ledger
 from .statement import Account, Progress, Spent
 from .weights import WeightGuard, padding_rows
-
-LEAST_OBSERVED = 256  # canaries that are handed out together
 
 
 class _Latest(threading.local):
@@ -53,6 +52,8 @@ class _Latest(threading.local):
 
 
 _LATEST = _Latest()
+_END = object()  # of a loop
+DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
 
 
 class PrivateTraining:
@@ -225,7 +226,10 @@ class PrivateTraining:
         self._reached: set[str] = set()  # parameters that some batch's losses reached; later losses may miss them
         self._padding = padding_rows(model, self._tensors.trained)
         self._canaries = canaries
-        self._observer: CanaryScores | None = None if canaries is None else canaries.observed_by(self)
+        self._observation = None
+        if canaries is not None:
+            self._observation = Observation(canaries, self.settings, self._mechanism, self._batches)
+            canaries.check_only_one(self)
         self._releases = Releases(self.settings, self.event, self.ledger, canaries=canaries)
         self._rehearsals = Rehearsals(model, self._releases, assumed=assume_independent is not None)
         self._part: Part | None = None  # the (micro)batch in progress
@@ -235,7 +239,11 @@ class PrivateTraining:
         self._optimizer_settings: list[dict[str, str]] | None = None  # when the part began
         self._start: Any = None  # position at which the part's random numbers begin, if it is rehearsed
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
+        self._left_out = 0  # examples left out of them
+        self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
+        self._repetition = ExitStack()  # while they are repeated
         self._loops = 0  # iterations begun; only the latest may go on
+        self._in_use = threading.RLock()  # not held while the user's loop runs
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(model)
         self._is_made = True
@@ -265,6 +273,11 @@ class PrivateTraining:
         return self._num_non_finite
 
     @property
+    def num_lost(self) -> int:
+        """Returns how many releases a resumed training could not repeat; the ledger counts them besides its steps."""
+        return self._releases.num_lost
+
+    @property
     def clipping(self) -> ClippingRule | None:
         """Returns the clipping rule of the next step."""
         return self._mechanism.rule if isinstance(self._mechanism, ClippedSum) else None
@@ -281,33 +294,64 @@ class PrivateTraining:
 
         After ``break`` or an exception, a new iteration begins with the first microbatch of the unfinished step.
         """
+        turns = self._turns()
+        try:
+            while True:
+                with self._one_thread():
+                    batch = next(turns, _END)
+                if batch is _END:
+                    return
+                yield batch
+        finally:
+            turns.close()
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Refuses a second thread inside of the ``with`` block."""
+        if not self._in_use.acquire(blocking=False):
+            raise Refused(
+                "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
+                "twice. Nothing was released for the second call. Take the batches and call step in one thread."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def _turns(self) -> Generator[Any, None, None]:
+        """Yields what the loop gets."""
         check_single_process()
         self._loops += 1
         loop = self._loops
         self._forget_batch()
         self._tensors = self._find_tensors()
         self._weight_guard.activate()
-        num_steps = self._account.steps_allowed
-        batches = self._batches(self._requests(self.step_count, num_steps))
+        releases, batches = None, iter(())
         try:
-            while self.step_count < num_steps:
-                self._sums = {}
+            while self.step_count < self._account.steps_allowed:
+                if self._releases is not releases:  # at first, and when the steps cannot be repeated
+                    releases = self._releases
+                    batches = self._batches(self._requests(self.step_count, self._account.steps_allowed))
+                self._match_threads()
+                self._sums, self._left_out = {}, 0
                 parts = self._releases.parts(self.step_count)
                 self._tensors = self._find_tensors()
                 self._mechanism.begin(self.model, self._tensors, self._releases.noise.key, self.step_count)
-                if self._observer is not None:
-                    yield from self._observe_step(self._observer, parts, loop)
+                if self._observation is not None:
+                    for part in self._observation.before_step(self._releases, self._tensors, self.step_count):
+                        yield from self._answered(part, loop)
                 for number in range(len(parts)):
-                    self._begin_part(next(batches), number, len(parts))
-                    yield from self._turns(loop)
+                    yield from self._answered(self._part_of(next(batches), number, len(parts)), loop)
                 if not parts:
                     self._release()
-            if self._observer is not None and self._observer.by_losses:
-                yield from self._observe_losses(self._observer, loop, after=True)
+            if self._observation is not None:
+                for part in self._observation.after_training(self._releases, self.step_count):
+                    yield from self._answered(part, loop)
         finally:
             if self._loops == loop:
                 self._forget_batch()
                 self._weight_guard.deactivate()
+                self._repetition.close()
 
     @property
     def rehearsing(self) -> bool:
@@ -334,7 +378,8 @@ class PrivateTraining:
         """
         enabled = torch.is_grad_enabled()
         try:
-            return self._step(losses)
+            with self._one_thread():
+                return self._step(losses)
         finally:
             torch.set_grad_enabled(enabled)  # an interrupt within torch.no_grad's own exit leaves gradients off
 
@@ -346,7 +391,7 @@ class PrivateTraining:
             )
         self._hooks.unwind()
         if pending.turn.take is not None:
-            self._note_observed(pending, losses)
+            self._observe(pending, losses, pending.turn.take)
             return False
         try:
             sums, summation, answers = self._answers(pending, part, losses)
@@ -359,9 +404,11 @@ class PrivateTraining:
                 self._turn = part.script.send(answers)
             except StopIteration:
                 self._turn = None
-        except BaseException:
+        except BaseException as error:
             pending.close()
             part.script.close()
+            if isinstance(error, Refused):
+                self._check_diverged(error)
             raise
         self._pending = None
         if self._turn is not None:
@@ -370,12 +417,34 @@ class PrivateTraining:
         assert pending.turn.is_batch, "the batch itself comes last"
         assert pending.tape is not None
         self._rehearsals.note_passed(part, pending.tape.code)
-        self._num_non_finite += summation.num_left_out
+        self._left_out += summation.num_left_out
         for name, tensor in sums.items():
             self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
-        if part.is_last:
-            self._release()
-        return part.is_last
+        if not part.is_last:
+            return False
+        self._is_rehearsal = not self._release()
+        return not self._is_rehearsal
+
+    def _check_diverged(self, error: Refused) -> None:
+        """Refuses weights so large that sums overflow, which rehearsals and self-checks cannot tell from mistakes."""
+        largest = max((float(p.detach().abs().max()) for p in self._tensors.trained.values() if p.numel()), default=0.0)
+        if not largest < DIVERGED:  # NaN, too
+            raise Refused(
+                f"PrivateTraining: training has diverged: after step {self.step_count} the largest weight is "
+                f"{largest:.3g}, so that gradients overflow and checks fail ({error}) Lower the clip norm or the "
+                "learning rate: noise and gradients of one step are as large as their product."
+            ) from error
+
+    def _observe(self, pending: Pending, losses: Tensor, take: Take) -> None:
+        """Gives recording and losses of a batch, of which nothing is released, to the audit."""
+        try:
+            losses = self._flat_losses(losses, pending.turn.count)
+            _check_user_code(pending, losses)
+            with _refusing_used_graphs():
+                take(pending.tape, losses)
+        finally:
+            self._forget_batch()
+        self._is_rehearsal = True
 
     def record(self) -> AbstractContextManager[Any]:
         """Returns a context that records as the model's own forward does, for parameters used outside of it.
@@ -440,6 +509,8 @@ class PrivateTraining:
         """
         return {
             "format": 1,
+            "machine": Machine.here().state(),
+            "num_lost": self.num_lost,
             "settings": self._resume_settings(),
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
@@ -455,9 +526,11 @@ class PrivateTraining:
         """Continues where the state was taken: same keys, same next batches, same noise. The state is secret.
 
         If the ledger has more steps than the state (the run was killed after its last checkpoint), these are repeated
-        with the same batch, dropout, augmentation and noise: the same release, recorded once. That requires the same
-        weights, optimizer and losses, and arithmetic that repeats bit for bit; a step that differs is refused when it
-        is made.
+        with the same batch, dropout, augmentation, noise and number of threads: the same release, recorded once. That
+        requires the same weights, optimizer and losses, and arithmetic that repeats bit for bit. Where a step differs,
+        as on another processor, training goes on with new keys, and a warning says so. `num_lost` is the number of
+        releases that are then made again; the ledger has them besides the new ones, and a target epsilon or a budget
+        still holds, with fewer steps. In the process that made these releases, a step that differs is refused.
 
         Raises:
             Refused: the state has other settings, or the ledger on disk does not belong to it.
@@ -475,7 +548,12 @@ class PrivateTraining:
             raise Refused(f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with.")
         self.ledger.load_state_dict(state["ledger"])
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
-        self._releases = self._rehearsals.releases = Releases(settings, self.event, self.ledger, keys, self._canaries)
+        num_lost = state.get("num_lost", 0)
+        self._releases = self._rehearsals.releases = Releases(
+            settings, self.event, self.ledger, keys, num_lost, self._canaries
+        )
+        self._machine = Machine.from_state(state.get("machine"))
+        self._account.count_lost(num_lost)
         self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         self._loops += 1
@@ -485,8 +563,11 @@ class PrivateTraining:
 
     # Turns: a batch, or a rehearsal of it
 
-    def _turns(self, loop: int) -> Iterator[Any]:
-        """Yields the turns of the part in progress to the loop, and checks that each was answered."""
+    def _answered(self, part: Part, loop: int) -> Iterator[Any]:
+        """Yields the turns of a part to the loop, and checks that each is answered."""
+        self._part = part
+        self._optimizer_settings = self._start = None
+        self._turn = next(part.script)
         while self._turn is not None:
             yield self._hand_out(self._turn)
             if self._loops != loop:
@@ -505,14 +586,9 @@ class PrivateTraining:
                 seed = self._releases.secret(b"data", later, number)
                 yield BatchRequest(part, self.settings.views, seed, rehearsed)
 
-    def _begin_part(self, examples: DatasetExamples, number: int, count: int) -> None:
-        """Begins (micro)batch ``number`` of ``count`` of this step with its first turn."""
-        self._begin(self._rehearsals.begin(examples, self.step_count, number, count, self._units(examples.count)))
-
-    def _begin(self, part: Part) -> None:
-        self._part = part
-        self._optimizer_settings = self._start = None
-        self._turn = next(part.script)
+    def _part_of(self, examples: DatasetExamples, number: int, count: int) -> Part:
+        """Returns (micro)batch ``number`` of ``count`` of this step."""
+        return self._rehearsals.begin(examples, self.step_count, number, count, self._units(examples.count))
 
     def _units(self, count: int) -> Any:
         """Returns the row that each example belongs to; None if each has a row of its own."""
@@ -640,120 +716,31 @@ class PrivateTraining:
         self._pending = self._part = self._turn = None
         self._hooks.unwind()
 
-    # Canaries of an audit
-
-    def _observe_step(self, observer: CanaryScores, parts: Sequence[np.ndarray], loop: int) -> Iterator[Any]:
-        """Yields what the canaries' scores need before a step: the canaries, and the batch without them."""
-        assert self._canaries is not None
-        if observer.by_losses and self.step_count == 0 and observer.observed.losses_before is None:
-            yield from self._observe_losses(observer, loop, after=False)
-        if not observer.by_releases:
-            return
-        observer.begin_step()
-        if self._canaries.are_records:
-            for first, part in self._canary_parts(observer):
-                take = observer.take_rows(first, self._mechanism, self._summation(len(part)))
-                yield from self._observe(part, take, loop)
-            for part in parts:
-                known = part[~self._canaries.is_canary(part)]
-                if len(known):
-                    yield from self._observe(
-                        known, observer.take_known(self._mechanism, self._summation(len(known))), loop
-                    )
-        else:
-            everyone = np.arange(self._canaries.num_canaries)
-            tape = self._mechanism.exact_recorder(self._tensors, len(everyone) * self.settings.views)
-            losses = self._gradient_losses(tape, everyone)
-            observer.take_rows(0, self._mechanism, self._summation(len(everyone)))(tape, losses)
-
-    def _observe_losses(self, observer: CanaryScores, loop: int, *, after: bool) -> Iterator[Any]:
-        """Yields the canaries for their losses."""
-        for first, part in self._canary_parts(observer):
-            yield from self._observe(part, observer.take_losses(first, self.settings.views), loop, rows=False)
-        observer.conclude_losses(after=after)
-
-    def _canary_parts(self, observer: CanaryScores) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields parts of the canaries, with the number of the first of each."""
-        size = self.settings.microbatch_size or max(int(self.settings.expected_batch_size), LEAST_OBSERVED)
-        for part in split(observer.canaries, size):
-            yield int(part[0]) - observer.data.num_examples, part
-
-    def _observe(self, indices: np.ndarray, take: Take, loop: int, *, rows: bool = True) -> Iterator[Any]:
-        """Yields a batch of these examples, of which nothing is released; ``take`` gets recording and losses."""
-        seed = self._releases.secret(b"observed", self.step_count, int(indices[0]))
-        request = BatchRequest(indices, self.settings.views, seed)
-        examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
-        turn = Turn(examples.batch, examples.count, rows=rows, random=RandomNumbers.EVAL_MODE, take=take)
-        self._begin(Part(examples, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False))
-        yield from self._turns(loop)
-
-    def _note_observed(self, pending: Pending, losses: Tensor) -> None:
-        """Gives recording and losses to the observer."""
-        try:
-            losses = self._flat_losses(losses, pending.turn.count)
-            _check_user_code(pending, losses)
-            assert pending.turn.take is not None
-            with _refusing_used_graphs():
-                pending.turn.take(pending.tape, losses)
-        finally:
-            self._forget_batch()
-        self._is_rehearsal = True
-
-    def _add_gradient_canaries(self) -> None:
-        """Adds the clipped gradients of the step's gradient canaries, if they are gradients, to its sums."""
-        assert self._canaries is not None
-        if self._canaries.are_records:
-            return
-        assert self._observer is not None
-        self._observer.know(self._sums)
-        chosen = self._releases.gradient_canaries(self.step_count)
-        if not len(chosen):
-            return
-        size, part = len(chosen) * self.settings.views, len(self._releases.parts(self.step_count))
-        tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, self.step_count, part, size)
-        if not isinstance(tape, Tape):
-            raise Refused(
-                "tp.audit: GradientCanaries need norms that are computed on the tape, not by "
-                f"jacobian={self.settings.jacobian!r}. Pass records as canaries."
-            )
-        summation = self._summation(len(chosen))
-        sums = tape.clipped_sum(
-            self._gradient_losses(tape, chosen),
-            self._mechanism.groups(list(tape.parameters)),
-            summation,
-            merging=summation.merging,
-            may_miss=tape.parameters,
-            memory_budget=self.settings.memory_budget,
-        )
-        for name, total in sums.items():
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-
-    def _gradient_losses(self, tape: Recording, chosen: np.ndarray) -> Tensor:
-        assert self._observer is not None
-        numbers = torch.from_numpy(chosen).repeat_interleave(self.settings.views)
-        length = LENGTH * self._mechanism.sensitivity
-        return self._observer.gradient_losses(tape, self._tensors.trained, numbers, length)
-
-    def _summation(self, size: int) -> Summation:
-        return self._mechanism.summation(self._releases.sampler, self.step_count, size)
-
     # The release
 
-    def _release(self) -> None:
-        """Adds noise to the sums, records the release, and gives the private gradient to the optimizer."""
+    def _release(self) -> bool:
+        """Adds noise to the sums, records the release, and gives the private gradient to the optimizer.
+
+        Returns False if the step could not be repeated: nothing was released, and new keys are in place.
+        """
         self._check_unchanged()
         parameters, step = self._tensors.trained, self.step_count
-        if self._canaries is not None:
-            self._add_gradient_canaries()
+        if self._observation is not None:
+            self._sums = self._observation.with_gradient_canaries(self._sums, self._releases, self._tensors, step)
         release = self._mechanism.complete(self._sums, parameters)
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         assert self.settings.noise_multiplier is not None
         stddevs = self._mechanism.stddevs(release, self.settings.noise_multiplier)
-        self._releases.release(step, release, stddevs)
-        if self._observer is not None and self._observer.by_releases:
-            self._observer.note_release(release, stddevs, self._summation, self.settings.sampling_probability)
-        self._sums = {}
+        try:
+            self._releases.release(step, release, stddevs)
+        except NotRepeated:
+            self._take_new_keys()
+            return False
+        if self._observation is not None:
+            self._observation.after_release(release, stddevs, self._releases, step)
+        self._num_non_finite += self._left_out
+        self._sums, self._left_out = {}, 0
         self._stop_reason = None  # training goes on
         self._step_count += 1  # before the release is used: if the update is interrupted, its noise is spent
         self.optimizer.zero_grad(set_to_none=True)
@@ -768,6 +755,40 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+        return True
+
+    def _match_threads(self) -> None:
+        """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""
+        self._repetition.close()
+        if self._machine is not None and self._releases.number(self.step_count) < len(self.ledger):
+            self._repetition.enter_context(number_of_threads(self._machine.threads))
+
+    def _take_new_keys(self) -> None:
+        """Goes on with new keys, as the old ones made other releases of the steps from here on, and counts those, too.
+
+        The batches must be new as well: the price of two releases holds for two independent samples.
+        """
+        self._repetition.close()
+        step, num_steps = self.step_count, self.settings.num_steps
+        num_lost = len(self.ledger) - len(self.settings.prior_releases) - step
+        found = "" if self._machine is None else self._machine.differences(Machine.here())
+        self._releases = self._rehearsals.releases = Releases(
+            self.settings, self.event, self.ledger, num_lost=num_lost, canaries=self._canaries
+        )
+        self._account.count_lost(num_lost)
+        self._sums, self._left_out = {}, 0
+        allowed = self._account.steps_allowed
+        warnings.warn(
+            f"PrivateTraining: step {step} did not repeat bit for bit what was released before the training was "
+            f"resumed ({found or 'the loop, the data or the machine differ'}). Training goes on from here with new "
+            f"keys for noise and batches, and the ledger counts the {num_lost} steps that are made again, too: "
+            + (
+                f"epsilon will be that of {num_steps + num_lost} steps."
+                if allowed == num_steps
+                else f"{allowed} of {num_steps} steps are made, so that epsilon stays within its limit."
+            ),
+            stacklevel=2,
+        )
 
     def _check_unchanged(self) -> None:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""

@@ -46,6 +46,8 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
             "required": ["ledger", "events", "releases"],
             "properties": {"releases": {"type": "array", "maxItems": 10**9}},
         },
+        "machine": {"type": ["object", "null"]},
+        "num_lost": {"type": "integer", "minimum": 0},
         "clipping": {"type": "object"},
         "projections": {"type": ["object", "string", "null"], "additionalProperties": {"type": "string"}},
     },

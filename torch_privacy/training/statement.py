@@ -50,21 +50,27 @@ class Account:
 
     def __init__(self, settings: TrainingSettings, event: privacy.Event, ledger: privacy.Ledger):
         self._settings, self._event, self._ledger = settings, event, ledger
-        self.steps_allowed = self._steps_allowed()
+        self.steps_allowed = self._steps_allowed(0)
         self._planned: tuple[Any, privacy.Profile] | None = None
         if not self.steps_allowed:
             raise Refused(
                 f"PrivateTraining: {settings.budget!r} does not allow one step of {event!r}. Raise noise or budget."
             )
 
-    def _steps_allowed(self) -> int:
+    def count_lost(self, num_lost: int) -> None:
+        """Counts the steps allowed again after so many releases that were not repeated; keeps to the target epsilon."""
+        self.steps_allowed = self._steps_allowed(num_lost)
+
+    def _steps_allowed(self, num_lost: int) -> int:
         """Returns the total number of steps, as planned or as the budget allows."""
-        budget, num_steps = self._settings.budget, self._settings.num_steps
-        if budget is None:
-            return num_steps
+        settings, num_steps = self._settings, self._settings.num_steps
+        limits = [] if settings.budget is None else [settings.budget]
+        if num_lost and settings.target_epsilon is not None and settings.delta is not None:
+            limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
         released = self._ledger.events
-        made = sum(count for _, count in released) - len(self._settings.prior_releases)
-        return min(num_steps, made + budget.remaining(self._event, after=released, most=num_steps))
+        made = sum(count for _, count in released) - len(settings.prior_releases) - num_lost
+        left = [limit.remaining(self._event, after=released, most=num_steps) for limit in limits]
+        return min(num_steps, made + min(left, default=num_steps))
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""

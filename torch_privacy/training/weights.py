@@ -119,6 +119,9 @@ class WeightGuard:
         self._is_own_step = True
         try:
             optimizer.step()
+        except BaseException:  # the weights may be moved in part, by this step
+            self._marks.renew()
+            raise
         finally:
             self._is_own_step = False
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides what a resumed training needs to repeat the steps after its last checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+class NotRepeated(Exception):
+    """Raised inside of the library if a step that is repeated after a crash differs from its recorded release."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Holds what may change the last bits of a sum: the number of torch's threads, its version, the processor."""
+
+    threads: int
+    torch: str
+    processor: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Returns the machine on which this process runs."""
+        processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        return cls(torch.get_num_threads(), str(torch.__version__), processor)
+
+    @classmethod
+    def from_state(cls, state: Any) -> Machine | None:
+        """Returns the machine that a state was saved on, or None if the state does not say it."""
+        names = {"threads": int, "torch": str, "processor": str}
+        if not isinstance(state, Mapping) or not all(type(state.get(name)) is kind for name, kind in names.items()):
+            return None
+        return cls(**{name: state[name] for name in names}) if state["threads"] >= 1 else None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the machine as plain data, for ``from_state``."""
+        return asdict(self)
+
+    def differences(self, other: Machine) -> str:
+        """Returns in words how the other machine differs from this one."""
+        names = {"threads": "torch's number of threads", "torch": "torch", "processor": "the processor"}
+        pairs = [(text, getattr(self, name), getattr(other, name)) for name, text in names.items()]
+        return ", ".join(f"{text} was {before} and is {now}" for text, before, now in pairs if before != now)
+
+
+@contextmanager
+def number_of_threads(number: int | None) -> Iterator[None]:
+    """Sets torch's number of threads within the ``with`` block; None leaves it unchanged."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
