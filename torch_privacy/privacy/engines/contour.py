@@ -6,9 +6,10 @@
 more time than a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(c k P) δ(ε + k P)``: the truth
 plus aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
 
-Proved, given exact arithmetic: aliasing (the upper bound needs no proof, because aliases are positive), and the rest of
-the integral beyond the last point (`contour_tail`). Estimated: rounding (`ROUNDING`), the trapezoid rule inside K (its
-spacing makes it converge to 1e-15), and the variation of the density, at the points of that rule.
+Proved: aliasing (the upper bound needs no proof, because aliases are positive), the rest of the integral beyond the
+last point (`contour_tail`), and rounding (`tilt`, given the accuracy of the elementary functions and of the nodes).
+Estimated: the trapezoid rule inside K (its spacing makes it converge to 1e-18), and the variation of the density, at
+the points of that rule.
 """
 
 import math
@@ -20,15 +21,14 @@ from typing import NamedTuple, final
 import numpy as np
 
 from ..bracket import Bracket, ordered
-from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from .contour_tail import log_bound_beyond
 from .curve import Curve, SimpleCurve, Unresolved, trivial_delta
-from .tilt import Term, Tilted, log_moments, refined, term, tilt_entropy, tilted
+from .tilt import ELEMENTARY, Term, Tilted, log_moments, moment_error, refined, term, tilt_entropy, tilted
 
 ALIAS = 1e-12  # aliases, relative to δ
 REST = -38.0  # log of the integrand, relative to its peak, beyond the last point
 ROUGH = 1e-4, -14.0  # ALIAS and REST where only an upper bound on δ is needed
-ROUNDING = 2.0**-53
 LONGEST, FEWEST = 1200, 8  # points of the trapezoid rule; with more points the lattice is faster
 HELLINGER_ALIAS, HELLINGER_REST = 1e-17, -44.0  # ALIAS and REST on a Hellinger line, relative to 1
 REACHES = (8.0, 32.0, 128.0, 512.0, 2048.0)  # largest ε of each Hellinger line
@@ -72,24 +72,34 @@ class _Line:
         spacing = 2 * math.pi / period
         parts, count = _until_negligible(terms, c, spacing, rest)
         t = spacing * np.arange(count)
-        log_size, phase = np.zeros(count), np.zeros(count)
+        log_size, phase, exponent, log_error = np.zeros((4, count))
         for part in parts:
-            real, imaginary = part.log_phi_at_multiples(spacing, count)
+            real, imaginary, error = part.log_phi_at_multiples(spacing, count)
             log_size += part.times * real
             phase += part.times * imaginary
+            exponent += part.times * (np.abs(real) + np.abs(imaginary))
+            log_error += part.times * np.log1p(error)
         self._log_moment = sum(part.times * part.log_moment for part in parts)
         self._mean = sum(part.times * part.mean for part in parts)
         s = c + 1j * t
         weights = np.exp(log_size + 1j * phase) / (s * (s + 1)) * (spacing / math.pi)
         weights[0] /= 2
         self._turns, self._t, self._weights = 1j * t, t, weights
-        self._total, last = float(np.abs(weights).sum()), float(t[-1])
-        self._rest = math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
-        steps = sum(part.times for part in parts)
-        node_rounding = sum(
-            one.times * abs(part.log_moment) * one.pair.node_rounding for one, part in zip(terms, parts, strict=True)
-        )
-        self._rounding = ROUNDING * (64 + 8 * math.sqrt(steps) + 2 * abs(c * self._mean)) + node_rounding
+        last, sizes, roundings = float(t[-1]), np.abs(weights), (len(parts) + 4) * UNIT
+        self._rest = 1.01 * math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
+        # Errors relative to the peak: of the weights; for each unit of the mean's and ε's error; of the moment's log.
+        with np.errstate(over="ignore"):
+            error = np.expm1(log_error + (roundings + ELEMENTARY) * exponent) + 8 * ELEMENTARY + count * UNIT
+        self._total, self._turned = float(sizes.sum()), float(sizes @ t)
+        self._weights_error = float(sizes @ error)
+        self._mean_error = roundings * sum(part.times * abs(part.mean) for part in parts)
+        moments = [
+            one.times * (moment_error(one, c) + (ELEMENTARY + part.node_rounding) * abs(part.log_moment))
+            for one, part in zip(terms, parts, strict=True)
+        ]
+        self._moment_error = sum(moments) + roundings * sum(part.times * abs(part.log_moment) for part in parts)
+        if not self._moment_error < 0.1:
+            raise Unresolved
 
     def value(self, epsilon: float) -> tuple[float, float, float]:
         """Returns the trapezoid sum at ε, its derivative in ε, and a bound on the error of truncation and rounding."""
@@ -101,8 +111,10 @@ class _Line:
         real = float(turned.real.sum())
         total = peak * real + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
         slope = -peak * (self.c * real - float(self._t @ turned.imag))
-        rounding = self._rounding + 4 * ROUNDING * abs(self.c * epsilon)
-        error = peak * (self._rest + rounding * self._total) + 4 * ROUNDING * (self.c < 0)
+        angle_error = self._turned * (self._mean_error + 4 * UNIT * (abs(self._mean) + abs(epsilon)))
+        of_peak = 1.1 * self._moment_error + 4 * UNIT * (abs(self._log_moment) + abs(self.c * epsilon)) + 2 * ELEMENTARY
+        error = peak * (self._rest + self._weights_error + angle_error + of_peak * self._total)
+        error += 4 * UNIT * (self.c < 0)
         return total, slope, error
 
 

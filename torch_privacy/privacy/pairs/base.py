@@ -16,6 +16,8 @@ import numpy as np
 
 from ..bracket import Array
 
+UNIT = 2.0**-53  # relative error of one rounding
+
 
 class Tails(NamedTuple):
     """A hockey stick ``δ(ε) = gain - loss``; its rounding error grows with ``exponent``."""
@@ -26,12 +28,17 @@ class Tails(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Points of a trapezoid rule of spacing ``step``: losses, log P-masses, and gaps between neighboring losses."""
+    """Points of a trapezoid rule of spacing ``step``: losses, log P-masses, and gaps between neighboring losses.
+
+    ``loss_error`` bounds the rounding error of each loss, ``mass_error`` that of each log mass.
+    """
 
     losses: Array
     log_mass: Array
     gaps: Array
     step: float
+    loss_error: Array
+    mass_error: Array
 
 
 class DominatingPair(ABC):
@@ -110,8 +117,8 @@ class DiscretizablePair(DominatingPair):
 
     @property
     def node_rounding(self) -> float:
-        """Relative rounding error of the masses of `nodes`, estimated."""
-        return 2.0**-50
+        """Relative rounding error that all masses of `nodes` share, estimated; it changes K(s) by that share of it."""
+        return 0.0
 
     @property
     def heavy(self) -> bool:

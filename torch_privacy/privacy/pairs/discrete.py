@@ -8,7 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from ..bracket import Array
-from .base import DiscretizablePair, Nodes, Tails
+from .base import UNIT, DiscretizablePair, Nodes, Tails
+
+GAUSS_ROUNDING = 2.0**-44  # relative error of points and weights of Gauss' rule, estimated
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class DiscretePair(DiscretizablePair):
         losses, p, _ = self._sorted
         if not np.isfinite(losses).all():
             return None
-        return Nodes(losses, np.log(p), np.zeros(len(losses)), step)
+        log_mass = np.log(p)
+        mass_error = 16 * UNIT * (1 + np.abs(log_mass))
+        return Nodes(losses, log_mass, np.zeros(len(losses)), step, mass_error + 16 * UNIT * np.abs(losses), mass_error)
 
 
 def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
@@ -172,4 +176,6 @@ class LaplacePair(DiscretizablePair):
         z = self.shift
         losses = np.concatenate([[-z], z * points, [z]])
         mass = np.concatenate([[0.5 * np.exp(-z)], z * weights * np.exp(z * (points - 1) / 2) / 4, [0.5]])
-        return Nodes(losses, np.log(mass), np.full(len(losses), np.pi * z / len(points)), step)
+        log_mass, gaps = np.log(mass), np.full(len(losses), np.pi * z / len(points))
+        mass_error = GAUSS_ROUNDING + 8 * UNIT * (z + np.abs(log_mass))
+        return Nodes(losses, log_mass, gaps, step, GAUSS_ROUNDING * np.abs(losses), mass_error)

@@ -18,8 +18,8 @@ import numpy as np
 from scipy.special import gammaincc, gammaln, kve
 
 from ..bracket import Array
-from .base import Nodes
-from .subsampled import SubsampledPair
+from .base import UNIT, Nodes
+from .subsampled import SubsampledPair, loss_error
 
 NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
 LARGEST_LOSS = 3e4  # the lattice counts larger losses as infinite
@@ -325,4 +325,7 @@ class SubsampledMixturePair(SubsampledPair):
         smooth = np.concatenate([half[:0:-1], half]) + np.log(between)
         sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
         log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
-        return Nodes(losses, log_mass, between * self.probability * np.exp(np.minimum(u - losses, 700)), step)
+        gaps = between * self.probability * np.exp(np.minimum(u - losses, 700))
+        error = loss_error(u, losses, 20 * UNIT * np.abs(u), self.probability)
+        mass_error = error + 20 * UNIT * (np.abs(log_mass) + np.abs(u) + root)
+        return Nodes(losses, log_mass, gaps, step, error, mass_error)
