@@ -114,7 +114,7 @@ class Tilted(NamedTuple):
     node_rounding: float  # see `DiscretizablePair.node_rounding`
 
     def phi_error(self, t: Array, excess: Array) -> Array:
-        """Returns a bound on the rounding error of φ(t), given ``|φ(t) - 1|``, as `log_phi_at_multiples` computes it."""
+        """Returns a bound on the rounding error of φ(t), as `log_phi_at_multiples` sums it; ``excess`` is ``|φ - 1|``."""
         deviation, (mass_error, weighted) = float(self.mass @ np.abs(self.offsets)), self.mass_error
         evaluation = (44 + 2 * BLOCK + len(self.mass) // BLOCK) * UNIT * np.minimum(t * deviation, 4.0)
         shared = mass_error + len(self.mass) * UNIT + self.node_rounding
