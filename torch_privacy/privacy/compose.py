@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..support.validate import one_of, strictly_between, whole
+from ..support.validate import non_negative, one_of, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
@@ -80,9 +80,10 @@ class Profile:
         """Returns the smallest ε >= 0 at which the releases are (ε, δ)-private.
 
         Args:
-            delta: in (0, 1); well below one over the number of examples.
+            delta: in [0, 1); well below one over the number of examples. With 0 this is pure DP: the largest privacy
+                loss, which is infinite for Gaussian noise.
         """
-        strictly_between("Profile.epsilon", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
+        _check_delta("Profile.epsilon", delta)
         remove, *others = self._curves
         answers = [remove.epsilon(delta)]
         high = answers[0].high  # the other direction rarely has the larger ε
@@ -92,7 +93,7 @@ class Profile:
 
     def epsilon_high(self, delta: float) -> float:
         """Returns exactly ``epsilon(delta).high``, in about half the time."""
-        strictly_between("Profile.epsilon_high", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
+        _check_delta("Profile.epsilon_high", delta)
         remove, *others = self._curves
         high = remove.epsilon_high(delta)
         larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
@@ -208,6 +209,13 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
 @lru_cache(maxsize=4)  # a profile keeps its composed curves, up to some 100 MB each
 def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
     return Profile(events, method)
+
+
+def _check_delta(where: str, delta: float) -> None:
+    """Raises a ``ValueError`` unless delta lies in [0, 1)."""
+    non_negative(where, delta=delta)
+    if delta >= 1:
+        raise ValueError(f"{where}: delta={delta!r} must lie in [0, 1). A usual choice is 1e-5.")
 
 
 def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:

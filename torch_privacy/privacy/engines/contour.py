@@ -118,6 +118,11 @@ class _Line:
         return total, slope, error
 
 
+def _beyond(terms: Sequence[Term]) -> float:
+    """Returns a bound on the mass that the nodes of all steps leave out: δ rises by no more when it is put back."""
+    return sum(one.times * one.pair.beyond for one in terms)
+
+
 def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: float) -> tuple[list[Tilted], int]:
     """Returns all terms under a tilt, and the number of points until ``Σ times * log |φ| <= rest``."""
     coarse = [tilted(one, c) for one in terms]
@@ -231,6 +236,7 @@ class SaddleCurve(ContourCurve):
 
     def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
         self._terms = [term(pair, count, swapped) for pair, count in steps]
+        self._beyond = _beyond(self._terms)
 
     @cached_property
     def _moments(self) -> _Moments:
@@ -271,7 +277,7 @@ class SaddleCurve(ContourCurve):
         exponent = float((self._moments.bound - self._moments.tilts * epsilon).min())
         line = self._line(epsilon, min(exponent, 0.0) - 2.0)
         total, _, error = line.value(epsilon)
-        high = min(total + error, 1.0)
+        high = min(total + error + self._beyond, 1.0)
         low = total - error - self._alias(line, epsilon)
         if high - low > 10 * WIDEST * high + NEGLIGIBLE_WIDTH:
             raise Unresolved
@@ -281,7 +287,7 @@ class SaddleCurve(ContourCurve):
         if self._moments.epsilon_bound(delta) <= epsilon:
             return True
         total, _, error = self._line(epsilon, math.log(delta), *ROUGH).value(epsilon)
-        return total + error <= delta
+        return total + error + self._beyond <= delta
 
     def _crossing(self, delta: float) -> _Crossing:
         """Returns where a line near the saddle point of ε(δ) crosses δ."""
@@ -292,7 +298,7 @@ class SaddleCurve(ContourCurve):
             root = root._replace(epsilon=0.0)
         most = min(WIDEST * root.epsilon, WIDEST / line.c) if root.epsilon else math.inf
         added = self._alias(line, root.epsilon - most) if root.epsilon else 0.0
-        return _Crossing(line, delta, root, added=added, missing=0.0, most=most)
+        return _Crossing(line, delta, root, added=added, missing=self._beyond, most=most)
 
 
 class HellingerCurve(ContourCurve, SimpleCurve):
@@ -306,6 +312,7 @@ class HellingerCurve(ContourCurve, SimpleCurve):
 
     def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
         self._terms = [term(pair, count, swapped) for pair, count in steps]
+        self._beyond = _beyond(self._terms)
         self._lines: dict[float, _Line] = {}
 
     def _line(self, reach: float) -> _Line:
@@ -328,14 +335,14 @@ class HellingerCurve(ContourCurve, SimpleCurve):
             raise Unresolved
         line = self._line(reach)
         total, _, error = line.value(epsilon)
-        high = min(total + error + self._alias(line, epsilon), 1.0)
+        high = min(total + error + self._alias(line, epsilon) + self._beyond, 1.0)
         return ordered(max(total - error, trivial_delta(epsilon)), high)
 
     def _crossing(self, delta: float) -> _Crossing:
         """Returns where a line that reaches ε(δ) crosses δ."""
         for reach in REACHES:
             line = self._line(reach)
-            missing = self._alias(line, reach + WIDEST_HELLINGER)
+            missing = self._alias(line, reach + WIDEST_HELLINGER) + self._beyond
             total, _, error = line.value(reach)
             if total + error + missing <= delta:
                 root = _root(line, delta, 0.0, reach)

@@ -17,8 +17,18 @@ import numpy as np
 
 from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
+from ..pairs.mixture import SubsampledMixturePair
 from . import contour
-from .combine import CappedCurve, Envelope, FallbackChain, RaisedLowerBound, StepwiseBounds, SumOfParts
+from .combine import (
+    BoundedCurve,
+    CappedCurve,
+    Envelope,
+    FallbackChain,
+    FiniteCurve,
+    RaisedLowerBound,
+    StepwiseBounds,
+    SumOfParts,
+)
 from .curve import ClosedFormCurve, Curve, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
@@ -49,6 +59,12 @@ def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> lis
 def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
     """Returns the same curves for steps with exact pairs only."""
     swaps = (False,) if all(pair.symmetric for pair, _ in steps) else (False, True)
+    engines = _by_engines(steps, swaps, method)
+    return tuple(BoundedCurve(curve, steps, swapped=swapped) for curve, swapped in zip(engines, swaps, strict=True))
+
+
+def _by_engines(steps: Steps, swaps: Sequence[bool], method: str) -> tuple[Curve, ...]:
+    """Returns the curve of each direction."""
     gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
     if len(gaussian) == len(steps):
         if all(pair.probability == 1 for pair, _ in gaussian):
@@ -85,11 +101,28 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
     def raised(curve: Curve) -> Curve:
         return RaisedLowerBound(curve, in_parts) if len(steps) > 1 else curve
 
+    def finite(curve: Curve) -> Curve:
+        bounded = _with_largest_shifts(steps)
+        if bounded is None:
+            return curve
+        return FiniteCurve(curve, lambda: _by_engines(bounded, (swapped,), method)[0])
+
     heavy = any(pair.heavy for pair, _ in steps if isinstance(pair, DiscretizablePair))
     truncated = [lambda: add_curve(steps) if swapped else TruncatedLatticeCurve(steps, raised)] if heavy else []
     rough = [lambda: HeavyTailCurve(steps)] if heavy and not swapped else []
     one_step = [lambda: Envelope([cap])] if cap is not None and len(steps) == 1 else []
-    return FallbackChain([on_contour, *truncated, lambda: raised(capped()), *rough, *one_step, in_parts])
+    return FallbackChain([on_contour, *truncated, lambda: finite(raised(capped())), *rough, *one_step, in_parts])
+
+
+def _with_largest_shifts(steps: Steps) -> Steps | None:
+    """Returns steps that dominate those with bounded random shifts, by the largest one; None if there are none."""
+    bounded = [
+        (SubsampledGaussianPair(pair.largest_shift, pair.probability), count)
+        if isinstance(pair, SubsampledMixturePair) and not pair.heavy
+        else (pair, count)
+        for pair, count in steps
+    ]
+    return None if bounded == list(steps) else bounded
 
 
 def _in_parts(steps: Steps, swapped: bool) -> Curve:

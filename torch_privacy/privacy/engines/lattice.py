@@ -110,12 +110,12 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = pair.floor + float(heights[0])
     missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, which has more Q- than P-mass
-    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]))
+    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]) + pair.beyond)
     if start > -700:
         only_q = max(-math.exp(-start) * float(missing[0]), 0.0)
     else:  # e^start is 0: what remains of Q's mass
         only_q = min(max(1.0 - float(lattice.swapped.mass.sum()), 0.0) + CANCELLED, 1.0)
-    return replace(lattice, only_q=only_q)
+    return replace(lattice, only_q=only_q + pair.beyond)
 
 
 def _lowest_index(pair: DiscretizablePair, spacing: float) -> int:

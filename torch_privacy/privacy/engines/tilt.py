@@ -68,9 +68,7 @@ def term(pair: DominatingPair, times: int, swapped: bool, halvings: int = 0) -> 
         mass_error = mass_error + loss_error + UNIT * np.abs(log_mass)
     mass = np.exp(log_mass)
     near = np.expm1(-np.maximum(losses, -1.0)) * mass
-    drift = float(
-        np.where(losses > -1, near, np.exp(log_mass - losses) - mass).sum()
-    )  # mass may underflow far from Q's
+    drift = math.fsum(np.where(losses > -1, near, np.exp(log_mass - losses) - mass))  # mass may underflow far from Q's
     mass_error = mass_error + ELEMENTARY
     return Term(pair, times, swapped, losses, mass, log_mass, gaps, step, loss_error, mass_error, drift)
 
@@ -114,7 +112,7 @@ class Tilted(NamedTuple):
     node_rounding: float  # see `DiscretizablePair.node_rounding`
 
     def phi_error(self, t: Array, excess: Array) -> Array:
-        """Returns a bound on the rounding error of φ(t), as `log_phi_at_multiples` sums it; ``excess`` is ``|φ - 1|``."""
+        """Returns a bound on the rounding error of φ(t), as `log_phi_at_multiples` sums it, given ``|φ - 1|``."""
         deviation, (mass_error, weighted) = float(self.mass @ np.abs(self.offsets)), self.mass_error
         evaluation = (44 + 2 * BLOCK + len(self.mass) // BLOCK) * UNIT * np.minimum(t * deviation, 4.0)
         shared = mass_error + len(self.mass) * UNIT + self.node_rounding
@@ -164,17 +162,19 @@ class Tilted(NamedTuple):
 def moment_error(one: Term, c: float) -> float:
     """Returns a bound on the relative rounding error of the moment ``E_P e^(c l)`` of `tilted`.
 
-    An error of a mass or a loss enters through ``g(l) = e^(c l) - 1 + c (e^-l - 1)``, which is 0 to first order.
+    Sums are exact (`math.fsum`). An error of a mass or a loss enters through ``g(l) = e^(c l) - 1 + c (e^-l - 1)``, which is 0 to first order.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         grown, lost = np.expm1(c * one.losses), np.expm1(-one.losses)
         sizes = np.abs(grown) + abs(c) * np.abs(lost)
         masses = np.abs(grown + c * lost) * one.mass_error
         losses = abs(c) * (np.abs(grown - lost) + abs(c * one.losses) * UNIT * (grown + 1)) * one.loss_error
-        rounding = ((len(one.losses) + 40) * UNIT + UNIT * np.abs(c * one.losses)) * sizes
+        rounding = (16 * UNIT + UNIT * np.abs(c * one.losses)) * sizes
         products = (masses + losses + rounding) * one.mass
-        log_mass = one.log_mass + max(abs(c), 1.0) * np.abs(one.losses)  # where a factor overflows
-        products = np.where(np.isfinite(products), products, np.exp(np.minimum(log_mass, LARGEST_EXPONENT)))
+        by_tilt = np.exp(np.minimum(one.log_mass + np.maximum(c * one.losses, 0), LARGEST_EXPONENT))
+        by_loss = np.exp(np.minimum(one.log_mass + np.maximum(-one.losses, 0), LARGEST_EXPONENT))
+        errors = one.mass_error + abs(c) * (one.loss_error + UNIT * np.abs(one.losses)) + 16 * UNIT
+        products = np.where(np.isfinite(products), products, errors * (by_tilt + abs(c) * by_loss))  # no overflow
     return float(products.sum()) / (1.0 + float(one.mass @ np.where(np.isfinite(grown), grown, 0.0)))
 
 
@@ -182,9 +182,9 @@ def tilted(one: Term, c: float) -> Tilted:
     """Returns a term under the tilt c."""
     exponents = c * one.losses
     if max(exponents[0], exponents[-1]) < LARGEST_EXPONENT:
-        excess = float(np.expm1(exponents) @ one.mass)
+        excess = math.fsum(np.expm1(exponents) * one.mass)
     else:  # far out in a heavy tail: e^exponent overflows, but the mass is as small
-        excess = float((np.exp(exponents + one.log_mass) - one.mass).sum())
+        excess = math.fsum(np.exp(exponents + one.log_mass) - one.mass)
     excess += c * one.drift
     if not excess > -1:  # rounding in a heavy tail
         raise Unresolved

@@ -27,6 +27,13 @@ class Tails(NamedTuple):
     exponent: Array
 
 
+class Extremes(NamedTuple):
+    """A bound on the finite losses of one step, and the probability of an infinite one."""
+
+    largest: float
+    infinite: float
+
+
 class Nodes(NamedTuple):
     """Points of a trapezoid rule of spacing ``step``: losses, log P-masses, and gaps between neighboring losses.
 
@@ -56,6 +63,10 @@ class DominatingPair(ABC):
     @abstractmethod
     def second_moment(self) -> float:
         """Returns ``E_P[l²]``; 1 % accuracy suffices, because it only determines the resolution of lattices."""
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        """Returns the largest finite loss, rounded up, and the exact mass of infinite losses."""
+        return Extremes(np.inf, 0.0)
 
     @property
     def symmetric(self) -> bool:
@@ -114,6 +125,11 @@ class DiscretizablePair(DominatingPair):
         Oscillations ``e^(i t l)`` are integrated to rounding accuracy while ``t * gaps + 26.6 step <= 2π``.
         """
         return None
+
+    @property
+    def beyond(self) -> float:
+        """A bound on the mass, under P or Q, of outcomes that `nodes` and finite `cells` leave out."""
+        return 0.0
 
     @property
     def node_rounding(self) -> float:

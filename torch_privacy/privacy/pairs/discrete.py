@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..bracket import Array
-from .base import UNIT, DiscretizablePair, Nodes, Tails
+from .base import UNIT, DiscretizablePair, Extremes, Nodes, Tails
 
 GAUSS_ROUNDING = 2.0**-44  # relative error of points and weights of Gauss' rule, estimated
 
@@ -50,6 +50,14 @@ class DiscretePair(DiscretizablePair):
     @property
     def smallest(self) -> float:
         return self.ends[0]
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        losses, p, q = self._sorted
+        if swapped:
+            losses, p, q = -losses, q, p
+        finite = np.isfinite(losses)
+        error = 16 * UNIT * np.abs(np.log(p, where=p > 0, out=np.zeros(len(p))))
+        return Extremes(float((losses + error)[finite].max(initial=0.0)), float(p[losses == np.inf].sum()))
 
     def second_moment(self) -> float:
         losses, p, _ = self._sorted
@@ -112,9 +120,10 @@ def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
             hull.pop()
         hull.append(point)
     slopes = [_slope(left, right) for left, right in pairwise(hull)] + [0.0]
-    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))  # the first is the Q-mass of outcomes impossible under P
+    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))
+    q[0] = hull[-1][1]  # impossible under P: by symmetry as much as is impossible under Q
     p = np.append(0.0, q[1:] * np.array([at for at, _ in hull[1:]]))
-    p = np.append(p, max(1.0 - float(p.sum()), 0.0))  # impossible under Q: at least δ at the largest ε
+    p = np.append(p, hull[-1][1])  # impossible under Q: the smallest δ
     return DiscretePair(tuple(p.tolist()), (*q.tolist(), 0.0))
 
 
@@ -137,6 +146,9 @@ class LaplacePair(DiscretizablePair):
     @property
     def symmetric(self) -> bool:
         return True
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        return Extremes(self.shift * (1 + 8 * UNIT), 0.0)
 
     @property
     def floor(self) -> float:

@@ -73,7 +73,7 @@ class SubsampledGaussianPair(SubsampledPair):
         return min(0.4 / self.shift, 0.2)
 
     def nodes(self, step: float) -> Nodes:
-        x = _points(-REACH - (10 if self.probability < 0.5 else 30), REACH + 30 + self.shift, step)
+        x = _points(-REACH - 30, REACH + 30 + self.shift, step)
         u = self.shift * x - self.shift**2 / 2
         losses = self.loss_at(u)
         log_mass = losses - x**2 / 2 + np.log(step / np.sqrt(2 * np.pi))
@@ -150,7 +150,7 @@ class ReplaceOneGaussianPair(DiscretizablePair):
         return min(0.4 / self.shift, 0.2)
 
     def nodes(self, step: float) -> Nodes:
-        reach = REACH + 20 + self.shift
+        reach = REACH + 30 + self.shift
         x = _points(-reach, reach, step)
         q = self.probability
         ahead, behind = (sign * self.shift * x - self.shift**2 / 2 for sign in (1.0, -1.0))

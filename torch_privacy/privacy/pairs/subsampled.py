@@ -6,7 +6,7 @@ from abc import abstractmethod
 import numpy as np
 
 from ..bracket import Array
-from .base import UNIT, DiscretizablePair, Tails
+from .base import UNIT, DiscretizablePair, Extremes, Tails
 
 
 def log_mixture(u: Array, probability: float) -> Array:
@@ -51,6 +51,10 @@ class SubsampledPair(DiscretizablePair):
         """Returns `cell_masses`, and ``e^at`` times the mass under B."""
         base, shifted = self.cell_masses(u)
         return base, shifted, np.exp(at) * base
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        bounded = swapped and self.probability < 1
+        return Extremes(-float(np.log1p(-self.probability)) * (1 + 8 * UNIT) if bounded else np.inf, 0.0)
 
     @property
     def edge(self) -> bool:
