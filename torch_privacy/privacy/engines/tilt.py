@@ -115,8 +115,7 @@ class Tilted(NamedTuple):
         """Returns a bound on the rounding error of φ(t), as `log_phi_at_multiples` sums it, given ``|φ - 1|``."""
         deviation, (mass_error, weighted) = float(self.mass @ np.abs(self.offsets)), self.mass_error
         evaluation = (44 + 2 * BLOCK + len(self.mass) // BLOCK) * UNIT * np.minimum(t * deviation, 4.0)
-        shared = mass_error + len(self.mass) * UNIT + self.node_rounding
-        masses = np.minimum(t * weighted, 2 * mass_error) + shared * excess
+        masses = np.minimum(t * weighted, 2 * mass_error) + (mass_error + len(self.mass) * UNIT) * excess
         return evaluation + masses + t * self.phase_error + 2 * self.left_out + QUADRATURE
 
     def log_size(self, t: float) -> float:
@@ -162,7 +161,8 @@ class Tilted(NamedTuple):
 def moment_error(one: Term, c: float) -> float:
     """Returns a bound on the relative rounding error of the moment ``E_P e^(c l)`` of `tilted`.
 
-    Sums are exact (`math.fsum`). An error of a mass or a loss enters through ``g(l) = e^(c l) - 1 + c (e^-l - 1)``, which is 0 to first order.
+    Sums are exact (`math.fsum`). An error of a mass or a loss enters through ``g(l) = e^(c l) - 1 + c (e^-l - 1)``,
+    which is 0 to first order.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         grown, lost = np.expm1(c * one.losses), np.expm1(-one.losses)

@@ -133,7 +133,7 @@ class DiscretizablePair(DominatingPair):
 
     @property
     def node_rounding(self) -> float:
-        """Relative rounding error that all masses of `nodes` share, estimated; it changes K(s) by that share of it."""
+        """Relative rounding error that all masses of `nodes` share, estimated: it changes K by that share of it."""
         return 0.0
 
     @property
