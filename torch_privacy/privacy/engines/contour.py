@@ -8,7 +8,7 @@ plus aliases that are positive and bounded by ``δ <= 1`` below ε and by moment
 
 Proved: aliasing (the upper bound needs no proof, because aliases are positive), the rest of the integral beyond the
 last point (`contour_tail`), and rounding (`tilt`, given the accuracy of the elementary functions and of the nodes).
-Estimated: the trapezoid rule inside K (its spacing makes it converge to 1e-18), and the variation of the density, at
+Estimated: the trapezoid rule inside K (its spacing makes it converge to 1e-19), and the variation of the density, at
 the points of that rule.
 """
 

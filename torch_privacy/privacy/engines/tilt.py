@@ -25,7 +25,7 @@ LARGEST_EXPONENT = 700.0  # e to this power is still finite
 TRIMMED = -44.0  # log mass under the tilt, relative to the largest, below which nodes are left out
 BLOCK = 16  # nodes summed at a time
 ELEMENTARY = 8 * UNIT  # relative error of exp, expm1, log, log1p, sin and cos: four units in the last place
-QUADRATURE = 4e-18  # of the trapezoid rule, relative to 1: an estimate, as the rule converges far beyond it
+QUADRATURE = 4e-19  # of the trapezoid rule, relative to 1: an estimate, as the rule converges far beyond it
 
 
 def tilt_entropy(s: Array) -> Array:
@@ -210,7 +210,7 @@ def tilted(one: Term, c: float) -> Tilted:
     return Tilted(one.times, offsets, mass, one.gaps[kept], one.step, *of_part)
 
 
-def refined(one: Term, part: Tilted, c: float, frequency: float, negligible: float = 1e-18) -> tuple[Tilted, float]:
+def refined(one: Term, part: Tilted, c: float, frequency: float, negligible: float = 1e-19) -> tuple[Tilted, float]:
     """Returns the part from a rule fine enough for oscillations up to a frequency, and its steepest slope.
 
     The nodes with the widest gaps are left as they are, as long as their total mass is at most ``negligible``.

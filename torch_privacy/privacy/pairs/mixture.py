@@ -369,6 +369,6 @@ class SubsampledMixturePair(SubsampledPair):
         sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
         log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
         gaps = between * self.probability * np.exp(np.minimum(u - losses, 700))
-        error = loss_error(u, losses, 20 * UNIT * np.abs(u), self.probability)
+        error = loss_error(u, losses, 12 * UNIT * np.abs(u), self.probability)
         mass_error = error + 2 * UNIT * (np.abs(log_mass) + np.abs(u) + near + 8)
         return Nodes(losses, log_mass, gaps, step, error, mass_error)
