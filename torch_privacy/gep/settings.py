@@ -66,9 +66,9 @@ class GEP:
         - One step is a `SubsampledGEP` with the training's noise multiplier σ, or with another share
           `SubsampledBlocks`: in both cases one Gaussian with noise multiplier ``σ / √2``, because both sums are over
           one sample.
-        - One example changes each sum by at most its rule's sensitivity (1 + 1e-5). In float32 the difference of
-          squares is inaccurate for short residuals: so ``‖rᵢ‖²`` is increased by 8e-6 ‖gᵢ‖², more than the rounding
-          error. That affects only gradients with a norm above 360 S₂.
+        - One example changes each sum by at most its rule's sensitivity (1 + 2e-5), which the noise covers. In float32
+          the difference of squares is inaccurate for short residuals: so ``‖rᵢ‖²`` is increased by 8e-6 ‖gᵢ‖², more
+          than the rounding error. That affects only gradients with a norm above 360 S₂.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1. We replace its accounting, and remove its
         noise for residuals inside the subspace.
