@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from torch_privacy import privacy
 from torch_privacy.privacy import tradeoff
+from torch_privacy.privacy.engines import contour, dispatch
+from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
 PROFILE = privacy.KnownProfile
 
@@ -151,3 +153,35 @@ def test_floored_estimates_cost_no_more_than_the_largest_shift(q, count):
     dominating = privacy.compose([(privacy.SubsampledGaussian(0.25, q), count)]).epsilon(1e-10)
     assert 0 < floored.low <= floored.high <= dominating.high
     assert floored.high <= floored.low * 1.001
+
+
+@draws(6)
+@given(st.integers(0, 1000), st.floats(-9, -2))
+def test_grouping_many_different_steps_encloses_them(seed, log_delta):
+    random = np.random.default_rng(seed)
+    steps = [
+        (SubsampledGaussianPair(float(shift), float(q)), int(count))
+        for shift, q, count in zip(
+            random.uniform(0.5, 1.0, 60), 10 ** random.uniform(-2.5, -1.5, 60), random.integers(5, 20, 60), strict=True
+        )
+    ]
+    grouped = dispatch.grouped_gaussians(steps, 20)
+    assert grouped is not None
+    above, below = grouped
+    assert len(above) <= 20 >= len(below)
+    for side in grouped:
+        assert sum(count for _, count in side) == sum(count for _, count in steps)
+    for swapped in (False, True):
+        exact = contour.curve(steps, swapped=swapped).epsilon(10**log_delta)
+        assert contour.curve(above, swapped=swapped).epsilon(10**log_delta).high >= exact.low
+        assert contour.curve(below, swapped=swapped).epsilon(10**log_delta).low <= exact.high
+    assert dispatch.grouped_gaussians(steps, 60) is None
+
+
+def test_two_thousand_different_steps_are_bracketed():
+    events = [(privacy.SubsampledGaussian(1.0, 0.001 * (1 + i / 2000)), 1) for i in range(2000)]
+    low, high = privacy.compose(events).epsilon(1e-5)
+    for q, bound in ((0.001, low), (0.002, high)):
+        alone = privacy.compose([(privacy.SubsampledGaussian(1.0, q), 2000)]).epsilon(1e-5)
+        assert (alone.high <= bound) if q == 0.001 else (bound <= alone.low)
+    assert low <= high <= low * 1.002
