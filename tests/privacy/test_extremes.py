@@ -162,7 +162,10 @@ def test_grouping_many_different_steps_encloses_them(seed, log_delta):
     steps = [
         (SubsampledGaussianPair(float(shift), float(q)), int(count))
         for shift, q, count in zip(
-            random.uniform(0.5, 1.0, 60), 10 ** random.uniform(-2.5, -1.5, 60), random.integers(5, 20, 60), strict=True
+            random.uniform(0.5, 1.0, 60),
+            10 ** random.uniform(-2.5, -1.5, 60),
+            random.integers(60, 100, 60),
+            strict=True,
         )
     ]
     grouped = dispatch.grouped_gaussians(steps, 20)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
-from ..support.validate import Refused, strictly_between
+from ..support.validate import Refused, plain_numbers, strictly_between
 from .anchors import AnchorSubspace
 
 PAPER_EMBEDDING, PAPER_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in the paper's experiments
@@ -42,6 +42,7 @@ class BGEP:
         _check_rule("BGEP", "embedding_clipping", self.embedding_clipping)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class GEP:
     """Gradient embedding perturbation, for ``PrivateTraining(perturbation=...)``: noisy embedding and noisy residual.

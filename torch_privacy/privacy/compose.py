@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..support.validate import non_negative, one_of, whole
+from ..support.validate import non_negative, one_of, plain_number, plain_numbers, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
@@ -43,6 +43,10 @@ class Profile:
     def __init__(self, events: Sequence[tuple[Event, int]], method: str = "auto"):
         self._events, self._method = tuple(events), method
 
+    def __reduce__(self) -> tuple[type["Profile"], tuple[Any, ...]]:
+        """Pickles the releases alone; the curves are composed again."""
+        return Profile, (self._events, self._method)
+
     @property
     def events(self) -> list[tuple[Event, int]]:
         """The releases, as given to `compose`: (event, count) pairs."""
@@ -76,6 +80,7 @@ class Profile:
     def _curves(self) -> tuple[Curve, ...]:
         return curves(_merged(self._events), self._method)
 
+    @plain_numbers
     def epsilon(self, delta: float) -> Bracket[float]:
         """Returns the smallest ε >= 0 at which the releases are (ε, δ)-private.
 
@@ -91,6 +96,7 @@ class Profile:
         answers += [curve.epsilon(delta) for curve in larger]
         return _larger(answers)
 
+    @plain_numbers
     def epsilon_high(self, delta: float) -> float:
         """Returns exactly ``epsilon(delta).high``, in about half the time."""
         _check_delta("Profile.epsilon_high", delta)
@@ -99,9 +105,10 @@ class Profile:
         larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
         return max([high, *(curve.epsilon_high(delta) for curve in larger)])
 
+    @plain_numbers
     def delta(self, epsilon: float) -> Bracket[float]:
         """Returns the smallest δ at which the releases are (ε, δ)-private, at any real ε."""
-        if isinstance(epsilon, bool) or not np.isfinite(epsilon):
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not np.isfinite(epsilon):
             raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
 
@@ -129,6 +136,7 @@ class Profile:
         bounds: list[Any] = [np.asarray(curve(errors)) for curve in self.tradeoffs[direction]]
         return Bracket(*bounds) if bounds[0].ndim else Bracket(*(bound.item() for bound in bounds))
 
+    @plain_numbers
     def mu(self, floor: float = 1e-6) -> Bracket[float]:
         """Returns the smallest μ with a Gaussian trade-off function below the symmetrized one.
 
@@ -150,6 +158,7 @@ class Profile:
         low, high = self.tradeoff(false_positive_rate)
         return Bracket(1 - high, 1 - low)
 
+    @plain_numbers
     def posterior(self, prior: float, false_positive_rate: float = 0.01) -> Bracket[float]:
         """Returns the largest probability that an example is a member, given that a test says so.
 
@@ -160,6 +169,7 @@ class Profile:
         low, high = self.tradeoffs["symmetrized"]
         return Bracket(*(metrics.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
 
+    @plain_numbers
     def statement(self, delta: float) -> str:
         """Returns one line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
         low, high = self.epsilon(delta)
@@ -189,7 +199,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     Raises:
         ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations differ.
     """
-    events = [(event, count) for event, count in events]
+    events = [(event, plain_number(count)) for event, count in events]
     for event, count in events:
         if type(event) not in PAIRS:
             known = ", ".join(kind.__name__ for kind in PAIRS)
@@ -197,7 +207,8 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
                 f"compose: cannot price {event!r}. Known events: {known}. Describe other mechanisms as KnownProfile or "
                 "FinitePair."
             )
-        whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
+        if type(count) is not int or not 0 <= count <= MAX_COUNT:
+            whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
     one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}
     if len(relations) > 1:

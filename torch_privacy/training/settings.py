@@ -24,11 +24,12 @@ from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
 from ..sampling.batches import share_examples
-from ..support.validate import Refused, positive, strictly_between, whole
+from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 
 WHERE = "PrivateTraining"
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
