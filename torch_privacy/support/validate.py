@@ -46,7 +46,7 @@ def plain_numbers(decorated: Decorated) -> Decorated:
     if not isinstance(decorated, type):
         return with_plain_numbers  # pyright: ignore[reportReturnType]
     decorated.__init__ = with_plain_numbers
-    return decorated
+    return decorated  # pyright: ignore[reportReturnType]
 
 
 def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
