@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch_privacy import privacy
 from torch_privacy.privacy import tradeoff
 from torch_privacy.privacy.engines import contour, dispatch
+from torch_privacy.privacy.engines.fft import LatticeEngine
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
 PROFILE = privacy.KnownProfile
@@ -188,3 +189,77 @@ def test_two_thousand_different_steps_are_bracketed():
         alone = privacy.compose([(privacy.SubsampledGaussian(1.0, q), 2000)]).epsilon(1e-5)
         assert (alone.high <= bound) if q == 0.001 else (bound <= alone.low)
     assert low <= high <= low * 1.002
+
+
+def exact_responses(epsilons, delta):
+    """ε of randomized responses together, by enumerating their joint answers."""
+    losses, p = np.zeros(1), np.ones(1)
+    for epsilon in epsilons:
+        true = 1 / (1 + np.exp(-epsilon))
+        losses = np.add.outer(losses, [epsilon, -epsilon]).ravel()
+        p = np.outer(p, [true, 1 - true]).ravel()
+        losses, where = np.unique(np.round(losses, 9), return_inverse=True)
+        p = np.bincount(where, p)
+    low, high = 0.0, sum(epsilons)
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = p @ np.maximum(-np.expm1(middle - losses), 0) <= delta
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize(
+    ("epsilons", "width"),
+    [([1.0] * 5, 1e-10), ([0.1] * 20, 1e-10), ([1.0] * 5 + [0.3] * 5, 1e-3), ([0.7] * 4 + [math.pi / 10] * 6, 1e-3)],
+)
+def test_randomized_responses_are_bracketed_narrowly(epsilons, width):
+    exact = exact_responses(epsilons, 1e-5)
+    low, high = privacy.compose([(privacy.RandomizedResponse(epsilon), 1) for epsilon in epsilons]).epsilon(1e-5)
+    assert low <= exact * (1 + 1e-8)
+    assert exact * (1 - 1e-8) <= high <= low * (1 + width)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [(privacy.Laplace(2.0), 20)],
+        [(privacy.Laplace(10.0), 20)],
+        [(privacy.Laplace(2.0), 20), (privacy.Laplace(3.0), 10)],
+        [
+            (privacy.RandomizedResponse(1.0, 10, privacy.NeighboringRelation.ADD_OR_REMOVE_ONE), 5),
+            (privacy.Laplace(2.0), 3),
+        ],
+    ],
+)
+def test_losses_with_atoms_are_bracketed_narrowly(events):
+    low, high = privacy.compose(events).epsilon(1e-5)
+    assert low <= high <= low * 1.001
+
+
+@pytest.mark.parametrize(
+    ("noise", "q", "epsilon"),
+    [(0.3, 1e-7, 0.5), (0.3, 1e-7, 9.0), (0.3, 1e-5, 3.0), (1.28, 1e-7, 2e-6), (1.28, 5.6e-6, 1e-3), (0.5, 1e-4, 1e-3)],
+)
+def test_two_rare_samples_are_bracketed_by_one_integral(noise, q, epsilon):
+    """δ of two steps is the mean of one step's closed form over the other's loss, by the trapezoid rule."""
+    x = np.arange(-12, 14 + 1 / noise, 1e-3)
+    u = x / noise - noise**-2 / 2
+    loss = np.log1p(q * np.expm1(u))
+    mass = np.exp(loss - x**2 / 2) * 1e-3 / np.sqrt(2 * np.pi)
+    tails = SubsampledGaussianPair(1 / noise, q).tails(epsilon - loss, swapped=False)
+    delta = float(mass @ (tails.gain - tails.loss))
+    curve = LatticeEngine([(SubsampledGaussianPair(1 / noise, q), 2)]).curve(swapped=False)
+    low, high = curve.epsilon(delta)
+    assert low <= epsilon * (1 + 1e-6)
+    assert epsilon * (1 - 1e-6) <= high <= low * 1.001
+
+
+@pytest.mark.parametrize(
+    ("noise", "q", "steps", "delta"),
+    [(0.3, 1e-7, 56, 3.2e-9), (0.3, 1e-7, 177_828, 1e-15), (1.28, 5.6e-6, 10**7, 1e-15), (1.28, 1e-7, 3162, 3.2e-9)],
+)
+def test_rare_sampling_is_bracketed_narrowly(noise, q, steps, delta):
+    profile = privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)])
+    low, high = profile.epsilon(delta)
+    assert 0 < low <= high <= low * 1.001
+    assert profile.epsilon_high(delta) == high

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache, singledispatch
 import numpy as np
 
 from ..bracket import Array
-from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from ..pairs.gaussian import SymmetrizedPair
 from .curve import Unresolved
 
@@ -144,7 +144,7 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     first, last = _range_to_keep(pair.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
     mass, kappa = pair.cells(cuts, heights)
-    if kappa[-1] < 0:  # an atom below the last lattice point: its cell joins the one before
+    if kappa[-1] < -8 * UNIT * mass[-1]:  # an atom below the last lattice point: its cell joins the one before
         heights, cuts = heights[:-1], np.delete(cuts, -2)
         mass, kappa = pair.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
@@ -194,6 +194,8 @@ def _first_height(pair: DiscretizablePair, bottom: float, spacing: float) -> flo
         mean = pair.mean_height(bottom, height + spacing / 2)
         if mean <= height:
             break
+        if pair.mean_height(bottom, mean + spacing / 2) <= mean + 2 * UNIT * abs(mean):  # an atom: now on the lattice
+            return mean
         height = mean + FIRST_EXCESS * min(spacing, abs(mean))
     return height
 

@@ -96,6 +96,11 @@ class DiscretizablePair(DominatingPair):
         return False
 
     @property
+    def atoms(self) -> Array:
+        """The finite losses that have a mass; none if losses have a density."""
+        return np.empty(0)
+
+    @property
     def smallest(self) -> float:
         """A lower bound on the losses of P; may be -∞."""
         return self.floor if self.edge else -np.inf

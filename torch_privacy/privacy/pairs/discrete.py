@@ -51,6 +51,11 @@ class DiscretePair(DiscretizablePair):
     def smallest(self) -> float:
         return self.ends[0]
 
+    @property
+    def atoms(self) -> Array:
+        losses = self._sorted[0]
+        return losses[np.isfinite(losses)]
+
     def extremes(self, *, swapped: bool) -> Extremes:
         losses, p, q = self._sorted
         if swapped:
@@ -146,6 +151,10 @@ class LaplacePair(DiscretizablePair):
     @property
     def symmetric(self) -> bool:
         return True
+
+    @property
+    def atoms(self) -> Array:
+        return np.array([-self.shift, self.shift])
 
     def extremes(self, *, swapped: bool) -> Extremes:
         return Extremes(self.shift * (1 + 8 * UNIT), 0.0)

@@ -47,14 +47,16 @@ class SubsampledGaussianPair(SubsampledPair):
     Args:
         shift: z = 1 / noise_multiplier.
         probability: q, in (0, 1].
+        reach: standard deviations beyond which a lattice counts the losses of P as infinite.
     """
 
     shift: float
     probability: float
+    reach: float = REACH
 
     @property
     def base_ends(self) -> tuple[float, float]:
-        return -self.shift * REACH - self.shift**2 / 2, self.shift * REACH + self.shift**2 / 2
+        return -self.shift * REACH - self.shift**2 / 2, self.shift * self.reach + self.shift**2 / 2
 
     def outcome(self, u: Array) -> Array:
         """Returns the x at which the base loss is u."""
