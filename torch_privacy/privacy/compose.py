@@ -28,10 +28,13 @@ class Profile:
     ε, δ, μ, advantage, true positive rate and posterior report ``high``; for the trade-off function ``low``.
 
     Guarantees:
-        - ``low <= truth <= high``: discretization, aliasing and truncation are bounded by proof, rounding and the
-          convergence of quadratures by an estimate (see ``engines.contour`` and ``engines.fft``);
+        - ``low <= truth <= high``: discretization, aliasing, truncation and the rounding of the contour engine are
+          bounded by proof, the rounding of the lattice and the convergence of quadratures by an estimate (see
+          ``engines.contour`` and ``engines.fft``);
         - full-batch Gaussians and single steps have a closed form; the bracket is as wide as its rounding error;
-        - from some hundred steps on, the bracket is usually 1e-12 of ε wide (contour engine), else 1e-5 (lattice);
+        - from some hundred steps on, the bracket is usually 1e-10 of ε wide (contour engine), else 1e-5 (lattice), and
+          at most 1e-3 where sampling is rare or losses have atoms; docs/accounting.md lists the exceptions;
+        - more than 1000 different Gaussian steps are enclosed by groups of similar ones;
         - for an event with known bounds only (`FixedSizeGaussian`, `KnownProfile`, `Repeated`), the bracket is as wide
           as those bounds;
         - with a noise multiplier below 0.05, or losses that no engine resolves, ``low`` is trivial and ``high`` comes
