@@ -34,6 +34,8 @@ LONGEST = 2**22  # FFT length, beyond which the spacing is doubled
 POINTS = 2**18  # lattice points that a typical window may take before the spacing is widened
 FEW_POINTS, MANY_POINTS = 2**11, 2**14  # points to begin with, and from which on a lattice begins with fewer
 MOST_POINTS = 2**20  # lattice points at which refinement ends
+NARROWEST, CHEAP_POINTS = 3e-5, 2**16  # the same while a lattice has few points
+RAREST = 1e-8  # sampling probability below which many points would only add rounding errors
 NARROW_DELTA = 5e-3  # the same for δ, which changes more than ε
 NARROW = 7e-4  # width of a bracket, relative, that needs no more points
 END_SHARE = 1e-6  # share of δ that may come from losses beyond the lattice's end
@@ -418,6 +420,7 @@ class RefinedLatticeCurve(Curve):
         narrow: float = NARROW,
     ) -> Bracket[float]:
         span, of_one_step = _span(steps), max(pair.span for pair, _ in steps)
+        narrowest = narrow if self._atoms else min(narrow, NARROWEST)
         if self._atoms:
             finest, spacing = span / POINTS, aligned_spacing(_atoms(steps), _spacing(steps))
         else:
@@ -431,10 +434,10 @@ class RefinedLatticeCurve(Curve):
             known = inner(ask(self._lattices[reach, spacing]), known)
             share = (known.high - known.low) / known.high if known.high > 0 else 0.0
             worse = known.high - known.low > 0.7 * width and not self._atoms
-            if share <= narrow or spacing <= finest or worse:
+            if share <= narrowest or (share <= narrow and span > CHEAP_POINTS * spacing) or spacing <= finest or worse:
                 return known
             order = 1.0 if self._atoms else 0.5  # the bracket shrinks with the spacing, or with its square
-            finer = max(0.7 * (narrow / share) ** order, 1 / 16) if known.low > 0 else 1 / 8
+            finer = max(0.7 * (narrowest / share) ** order, 1 / 16) if known.low > 0 else 1 / 8
             spacing = max(spacing / 2.0 ** math.ceil(-math.log2(finer)), finest)
 
 
@@ -455,7 +458,9 @@ class LatticeEngine:
         Raises:
             Unresolved: now or when asked, if a lattice fine enough for these pairs would not fit into memory.
         """
-        gaussian = all(isinstance(pair, SubsampledGaussianPair) for pair, _ in self._steps)
+        gaussian = all(
+            isinstance(pair, SubsampledGaussianPair) and pair.probability >= RAREST for pair, _ in self._steps
+        )
         if len(_atoms(self._steps)) or (gaussian and _span(self._steps) > MANY_POINTS * self.spacing):
             return RefinedLatticeCurve(self._steps, swapped=swapped)
         return LatticeCurve(self._steps, self.spacing, swapped=swapped)

@@ -23,7 +23,7 @@ from .curve import Unresolved
 NEGLIGIBLE = -80.0  # log mass under any tilt below which nodes are left out of moments, which are at least about 1
 LARGEST_EXPONENT = 700.0  # e to this power is still finite
 TRIMMED = -44.0  # log mass under the tilt, relative to the largest, below which nodes are left out
-PAIRWISE = 32 * UNIT  # error of numpy's pairwise sum of up to 2^20 numbers, relative to the sum of their sizes
+PAIRWISE = 24 * UNIT  # error of numpy's pairwise sum of up to 2^15 numbers, relative to the sum of their sizes
 BLOCK = 16  # nodes summed at a time
 ELEMENTARY = 8 * UNIT  # relative error of exp, expm1, log, log1p, sin and cos: four units in the last place
 QUADRATURE = 4e-19  # of the trapezoid rule, relative to 1: an estimate, as the rule converges far beyond it
@@ -170,7 +170,7 @@ def moment_error(one: Term, c: float) -> float:
         sizes = np.abs(grown) + abs(c) * np.abs(lost)
         masses = np.abs(grown + c * lost) * one.mass_error
         losses = abs(c) * (np.abs(grown - lost) + abs(c * one.losses) * UNIT * (grown + 1)) * one.loss_error
-        rounding = (16 * UNIT + PAIRWISE + UNIT * np.abs(c * one.losses)) * sizes
+        rounding = (12 * UNIT + PAIRWISE + UNIT * np.abs(c * one.losses)) * sizes
         products = (masses + losses + rounding) * one.mass
         by_tilt = np.exp(np.minimum(one.log_mass + np.maximum(c * one.losses, 0), LARGEST_EXPONENT))
         by_loss = np.exp(np.minimum(one.log_mass + np.maximum(-one.losses, 0), LARGEST_EXPONENT))
