@@ -47,6 +47,7 @@ class Term(NamedTuple):
     step: float
     loss_error: Array
     mass_error: Array  # relative
+    drifts: Array  # mass times e^-l - 1
     drift: float  # E_P [e^-l - 1]: rounding only, as it is 0 in truth
 
 
@@ -69,9 +70,11 @@ def term(pair: DominatingPair, times: int, swapped: bool, halvings: int = 0) -> 
         mass_error = mass_error + loss_error + UNIT * np.abs(log_mass)
     mass = np.exp(log_mass)
     near = np.expm1(-np.maximum(losses, -1.0)) * mass
-    drift = float(np.where(losses > -1, near, np.exp(log_mass - losses) - mass).sum())  # mass may underflow
+    drifts = np.where(losses > -1, near, np.exp(log_mass - losses) - mass)  # mass may underflow far from Q's
     mass_error = mass_error + ELEMENTARY
-    return Term(pair, times, swapped, losses, mass, log_mass, gaps, step, loss_error, mass_error, drift)
+    return Term(
+        pair, times, swapped, losses, mass, log_mass, gaps, step, loss_error, mass_error, drifts, float(drifts.sum())
+    )
 
 
 def log_moments(one: Term, tilts: Array) -> tuple[Array, Array]:
@@ -168,9 +171,9 @@ def moment_error(one: Term, c: float) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         grown, lost = np.expm1(c * one.losses), np.expm1(-one.losses)
         sizes = np.abs(grown) + abs(c) * np.abs(lost)
-        masses = np.abs(grown + c * lost) * one.mass_error
+        masses = np.abs(grown + c * lost) * (one.mass_error + PAIRWISE)
         losses = abs(c) * (np.abs(grown - lost) + abs(c * one.losses) * UNIT * (grown + 1)) * one.loss_error
-        rounding = (12 * UNIT + PAIRWISE + UNIT * np.abs(c * one.losses)) * sizes
+        rounding = (12 * UNIT + UNIT * np.abs(c * one.losses)) * sizes
         products = (masses + losses + rounding) * one.mass
         by_tilt = np.exp(np.minimum(one.log_mass + np.maximum(c * one.losses, 0), LARGEST_EXPONENT))
         by_loss = np.exp(np.minimum(one.log_mass + np.maximum(-one.losses, 0), LARGEST_EXPONENT))
@@ -183,10 +186,9 @@ def tilted(one: Term, c: float) -> Tilted:
     """Returns a term under the tilt c."""
     exponents = c * one.losses
     if max(exponents[0], exponents[-1]) < LARGEST_EXPONENT:
-        excess = float((np.expm1(exponents) * one.mass).sum())
+        excess = float((np.expm1(exponents) * one.mass + c * one.drifts).sum())
     else:  # far out in a heavy tail: e^exponent overflows, but the mass is as small
-        excess = float((np.exp(exponents + one.log_mass) - one.mass).sum())
-    excess += c * one.drift
+        excess = float((np.exp(exponents + one.log_mass) - one.mass + c * one.drifts).sum())
     if not excess > -1:  # rounding in a heavy tail
         raise Unresolved
     log_moment = math.log1p(excess)
