@@ -14,7 +14,16 @@ from torch import Tensor
 
 from .ops._base import in_sum_dtype
 from .privacy import NeighboringRelation
-from .support.validate import in_range, non_negative, positive, quoted, strictly_between, whole
+from .support.validate import (
+    in_range,
+    non_negative,
+    plain_number,
+    plain_numbers,
+    positive,
+    quoted,
+    strictly_between,
+    whole,
+)
 
 # Rules with factors that grow without bound as the norm shrinks treat norms up to this one as zero: float32 loses the
 # squares of entries below 1e-19, and with a norm that misses some of them the row would exceed its bound.
@@ -97,6 +106,7 @@ def vectors_changed(relation: NeighboringRelation) -> int:
     return 2 if relation is NeighboringRelation.REPLACE_ONE else 1
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Flat(ClippingRule):
     """Clips the whole gradient to one bound: ``cᵢ = min(1, clip_norm / ‖gᵢ‖)``.
@@ -169,8 +179,9 @@ class Groups(ClippingRule):
                 f"Groups: clip_norms={self.clip_norms!r} must map prefixes of parameters' names to bounds, as in "
                 "Groups({'encoder': 0.5, 'head': 1.0})."
             )
-        positive("Groups", **{f"clip_norms[{prefix!r}]": bound for prefix, bound in self.clip_norms.items()})
-        object.__setattr__(self, "clip_norms", dict(self.clip_norms))
+        clip_norms = {prefix: plain_number(bound) for prefix, bound in self.clip_norms.items()}
+        positive("Groups", **{f"clip_norms[{prefix!r}]": bound for prefix, bound in clip_norms.items()})
+        object.__setattr__(self, "clip_norms", clip_norms)
 
     def bind(self, names: Sequence[str]) -> Groups:
         unused = sorted(set(self.clip_norms) - set(self.groups(names)))
@@ -205,6 +216,7 @@ class Groups(ClippingRule):
         return {**rule, "clip_norms": dict(self.clip_norms)}
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class PerLayer(ClippingRule):
     """Clips each of the L layers to ``clip_norm / √L``, so that the sensitivity is that of ``Flat(clip_norm)``.
@@ -244,6 +256,7 @@ class PerLayer(ClippingRule):
         return self.clip_norm * vectors_changed(relation)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class EachLayer(ClippingRule):
     """Clips each of the L layers to the same bound; a layer is a module that has trained parameters of its own.
@@ -280,6 +293,7 @@ class EachLayer(ClippingRule):
         raise _unbound(self, "sensitivity")
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Automatic(ClippingRule):
     """Scales every gradient to nearly the same norm: ``cᵢ = clip_norm / (‖gᵢ‖ + gamma)``.
@@ -328,6 +342,7 @@ class NoiseSplit(NamedTuple):
     count_noise_stddev: float  # for the count, absolute
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Adaptive(ClippingRule):
     """Clips as `Flat` does; the clip norm follows a quantile of the norms by a noisy count released with every step.
@@ -428,6 +443,7 @@ class Adaptive(ClippingRule):
         return replace(self, clip_norm=min(max(math.exp(log), self.smallest), self.largest))
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class MicroBatches(ClippingRule):
     """Clips the mean gradient of each group of about ``size`` examples: ``cⱼ = min(1, clip_norm / ‖mean of group j‖)``.

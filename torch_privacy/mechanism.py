@@ -23,7 +23,8 @@ from .support.model_state import ModelTensors
 from .support.validate import Refused, positive, quoted
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
-ROUNDING = 2e-5  # relative, of a clipped row's norm
+ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped row may exceed its bound by both
+PRICED_ROUNDING = 1 + 2.1e-5  # factor on the noise, so that its multiplier is that of rows that exceed it
 COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
 
 
@@ -139,8 +140,8 @@ class Mechanism(ABC):
     """Defines what one step releases, under the add/remove-one relation.
 
     Each step calls ``begin``, then ``recorder`` and ``summation`` for every (micro)batch, then ``complete`` for all
-    sums of the step. These sums, with noise of the standard deviations ``stddevs``, are the release. ``gradient``
-    computes the gradient from it.
+    sums of the step. These sums, with noise of the standard deviations ``stddevs`` times ``PRICED_ROUNDING``, are the
+    release. ``gradient`` computes the gradient from it.
 
     Args:
         expected_batch_size: the divisor, a number that does not depend on the data.

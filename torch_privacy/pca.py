@@ -30,7 +30,7 @@ from . import privacy
 from .noise import KEY_BYTES, Noise, grid_unit, key_from_test_seed
 from .privacy.spent import NOT_PRIVATE, Spent
 from .sampling.poisson import Poisson
-from .support.validate import positive, strictly_between, whole
+from .support.validate import plain_number, positive, strictly_between, whole
 
 Array = NDArray[Any]
 
@@ -201,7 +201,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
     def _choose_noise(self, num_rows: int) -> float:
         if self.delta is not None:
             hint = f"It must be below 1/n for the {num_rows} rows; 1 / (10 n) or less is usual."
-            strictly_between("PrivatePCA", 0, 1 / num_rows, delta=self.delta, hint=hint)
+            strictly_between("PrivatePCA", 0, 1 / num_rows, delta=plain_number(self.delta), hint=hint)
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ValueError(
                 f"PrivatePCA: noise_multiplier={self.noise_multiplier!r} and target_epsilon={self.target_epsilon!r}: "
@@ -209,7 +209,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             )
         if self.target_epsilon is None:
             assert self.noise_multiplier is not None
-            positive("PrivatePCA", noise_multiplier=self.noise_multiplier)
+            positive("PrivatePCA", noise_multiplier=plain_number(self.noise_multiplier))
             return float(self.noise_multiplier)
         if self.delta is None:
             raise ValueError("PrivatePCA: target_epsilon needs delta, a number below 1/n such as 1e-5.")

@@ -24,6 +24,7 @@ from torch_privacy.estimated_norms.floored import FlooredNorms, norm_bounds
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.plan import Budget
 from torch_privacy.jacobian.tape import Tape
+from torch_privacy.mechanism import PRICED_ROUNDING
 from torch_privacy.ops.embedding import Embedding
 from torch_privacy.ops.linear import Linear
 from torch_privacy.privacy import SubsampledGaussian, SubsampledJL, SubsampledSketch, compose
@@ -243,7 +244,7 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise(setting):
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    training._releases.noise.add_to(0, noise, 0.05)
+    training._releases.noise.add_to(0, noise, 0.05 * PRICED_ROUNDING)
     for part, (x,) in enumerate(own_batches(training, losses_of)):
         rows, squares = estimated_by(setting, model, x, Directions(training._releases.noise.key, 0, part))
         total = total + (0.05 / squares.sqrt()).clamp(max=1) @ rows

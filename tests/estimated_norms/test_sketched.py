@@ -16,6 +16,7 @@ import torch_privacy as tp
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
 from torch_privacy.estimated_norms.projected import ProjectedRecording, Projector
+from torch_privacy.mechanism import PRICED_ROUNDING
 from torch_privacy.support.replay import RandomState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
@@ -290,7 +291,7 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    training._releases.noise.add_to(0, noise, 0.5)
+    training._releases.noise.add_to(0, noise, 0.5 * PRICED_ROUNDING)
     for part, (x, _) in enumerate(own_batches(training, lambda model, x, _: losses_of(model, x))):
         rows = rows_of_one_graph(losses_of(model, x), model)
         v = Directions(training._releases.noise.key, 0, part).draw(range(16), trained(model))

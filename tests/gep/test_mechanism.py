@@ -20,6 +20,7 @@ import torch_privacy as tp
 from torch_privacy.gep.basis import Basis, Columns
 from torch_privacy.gep.mechanism import EmbeddedSum
 from torch_privacy.gep.orthonormal import OrthonormalBasis
+from torch_privacy.mechanism import PRICED_ROUNDING
 from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
 
 FLAT = tp.Flat(0.3), tp.Flat(0.2)
@@ -46,12 +47,12 @@ def directions(training):
 
 
 def noise_of(training, step):
-    """Returns the standard normal numbers of a step: for the embedding, and for the residual if there is one."""
+    """Returns the noise of a step for stddevs of 1: for the embedding, and for the residual if there is one."""
     zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism.anchors.quotas.items()}
     count = sum(map(len, zeros.values()))
     if isinstance(training.settings.perturbation, tp.GEP):
         zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
-    training._releases.noise.add_to(step, zeros, stddev=1.0)
+    training._releases.noise.add_to(step, zeros, stddev=PRICED_ROUNDING)
     both = torch.cat([z.flatten() for z in zeros.values()])
     return both[:count], both[count:]
 

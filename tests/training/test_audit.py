@@ -133,7 +133,7 @@ def test_gradient_canaries_have_the_largest_gradient_that_is_allowed_and_do_not_
     assert isinstance(data, WithCanaries)
     for step in range(6):
         joined = data._is_in[60:] & np.isin(np.arange(60, 84), train.training._releases.sampler.indices(step))
-        noise = observed.projections[step] - torch.from_numpy(joined)
+        noise = observed.projections[step] - torch.from_numpy(1.0 * joined)
         # noise of variance 1, orthogonal for different canaries; whoever joined has a mean of 1
         assert noise.abs().max() < 5
         assert noise.square().mean() < 3

@@ -33,6 +33,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
+from torch_privacy.mechanism import PRICED_ROUNDING
 from torch_privacy.sampling.poisson import Poisson
 
 BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
@@ -40,7 +41,8 @@ BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
 
 def noise_stddev(rule):
     """Returns the sum's at noise multiplier 1; an adaptive rule splits the noise with a count of sensitivity 1/2."""
-    return RULES[rule][2] * ((1 - (0.5 / 4.0) ** 2) ** -0.5 if rule == "adaptive" else 1.0)
+    multiplier = PRICED_ROUNDING
+    return RULES[rule][2] * ((multiplier**-2 - (0.5 / 4.0) ** 2) ** -0.5 if rule == "adaptive" else multiplier)
 
 
 def next_clip_norm(clip_norm, norms, noise, expected_batch_size):
@@ -131,7 +133,7 @@ def test_example_that_outweighs_its_micro_batch_counts_twice():
         )
         for (x,) in training:
             training.step(model(x).squeeze(1))
-        sums.append(start - model.weight.item() - 1.4 * noise_of(training, 0).item())
+        sums.append(start - model.weight.item() - 1.4 * PRICED_ROUNDING * noise_of(training, 0).item())
     assert abs(sums[0] - sums[1]) == pytest.approx(1.4, rel=1e-5)
 
 
@@ -185,7 +187,9 @@ def test_part_of_a_gradient_that_is_not_finite_is_left_out_of_its_group():
         training.step(model(x).sum(1))
     assert training.num_non_finite == 1
     second = rows[torch.arange(N) != 7][:, 8:]
-    total = torch.cat([clipped(rows[:, :8], 0.3), clipped(second, 0.3)]) + 0.18**0.5 * noise_of(training, 0)
+    total = torch.cat([clipped(rows[:, :8], 0.3), clipped(second, 0.3)]) + 0.18**0.5 * PRICED_ROUNDING * noise_of(
+        training, 0
+    )
     torch.testing.assert_close(parameters_of(training), start - total / N, rtol=1e-6, atol=1e-6)
 
 

@@ -26,6 +26,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
+from torch_privacy.mechanism import PRICED_ROUNDING
 
 MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
 
@@ -53,7 +54,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
             sums = {n: c @ parts[n] for c, members in zip(factors, layers.values(), strict=True) for n in members}
             total = torch.cat([sums[name] for name in names])
             divisor, stddev = 8, 0.3 * len(layers) ** 0.5
-        expected = before - (total + stddev * noise_of(training, step)) / divisor
+        expected = before - (total + stddev * PRICED_ROUNDING * noise_of(training, step)) / divisor
         torch.testing.assert_close(parameters_of(training), expected, rtol=1e-6, atol=1e-6)
     assert training.step_count == 5
 

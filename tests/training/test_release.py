@@ -4,6 +4,7 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
+from torch_privacy.mechanism import PRICED_ROUNDING, ROUNDING, BoundCheck
 
 
 def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
@@ -41,7 +43,8 @@ def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
         noise = noise_of(training, step)
         training.step(cross_entropy(training.model, x, y))
         clipped = (rows * (0.5 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
-        expected = before - (clipped + 0.5 * noise) / 8  # sensitivity 0.5, noise multiplier 1, learning rate 1
+        stddev = 0.5 * PRICED_ROUNDING  # sensitivity 0.5, noise multiplier 1, learning rate 1
+        expected = before - (clipped + stddev * noise) / 8
         torch.testing.assert_close(parameters_of(training), expected, rtol=1e-9, atol=1e-9)
     assert training.step_count == 6
 
@@ -56,7 +59,7 @@ def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(left_out):
         training = training_of(dataset=dataset, expected_batch_size=len(dataset), num_steps=1)
         train(training)
         start = network_parameters()
-        sums.append((start - parameters_of(training)) * len(dataset) - 0.5 * noise_of(training, 0))
+        sums.append((start - parameters_of(training)) * len(dataset) - 0.5 * PRICED_ROUNDING * noise_of(training, 0))
     moved = (sums[0] - sums[1]).norm()
     assert 0.4 < moved <= 0.5 * (1 + 1e-5)
 
@@ -126,7 +129,7 @@ def test_only_empty_batches_never_reach_the_loop():
     assert train(training) == []
     start = network_parameters()
     moved = sum(noise_of(training, step) for step in range(3))
-    torch.testing.assert_close(parameters_of(training), start - moved * 0.5 / 1e-9)
+    torch.testing.assert_close(parameters_of(training), start - moved * 0.5 * PRICED_ROUNDING / 1e-9)
 
 
 def test_release_is_recorded_before_the_optimizer_sees_it():
@@ -262,7 +265,7 @@ def test_one_gradient_for_several_parameters_is_divided_once():
     torch.testing.assert_close(parameters_of(trainings[0]), parameters_of(trainings[1]))
     x, _ = next(own_batches(training_of(num_steps=1), cross_entropy))
     clipped = (x * (0.5 / (2 * x.square().sum(1)).sqrt()).clamp(max=1)[:, None]).sum(0)
-    expected = -(torch.cat([clipped, clipped]) + 0.5 * noise_of(trainings[0], 0)) / 8
+    expected = -(torch.cat([clipped, clipped]) + 0.5 * PRICED_ROUNDING * noise_of(trainings[0], 0)) / 8
     torch.testing.assert_close(parameters_of(trainings[0]), expected)
 
 
@@ -363,3 +366,24 @@ def test_a_buffer_that_is_written_late_and_past_its_version_is_refused():
     with pytest.raises(tp.Refused, match="the forward changed 'code'"):
         train(training)
     assert training.step_count == 4
+
+
+def test_noise_covers_rows_that_exceed_the_clip_norm_by_rounding(monkeypatch):
+    """The noise over the largest possible change is the noise multiplier of the ledger, with nothing left out."""
+    training, stddevs = training_of(num_steps=1), []
+    monkeypatch.setattr(type(training._releases.noise), "add_to", lambda self, step, sums, each: stddevs.append(each))
+    train(training)
+    longest = 0.5 * (1 + ROUNDING) ** 2  # a factor times a norm that is too small
+    (event, _), *_ = training.ledger.events
+    assert set(stddevs[0]) == set(dict(training.model.named_parameters()))
+    assert all(
+        event.noise_multiplier <= stddev / longest < event.noise_multiplier * 1.00001 for stddev in stddevs[0].values()
+    )
+
+
+@pytest.mark.parametrize(("excess", "refused"), [(0.9 * ROUNDING, False), (1.1 * ROUNDING, True)])
+def test_bound_of_a_clipped_row_is_checked_to_the_rounding_that_is_priced(excess, refused):
+    check = BoundCheck(tp.Flat(0.5))
+    check.note("all", torch.tensor([0.5 * (1 + excess)], dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+    with pytest.raises(tp.Refused, match="largest_norm") if refused else nullcontext():
+        check.check()

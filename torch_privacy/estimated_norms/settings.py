@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..privacy import SubsampledJL, SubsampledSketch
-from ..support.validate import in_range, one_of, whole
+from ..support.validate import in_range, one_of, plain_numbers, whole
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Sketched:
     """Randomly estimated norms, for ``PrivateTraining(..., jacobian=Sketched(32))``.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..clipping import Adaptive, ClippingRule, Flat, MicroBatches, check_rule
-from ..support.validate import Refused, strictly_between
+from ..support.validate import Refused, plain_numbers, strictly_between
 from .anchors import AnchorSubspace
 
 PAPER_EMBEDDING, PAPER_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ in the paper's experiments
@@ -42,6 +42,7 @@ class BGEP:
         _check_rule("BGEP", "embedding_clipping", self.embedding_clipping)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class GEP:
     """Gradient embedding perturbation, for ``PrivateTraining(perturbation=...)``: noisy embedding and noisy residual.
@@ -66,9 +67,9 @@ class GEP:
         - One step is a `SubsampledGEP` with the training's noise multiplier σ, or with another share
           `SubsampledBlocks`: in both cases one Gaussian with noise multiplier ``σ / √2``, because both sums are over
           one sample.
-        - One example changes each sum by at most its rule's sensitivity (1 + 1e-5). In float32 the difference of
-          squares is inaccurate for short residuals: so ``‖rᵢ‖²`` is increased by 8e-6 ‖gᵢ‖², more than the rounding
-          error. That affects only gradients with a norm above 360 S₂.
+        - One example changes each sum by at most its rule's sensitivity (1 + 2e-5), which the noise covers. In float32
+          the difference of squares is inaccurate for short residuals: so ``‖rᵢ‖²`` is increased by 8e-6 ‖gᵢ‖², more
+          than the rounding error. That affects only gradients with a norm above 360 S₂.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1. We replace its accounting, and remove its
         noise for residuals inside the subspace.

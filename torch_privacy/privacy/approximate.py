@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..support.validate import in_range, strictly_between, whole
+from ..support.validate import in_range, plain_numbers, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import crossing
@@ -20,6 +20,7 @@ from .pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from .tradeoff import Gaussian
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class CLT:
     """The central-limit approximation of many Poisson-sampled Gaussian steps: Gaussian differential privacy with μ.
@@ -80,6 +81,7 @@ def clt(noise_multiplier: float, sampling_probability: float, num_steps: int) ->
 MOMENT_ORDERS = tuple(order / 8 for order in range(1, 257))
 
 
+@plain_numbers
 def moments(
     noise_multiplier: float,
     sampling_probability: float,
@@ -110,6 +112,7 @@ def moments(
     return moments_of([(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)], delta, orders)
 
 
+@plain_numbers
 def moments_of(
     events: Iterable[tuple[Event, int]], delta: float, orders: Sequence[float] | Array = MOMENT_ORDERS
 ) -> float:
@@ -143,6 +146,7 @@ def moments_of(
 DP_ACCOUNTING_ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
 
 
+@plain_numbers
 def rdp(
     noise_multiplier: float,
     sampling_probability: float,
@@ -187,6 +191,7 @@ def scaled_epsilon(epsilon: Array, sampling_probability: float) -> Array:
     return sampling_probability * epsilon
 
 
+@plain_numbers
 def strong_composition(
     noise_multiplier: float,
     sampling_probability: float,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import exp, log, log1p
 
-from ..support.validate import in_range, positive, strictly_between, whole
+from ..support.validate import in_range, plain_numbers, positive, strictly_between, whole
 from .bracket import Bracket
 from .compose import compose
 from .engines.curve import bisect
@@ -21,6 +21,7 @@ FEWEST = 8  # projections; with fewer, losses are too heavy-tailed to be useful
 SMALLEST, LARGEST = 0.1, 1e4  # range in which noise multipliers are searched
 
 
+@plain_numbers
 def calibrate(
     target_epsilon: float,
     delta: float,
@@ -62,6 +63,7 @@ def calibrate(
     return _smallest(schedule, target_epsilon, delta, start, tolerance, f"calibrate: target_epsilon={target_epsilon!r}")
 
 
+@plain_numbers
 def calibrate_schedule(
     schedule: Callable[[float], Iterable[tuple[Event, int]]],
     target_epsilon: float,
@@ -98,6 +100,7 @@ def calibrate_schedule(
     return _smallest(schedule, target_epsilon, delta, start, tolerance, what)
 
 
+@plain_numbers
 def most_steps(
     event: Event, target_epsilon: float, delta: float, *, beside: Iterable[tuple[Event, int]] = (), most: int = 10**7
 ) -> int:
@@ -142,6 +145,7 @@ def most_steps(
     return good
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Budget:
     """An (ε, δ) that all releases together must not exceed: a privacy filter and an odometer.
@@ -184,6 +188,7 @@ class Budget:
         return compose(releases).epsilon(self.delta)
 
 
+@plain_numbers
 def largest_sampling_probability(
     target_epsilon: float, delta: float, *, noise_multiplier: float, num_steps: int, tolerance: float = 1e-4
 ) -> float:
@@ -230,6 +235,7 @@ def largest_sampling_probability(
     return exp(log_good)
 
 
+@plain_numbers
 def fewest_projections(
     target_epsilon: float, delta: float, *, noise_multiplier: float, sampling_probability: float, num_steps: int
 ) -> int:

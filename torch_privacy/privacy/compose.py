@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..support.validate import one_of, strictly_between, whole
+from ..support.validate import non_negative, one_of, plain_number, plain_numbers, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
@@ -28,10 +28,13 @@ class Profile:
     ε, δ, μ, advantage, true positive rate and posterior report ``high``; for the trade-off function ``low``.
 
     Guarantees:
-        - ``low <= truth <= high``: discretization, aliasing and truncation are bounded by proof, rounding and the
-          convergence of quadratures by an estimate (see ``engines.contour`` and ``engines.fft``);
+        - ``low <= truth <= high``: discretization, aliasing, truncation and the rounding of the contour engine are
+          bounded by proof, the rounding of the lattice and the convergence of quadratures by an estimate (see
+          ``engines.contour`` and ``engines.fft``);
         - full-batch Gaussians and single steps have a closed form; the bracket is as wide as its rounding error;
-        - from some hundred steps on, the bracket is usually 1e-12 of ε wide (contour engine), else 1e-5 (lattice);
+        - from some hundred steps on, the bracket is usually 1e-10 of ε wide (contour engine), else 1e-5 (lattice), and
+          at most 1e-3 where sampling is rare or losses have atoms; docs/accounting.md lists the exceptions;
+        - more than 1000 different Gaussian steps are enclosed by groups of similar ones;
         - for an event with known bounds only (`FixedSizeGaussian`, `KnownProfile`, `Repeated`), the bracket is as wide
           as those bounds;
         - with a noise multiplier below 0.05, or losses that no engine resolves, ``low`` is trivial and ``high`` comes
@@ -42,6 +45,10 @@ class Profile:
 
     def __init__(self, events: Sequence[tuple[Event, int]], method: str = "auto"):
         self._events, self._method = tuple(events), method
+
+    def __reduce__(self) -> tuple[type["Profile"], tuple[Any, ...]]:
+        """Pickles the releases alone; the curves are composed again."""
+        return Profile, (self._events, self._method)
 
     @property
     def events(self) -> list[tuple[Event, int]]:
@@ -76,13 +83,15 @@ class Profile:
     def _curves(self) -> tuple[Curve, ...]:
         return curves(_merged(self._events), self._method)
 
+    @plain_numbers
     def epsilon(self, delta: float) -> Bracket[float]:
         """Returns the smallest ε >= 0 at which the releases are (ε, δ)-private.
 
         Args:
-            delta: in (0, 1); well below one over the number of examples.
+            delta: in [0, 1); well below one over the number of examples. With 0 this is pure DP: the largest privacy
+                loss, which is infinite for Gaussian noise.
         """
-        strictly_between("Profile.epsilon", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
+        _check_delta("Profile.epsilon", delta)
         remove, *others = self._curves
         answers = [remove.epsilon(delta)]
         high = answers[0].high  # the other direction rarely has the larger ε
@@ -90,17 +99,19 @@ class Profile:
         answers += [curve.epsilon(delta) for curve in larger]
         return _larger(answers)
 
+    @plain_numbers
     def epsilon_high(self, delta: float) -> float:
         """Returns exactly ``epsilon(delta).high``, in about half the time."""
-        strictly_between("Profile.epsilon_high", 0, 1, delta=delta, hint="A usual choice is 1e-5.")
+        _check_delta("Profile.epsilon_high", delta)
         remove, *others = self._curves
         high = remove.epsilon_high(delta)
         larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
         return max([high, *(curve.epsilon_high(delta) for curve in larger)])
 
+    @plain_numbers
     def delta(self, epsilon: float) -> Bracket[float]:
         """Returns the smallest δ at which the releases are (ε, δ)-private, at any real ε."""
-        if isinstance(epsilon, bool) or not np.isfinite(epsilon):
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not np.isfinite(epsilon):
             raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
 
@@ -128,6 +139,7 @@ class Profile:
         bounds: list[Any] = [np.asarray(curve(errors)) for curve in self.tradeoffs[direction]]
         return Bracket(*bounds) if bounds[0].ndim else Bracket(*(bound.item() for bound in bounds))
 
+    @plain_numbers
     def mu(self, floor: float = 1e-6) -> Bracket[float]:
         """Returns the smallest μ with a Gaussian trade-off function below the symmetrized one.
 
@@ -149,6 +161,7 @@ class Profile:
         low, high = self.tradeoff(false_positive_rate)
         return Bracket(1 - high, 1 - low)
 
+    @plain_numbers
     def posterior(self, prior: float, false_positive_rate: float = 0.01) -> Bracket[float]:
         """Returns the largest probability that an example is a member, given that a test says so.
 
@@ -159,6 +172,7 @@ class Profile:
         low, high = self.tradeoffs["symmetrized"]
         return Bracket(*(metrics.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
 
+    @plain_numbers
     def statement(self, delta: float) -> str:
         """Returns one line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
         low, high = self.epsilon(delta)
@@ -188,7 +202,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     Raises:
         ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations differ.
     """
-    events = [(event, count) for event, count in events]
+    events = [(event, plain_number(count)) for event, count in events]
     for event, count in events:
         if type(event) not in PAIRS:
             known = ", ".join(kind.__name__ for kind in PAIRS)
@@ -196,7 +210,8 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
                 f"compose: cannot price {event!r}. Known events: {known}. Describe other mechanisms as KnownProfile or "
                 "FinitePair."
             )
-        whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
+        if type(count) is not int or not 0 <= count <= MAX_COUNT:
+            whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
     one_of("compose", METHODS, method=method)
     relations = {event.neighboring_relation for event, _ in events}
     if len(relations) > 1:
@@ -208,6 +223,13 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
 @lru_cache(maxsize=4)  # a profile keeps its composed curves, up to some 100 MB each
 def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
     return Profile(events, method)
+
+
+def _check_delta(where: str, delta: float) -> None:
+    """Raises a ``ValueError`` unless delta lies in [0, 1)."""
+    non_negative(where, delta=delta)
+    if delta >= 1:
+        raise ValueError(f"{where}: delta={delta!r} must lie in [0, 1). A usual choice is 1e-5.")
 
 
 def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:

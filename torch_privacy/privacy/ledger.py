@@ -8,7 +8,7 @@ from typing import Any
 
 from ..support.read_file import shown
 from ..support.schema import violation
-from ..support.validate import Refused, whole
+from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
 from .events.base import Event, event_from_dict, event_to_dict
 from .ledger_file import FORMAT, KNOWN_FORMATS, LedgerFile, Line
@@ -123,6 +123,7 @@ class Ledger:
         Raises:
             Refused: if the step leaves a gap, or belongs to a different release, which would share its noise.
         """
+        step = plain_number(step)
         whole("Ledger.record", step=step)
         if not isinstance(fingerprint, str):
             raise ValueError(f"Ledger.record: fingerprint={fingerprint!r} must be a string.")

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..support.validate import in_range, whole
+from ..support.validate import in_range, plain_numbers, whole
 
 KEY_BYTES = 32
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Poisson:
     """Every example joins every step independently with probability ``sampling_probability``.

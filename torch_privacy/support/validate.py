@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides one-line validators, which raise a ``ValueError``: where, what was given, what is allowed, what to do."""
 
+import functools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class Refused(ValueError):
@@ -11,6 +16,37 @@ class Refused(ValueError):
 
     The message names the culprit (parameter, op, module or argument) and the cure.
     """
+
+
+def plain_number(value: Any) -> Any:
+    """Returns a scalar of numpy or torch as Python's number; in tuples, too; anything else as it is.
+
+    Example:
+        >>> plain_number(np.float32(0.5)), plain_number((np.int64(3), "3")), plain_number("0.5")
+        (0.5, (3, '3'), '0.5')
+    """
+    if type(value) is tuple:
+        return tuple(plain_number(item) for item in value)
+    if isinstance(value, (np.integer, np.floating)):
+        return value.item()
+    is_array = getattr(value, "shape", None) == () and hasattr(value, "item")
+    if is_array and not getattr(value, "requires_grad", False) and isinstance(value.item(), (int, float)):
+        return value.item()
+    return value
+
+
+def plain_numbers(decorated: Decorated) -> Decorated:
+    """Decorates a function, or a class for its ``__init__``: scalars of numpy and torch arrive as Python's numbers."""
+    function = decorated.__init__ if isinstance(decorated, type) else decorated
+
+    @functools.wraps(function)
+    def with_plain_numbers(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(plain_number, args), **{name: plain_number(value) for name, value in kwargs.items()})
+
+    if not isinstance(decorated, type):
+        return with_plain_numbers  # pyright: ignore[reportReturnType]
+    decorated.__init__ = with_plain_numbers
+    return decorated  # pyright: ignore[reportReturnType]
 
 
 def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
-from ..mechanism import ClippedSum, Recording, Summation
+from ..mechanism import PRICED_ROUNDING, ClippedSum, Recording, Summation
 from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
@@ -108,7 +108,8 @@ class PrivateTraining:
 
     Guarantees:
         - The optimizer receives a function of noisy sums only, each recorded in the ledger before it is used.
-        - One example changes the sum before the noise by at most ``clipping.sensitivity``.
+        - One example changes the sum before the noise by at most ``clipping.sensitivity``, up to a rounding of 2e-5,
+          relative. The noise is larger by 2.1e-5 than ``noise_multiplier * sensitivity``, so that epsilon covers it.
         - The divisor is the expected batch size, independent of the actual size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
         - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows equals the
@@ -731,7 +732,7 @@ class PrivateTraining:
         for name, p in parameters.items():
             assert release.get(name, p).shape == p.shape, f"the sum of {name!r} has the shape of its parameter"
         assert self.settings.noise_multiplier is not None
-        stddevs = self._mechanism.stddevs(release, self.settings.noise_multiplier)
+        stddevs = self._mechanism.stddevs(release, self.settings.noise_multiplier * PRICED_ROUNDING)
         try:
             self._releases.release(step, release, stddevs)
         except NotRepeated:

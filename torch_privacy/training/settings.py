@@ -25,7 +25,7 @@ from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
 from ..sampling.batches import share_examples
 from ..support.schema import violation
-from ..support.validate import Refused, positive, quoted, strictly_between, whole
+from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between, whole
 
 WHERE = "PrivateTraining"
 KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
@@ -54,6 +54,7 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
 }
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contour engine against closed forms, the lattice, other accountants, and its own certificates."""
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from drawn import draws
+from exact_profile import exact_delta
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
@@ -16,8 +18,10 @@ from torch_privacy.privacy.engines.contour_tail import log_bound_beyond
 from torch_privacy.privacy.engines.curve import ClosedFormCurve, Unresolved
 from torch_privacy.privacy.engines.fft import LatticeEngine
 from torch_privacy.privacy.engines.tilt import refined, term, tilted
+from torch_privacy.privacy.pairs.base import UNIT
 from torch_privacy.privacy.pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair
 from torch_privacy.privacy.pairs.mixture import Estimate, SubsampledMixturePair
+from torch_privacy.privacy.pairs.subsampled import log_mixture
 
 MNIST = 256 / 60000
 
@@ -194,3 +198,42 @@ def test_many_projections_still_cost_at_least_exact_norms(projections):
     low, high = privacy.compose([(privacy.SubsampledJL(1.0, projections, 0.01), 2000)]).epsilon(1e-5)
     assert low <= exact.high + 10.1 / projections  # their difference of the notes, 10.04 / r
     assert exact.low + 10.0 / projections <= high <= low * 1.0001
+
+
+def assert_delta_is_never_missed(noise: float, q: float, steps: int, epsilon: float, swapped: bool):
+    exact = exact_delta(noise, q, steps, epsilon, swapped=swapped)
+    if exact is None:
+        return
+    low, high = contour.curve([(SubsampledGaussianPair(1 / noise, q), steps)], swapped=swapped).delta(epsilon)
+    assert low * (1 - 1e-15) <= exact <= high * (1 + 1e-15)  # the oracle is rounded to a float
+
+
+@pytest.mark.parametrize(
+    ("noise", "q", "steps", "epsilon"),
+    [(1.0, 0.5, 50, 18.028075815922154), (1.0, 1 - 2**-53, 50, 40.0), (3.0, 1 - 2**-53, 1000, 60.0)],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_upper_bound_on_delta_is_above_thirty_digits(noise, q, steps, epsilon, swapped):
+    assert exact_delta(noise, q, steps, epsilon, swapped=swapped) is not None
+    assert_delta_is_never_missed(noise, q, steps, epsilon, swapped)
+
+
+@draws(12)
+@given(st.floats(0.5, 10), st.floats(-3, 0), st.floats(1.5, 6), st.floats(-12, -1), st.booleans())
+def test_bracket_of_delta_contains_thirty_digits(noise, log_q, log_steps, log_delta, swapped):
+    q, steps = 10**log_q, int(10**log_steps)
+    try:
+        epsilon = contour.curve([(SubsampledGaussianPair(1 / noise, q), steps)], swapped=swapped).epsilon(10**log_delta)
+        assert_delta_is_never_missed(noise, q, steps, epsilon.high, swapped)
+    except Unresolved:
+        return  # the lattice answers there
+
+
+@pytest.mark.parametrize("q", [1e-7, 0.3, 0.7, 1 - 2**-30, 1 - 2**-53])
+def test_log_mixture_is_exact_to_forty_roundings(q):
+    u = np.concatenate([-np.geomspace(1e-9, 800, 60), np.geomspace(1e-9, 800, 60)])
+    losses = log_mixture(u, q)
+    with mpmath.workdps(40):
+        exact = [mpmath.log1p(mpmath.mpf(q) * mpmath.expm1(mpmath.mpf(at))) for at in u.tolist()]
+    for value, truth in zip(losses.tolist(), exact, strict=True):
+        assert abs(value - truth) <= 40 * UNIT * abs(truth)

@@ -15,10 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from ..bracket import Bracket, inner, ordered
-from ..pairs.base import DominatingPair
+from ..pairs.base import UNIT, DominatingPair
 from .curve import ClosedFormCurve, Curve, SumCurve, Unresolved, trivial_delta
 
 SECOND_SHARES = (1e-6, 1e-3, 0.03, 0.5, 0.97, 0.999, 1 - 1e-6)  # shares of δ that the second part may take
+SMALLEST_POSITIVE = 5e-324
 Answer = TypeVar("Answer")
 
 
@@ -101,6 +102,81 @@ class CappedCurve(Curve):
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self._cap.surely_below(epsilon, delta) or self._engine.surely_below(epsilon, delta)
+
+
+class FiniteCurve(Curve):
+    """An engine's curve; where its upper bound on ε is infinite, that of a dominating curve takes its place.
+
+    Args:
+        engine: the engine's curve.
+        dominating: function that makes the dominating curve; called only where it is needed.
+    """
+
+    def __init__(self, engine: Curve, dominating: Callable[[], Curve]):
+        self._engine, self._dominating = engine, dominating
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return self._engine.delta(epsilon)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        low, high = self._engine.epsilon(delta)
+        return Bracket(low, high) if np.isfinite(high) else ordered(low, self._dominating().epsilon_high(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        high = self._engine.epsilon_high(delta)
+        return high if np.isfinite(high) else self._dominating().epsilon_high(delta)
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._engine.surely_below(epsilon, delta)
+
+
+class BoundedCurve(Curve):
+    """An engine's curve, exact where the largest loss decides: at δ = 0, and beyond the largest finite loss.
+
+    There δ is exactly the mass of infinite losses. Before, δ is positive: where it is smaller than any number, the
+    upper bound is the smallest positive number. At least this δ has an ε of at most the largest finite loss.
+
+    Args:
+        engine: the engine's curve.
+        steps: the pairs, and how often each happened.
+        swapped: True for the add direction.
+    """
+
+    def __init__(self, engine: Curve, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
+        self._engine = engine
+        extremes = [(pair.extremes(swapped=swapped), count) for pair, count in steps]
+        self._largest = sum(count * one.largest for one, count in extremes) * (1 + len(extremes) * UNIT)
+        self._rounding = (40 + 2 * len(extremes)) * UNIT
+        self._infinite = extremes[0][0].infinite  # a single release needs no rounding
+        if len(steps) > 1 or steps[0][1] > 1:
+            with np.errstate(divide="ignore"):  # log 0 = -∞ is right for a mass of 1
+                none = sum(count * float(np.log1p(-min(one.infinite, 1.0))) for one, count in extremes)
+            self._infinite = min(-float(np.expm1(none)) * (1 + (20 + len(extremes)) * UNIT), 1.0)
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        if epsilon >= self._largest and self._infinite == 0:
+            return Bracket(0.0, 0.0)
+        low, high = self._engine.delta(epsilon)
+        high = max(high, SMALLEST_POSITIVE)
+        return ordered(low, min(high, self._infinite) if epsilon >= self._largest else high)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        if delta == 0:
+            low = self._largest * (1 - self._rounding) if self._infinite == 0 else np.inf
+            return Bracket(low, self.epsilon_high(delta))
+        low, high = self._engine.epsilon(delta)
+        return ordered(low, min(high, self._largest) if delta >= self._infinite else high)
+
+    def epsilon_high(self, delta: float) -> float:
+        if delta == 0:
+            return self._largest if self._infinite == 0 else np.inf
+        high = self._engine.epsilon_high(delta)
+        return min(high, self._largest) if delta >= self._infinite else high
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        if epsilon >= self._largest and delta >= self._infinite:
+            return True
+        return delta > 0 and self._engine.surely_below(epsilon, delta)
 
 
 class RaisedLowerBound(Curve):

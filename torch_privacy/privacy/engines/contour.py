@@ -6,9 +6,10 @@
 more time than a hundred. The trapezoid rule with spacing 2π/P gives **exactly** ``Σ_k e^(c k P) δ(ε + k P)``: the truth
 plus aliases that are positive and bounded by ``δ <= 1`` below ε and by moments above it.
 
-Proved, given exact arithmetic: aliasing (the upper bound needs no proof, because aliases are positive), and the rest of
-the integral beyond the last point (`contour_tail`). Estimated: rounding (`ROUNDING`), the trapezoid rule inside K (its
-spacing makes it converge to 1e-15), and the variation of the density, at the points of that rule.
+Proved: aliasing (the upper bound needs no proof, because aliases are positive), the rest of the integral beyond the
+last point (`contour_tail`), and rounding (`tilt`, given the accuracy of the elementary functions and of the nodes).
+Estimated: the trapezoid rule inside K (its spacing makes it converge to 1e-19), and the variation of the density, at
+the points of that rule.
 """
 
 import math
@@ -20,15 +21,14 @@ from typing import NamedTuple, final
 import numpy as np
 
 from ..bracket import Bracket, ordered
-from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from .contour_tail import log_bound_beyond
 from .curve import Curve, SimpleCurve, Unresolved, trivial_delta
-from .tilt import Term, Tilted, log_moments, refined, term, tilt_entropy, tilted
+from .tilt import ELEMENTARY, Term, Tilted, log_moments, moment_error, refined, term, tilt_entropy, tilted
 
 ALIAS = 1e-12  # aliases, relative to δ
 REST = -38.0  # log of the integrand, relative to its peak, beyond the last point
 ROUGH = 1e-4, -14.0  # ALIAS and REST where only an upper bound on δ is needed
-ROUNDING = 2.0**-53
 LONGEST, FEWEST = 1200, 8  # points of the trapezoid rule; with more points the lattice is faster
 HELLINGER_ALIAS, HELLINGER_REST = 1e-17, -44.0  # ALIAS and REST on a Hellinger line, relative to 1
 REACHES = (8.0, 32.0, 128.0, 512.0, 2048.0)  # largest ε of each Hellinger line
@@ -72,24 +72,34 @@ class _Line:
         spacing = 2 * math.pi / period
         parts, count = _until_negligible(terms, c, spacing, rest)
         t = spacing * np.arange(count)
-        log_size, phase = np.zeros(count), np.zeros(count)
+        log_size, phase, exponent, log_error = np.zeros((4, count))
         for part in parts:
-            real, imaginary = part.log_phi_at_multiples(spacing, count)
+            real, imaginary, error = part.log_phi_at_multiples(spacing, count)
             log_size += part.times * real
             phase += part.times * imaginary
+            exponent += part.times * (np.abs(real) + np.abs(imaginary))
+            log_error += part.times * np.log1p(error)
         self._log_moment = sum(part.times * part.log_moment for part in parts)
         self._mean = sum(part.times * part.mean for part in parts)
         s = c + 1j * t
         weights = np.exp(log_size + 1j * phase) / (s * (s + 1)) * (spacing / math.pi)
         weights[0] /= 2
         self._turns, self._t, self._weights = 1j * t, t, weights
-        self._total, last = float(np.abs(weights).sum()), float(t[-1])
-        self._rest = math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
-        steps = sum(part.times for part in parts)
-        node_rounding = sum(
-            one.times * abs(part.log_moment) * one.pair.node_rounding for one, part in zip(terms, parts, strict=True)
-        )
-        self._rounding = ROUNDING * (64 + 8 * math.sqrt(steps) + 2 * abs(c * self._mean)) + node_rounding
+        last, sizes, roundings = float(t[-1]), np.abs(weights), (len(parts) + 4) * UNIT
+        self._rest = 1.01 * math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
+        # Errors relative to the peak: of the weights; for each unit of the mean's and ε's error; of the moment's log.
+        with np.errstate(over="ignore"):
+            error = np.expm1(log_error + (roundings + ELEMENTARY) * exponent) + 8 * ELEMENTARY + count * UNIT
+        self._total, self._turned = float(sizes.sum()), float(sizes @ t)
+        self._weights_error = float(sizes @ error)
+        self._mean_error = roundings * sum(part.times * abs(part.mean) for part in parts)
+        moments = [
+            one.times * (moment_error(one, c) + (ELEMENTARY + part.node_rounding) * abs(part.log_moment))
+            for one, part in zip(terms, parts, strict=True)
+        ]
+        self._moment_error = sum(moments) + roundings * sum(part.times * abs(part.log_moment) for part in parts)
+        if not self._moment_error < 0.1:
+            raise Unresolved
 
     def value(self, epsilon: float) -> tuple[float, float, float]:
         """Returns the trapezoid sum at ε, its derivative in ε, and a bound on the error of truncation and rounding."""
@@ -101,9 +111,16 @@ class _Line:
         real = float(turned.real.sum())
         total = peak * real + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
         slope = -peak * (self.c * real - float(self._t @ turned.imag))
-        rounding = self._rounding + 4 * ROUNDING * abs(self.c * epsilon)
-        error = peak * (self._rest + rounding * self._total) + 4 * ROUNDING * (self.c < 0)
+        angle_error = self._turned * (self._mean_error + 4 * UNIT * (abs(self._mean) + abs(epsilon)))
+        of_peak = 1.1 * self._moment_error + 4 * UNIT * (abs(self._log_moment) + abs(self.c * epsilon)) + 2 * ELEMENTARY
+        error = peak * (self._rest + self._weights_error + angle_error + of_peak * self._total)
+        error += 4 * UNIT * (self.c < 0)
         return total, slope, error
+
+
+def _beyond(terms: Sequence[Term]) -> float:
+    """Returns a bound on the mass that the nodes of all steps leave out: δ rises by no more when it is put back."""
+    return sum(one.times * one.pair.beyond for one in terms)
 
 
 def _until_negligible(terms: Sequence[Term], c: float, spacing: float, rest: float) -> tuple[list[Tilted], int]:
@@ -219,6 +236,7 @@ class SaddleCurve(ContourCurve):
 
     def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
         self._terms = [term(pair, count, swapped) for pair, count in steps]
+        self._beyond = _beyond(self._terms)
 
     @cached_property
     def _moments(self) -> _Moments:
@@ -259,7 +277,7 @@ class SaddleCurve(ContourCurve):
         exponent = float((self._moments.bound - self._moments.tilts * epsilon).min())
         line = self._line(epsilon, min(exponent, 0.0) - 2.0)
         total, _, error = line.value(epsilon)
-        high = min(total + error, 1.0)
+        high = min(total + error + self._beyond, 1.0)
         low = total - error - self._alias(line, epsilon)
         if high - low > 10 * WIDEST * high + NEGLIGIBLE_WIDTH:
             raise Unresolved
@@ -269,7 +287,7 @@ class SaddleCurve(ContourCurve):
         if self._moments.epsilon_bound(delta) <= epsilon:
             return True
         total, _, error = self._line(epsilon, math.log(delta), *ROUGH).value(epsilon)
-        return total + error <= delta
+        return total + error + self._beyond <= delta
 
     def _crossing(self, delta: float) -> _Crossing:
         """Returns where a line near the saddle point of ε(δ) crosses δ."""
@@ -280,7 +298,7 @@ class SaddleCurve(ContourCurve):
             root = root._replace(epsilon=0.0)
         most = min(WIDEST * root.epsilon, WIDEST / line.c) if root.epsilon else math.inf
         added = self._alias(line, root.epsilon - most) if root.epsilon else 0.0
-        return _Crossing(line, delta, root, added=added, missing=0.0, most=most)
+        return _Crossing(line, delta, root, added=added, missing=self._beyond, most=most)
 
 
 class HellingerCurve(ContourCurve, SimpleCurve):
@@ -294,6 +312,7 @@ class HellingerCurve(ContourCurve, SimpleCurve):
 
     def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
         self._terms = [term(pair, count, swapped) for pair, count in steps]
+        self._beyond = _beyond(self._terms)
         self._lines: dict[float, _Line] = {}
 
     def _line(self, reach: float) -> _Line:
@@ -316,14 +335,14 @@ class HellingerCurve(ContourCurve, SimpleCurve):
             raise Unresolved
         line = self._line(reach)
         total, _, error = line.value(epsilon)
-        high = min(total + error + self._alias(line, epsilon), 1.0)
+        high = min(total + error + self._alias(line, epsilon) + self._beyond, 1.0)
         return ordered(max(total - error, trivial_delta(epsilon)), high)
 
     def _crossing(self, delta: float) -> _Crossing:
         """Returns where a line that reaches ε(δ) crosses δ."""
         for reach in REACHES:
             line = self._line(reach)
-            missing = self._alias(line, reach + WIDEST_HELLINGER)
+            missing = self._alias(line, reach + WIDEST_HELLINGER) + self._beyond
             total, _, error = line.value(reach)
             if total + error + missing <= delta:
                 root = _root(line, delta, 0.0, reach)

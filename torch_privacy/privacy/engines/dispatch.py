@@ -15,16 +15,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..bracket import Array
 from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
+from ..pairs.mixture import SubsampledMixturePair
 from . import contour
-from .combine import CappedCurve, Envelope, FallbackChain, RaisedLowerBound, StepwiseBounds, SumOfParts
+from .combine import (
+    BoundedCurve,
+    CappedCurve,
+    Envelope,
+    FallbackChain,
+    FiniteCurve,
+    RaisedLowerBound,
+    StepwiseBounds,
+    SumOfParts,
+)
 from .curve import ClosedFormCurve, Curve, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
 
 Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
+MOST_DISTINCT = 1000  # different Gaussian steps that are composed one by one
 
 
 def curves(steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str = "auto") -> tuple[Curve, ...]:
@@ -49,6 +61,16 @@ def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> lis
 def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
     """Returns the same curves for steps with exact pairs only."""
     swaps = (False,) if all(pair.symmetric for pair, _ in steps) else (False, True)
+    if len(steps) > MOST_DISTINCT and (grouped := grouped_gaussians(steps, MOST_DISTINCT)):
+        enclosed = zip(*(_by_engines(side, swaps, method) for side in grouped), strict=True)
+        engines: tuple[Curve, ...] = tuple(Envelope([above], [below]) for above, below in enclosed)
+    else:
+        engines = _by_engines(steps, swaps, method)
+    return tuple(BoundedCurve(curve, steps, swapped=swapped) for curve, swapped in zip(engines, swaps, strict=True))
+
+
+def _by_engines(steps: Steps, swaps: Sequence[bool], method: str) -> tuple[Curve, ...]:
+    """Returns the curve of each direction."""
     gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
     if len(gaussian) == len(steps):
         if all(pair.probability == 1 for pair, _ in gaussian):
@@ -85,11 +107,28 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
     def raised(curve: Curve) -> Curve:
         return RaisedLowerBound(curve, in_parts) if len(steps) > 1 else curve
 
+    def finite(curve: Curve) -> Curve:
+        bounded = _with_largest_shifts(steps)
+        if bounded is None:
+            return curve
+        return FiniteCurve(curve, lambda: _by_engines(bounded, (swapped,), method)[0])
+
     heavy = any(pair.heavy for pair, _ in steps if isinstance(pair, DiscretizablePair))
     truncated = [lambda: add_curve(steps) if swapped else TruncatedLatticeCurve(steps, raised)] if heavy else []
     rough = [lambda: HeavyTailCurve(steps)] if heavy and not swapped else []
     one_step = [lambda: Envelope([cap])] if cap is not None and len(steps) == 1 else []
-    return FallbackChain([on_contour, *truncated, lambda: raised(capped()), *rough, *one_step, in_parts])
+    return FallbackChain([on_contour, *truncated, lambda: finite(raised(capped())), *rough, *one_step, in_parts])
+
+
+def _with_largest_shifts(steps: Steps) -> Steps | None:
+    """Returns steps that dominate those with bounded random shifts, by the largest one; None if there are none."""
+    bounded = [
+        (SubsampledGaussianPair(pair.largest_shift, pair.probability), count)
+        if isinstance(pair, SubsampledMixturePair) and not pair.heavy
+        else (pair, count)
+        for pair, count in steps
+    ]
+    return None if bounded == list(steps) else bounded
 
 
 def _in_parts(steps: Steps, swapped: bool) -> Curve:
@@ -100,6 +139,42 @@ def _in_parts(steps: Steps, swapped: bool) -> Curve:
     least = moments.index(min(moments))
     parts = [*steps[:least], *steps[least + 1 :]], [steps[least]]
     return SumOfParts(*(_curves(part, "auto")[-1 if swapped else 0] for part in parts))
+
+
+def grouped_gaussians(steps: Steps, most: int) -> tuple[Steps, Steps] | None:
+    """Returns steps that dominate these and steps that these dominate, with about ``most`` different Gaussian ones.
+
+    A larger shift dominates, and so does a larger sampling probability. Both are rounded to the ends of equal intervals
+    of their logarithms, once up and once down. None if there are not that many Gaussian steps.
+    """
+    gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
+    if len(gaussian) <= most:
+        return None
+    others = [(pair, count) for pair, count in steps if not isinstance(pair, SubsampledGaussianPair)]
+    values = np.array([(pair.shift, pair.probability) for pair, _ in gaussian])
+    counts = [count for _, count in gaussian]
+    logs, width = np.log(values), 1e-6
+
+    def cells() -> Array:
+        steps_up = np.floor((logs - logs.min(0)) / width)
+        return steps_up[:, 0] * (steps_up[:, 1].max() + 1) + steps_up[:, 1]
+
+    while len(np.unique(cells())) > most:
+        width *= 1.25
+    first, group = np.unique(cells(), return_inverse=True)
+    totals = [0] * len(first)
+    for index, count in zip(group.tolist(), counts, strict=True):
+        totals[index] += count
+    sides = []
+    for extreme, start in ((np.maximum, 0.0), (np.minimum, np.inf)):
+        ends = np.full((len(first), 2), start)
+        extreme.at(ends, group, values)
+        merged: dict[DominatingPair, int] = {}
+        for (shift, probability), total in zip(ends.tolist(), totals, strict=True):
+            pair = SubsampledGaussianPair(shift, probability)
+            merged[pair] = merged.get(pair, 0) + total
+        sides.append([*others, *merged.items()])
+    return sides[0], sides[1]
 
 
 def dominating(steps: Sequence[tuple[SubsampledGaussianPair, int]]) -> SubsampledGaussianPair:

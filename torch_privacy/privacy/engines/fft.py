@@ -15,13 +15,15 @@ magnitude, each one-step moment to ROUNDING, relative; both estimates go to the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from scipy.special import ndtri
 
-from ..bracket import Array, Bracket
-from ..pairs.base import DominatingPair
+from ..bracket import Array, Bracket, inner
+from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.gaussian import REACH, SubsampledGaussianPair
 from ..pairs.subsampled import SubsampledPair
 from .curve import Curve, Unresolved, bisect, crossing
 from .lattice import Lattice, optimistic, pessimistic
@@ -30,6 +32,15 @@ from .tilt import tilt_entropy
 TAIL = 1e-17  # tilted mass outside the window, on each side
 LONGEST = 2**22  # FFT length, beyond which the spacing is doubled
 POINTS = 2**18  # lattice points that a typical window may take before the spacing is widened
+FEW_POINTS, MANY_POINTS = 2**11, 2**14  # points to begin with, and from which on a lattice begins with fewer
+MOST_POINTS = 2**20  # lattice points at which refinement ends
+NARROWEST, CHEAP_POINTS = 3e-5, 2**16  # the same while a lattice has few points
+RAREST = 1e-8  # sampling probability below which many points would only add rounding errors
+NARROW_DELTA = 5e-3  # the same for δ, which changes more than ε
+NARROW = 7e-4  # width of a bracket, relative, that needs no more points
+END_SHARE = 1e-6  # share of δ that may come from losses beyond the lattice's end
+MOST_ATOMS, MOST_PARTS = 64, 24  # losses that are tried to be put on one lattice, and parts of the smallest one
+ALIGNED = 1e-13  # relative distance from the lattice at which a loss lies on it
 COARSEST = 1e4  # largest spacing in standard deviations of a step, which are tiny where sampling is rare
 FINEST = 4e-3  # spacing for widely spread losses
 ROUNDING = 16 * 2.0**-53
@@ -360,6 +371,76 @@ class LatticeCurve(Curve):
             return self._composed(discretize, choose)
 
 
+class RefinedLatticeCurve(Curve):
+    """A lattice curve that starts with few lattice points and takes more until the bracket is narrow enough.
+
+    Where sampling is rare, losses differ by orders of magnitude, and so does the spacing that suffices: large losses
+    need few points, and more points cost time and rounding errors. For each δ, losses so rare that they matter less
+    than `END_SHARE` of it count as infinite: they would take most of the points. All brackets are certain, so their
+    intersection is returned.
+    """
+
+    def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
+        self._steps, self._swapped = steps, swapped
+        self._atoms = len(_atoms(steps)) > 0
+        self._lattices: dict[tuple[float, float], LatticeCurve] = {}
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        # A curve of δ is asked at hundreds of ε, so it is not refined further.
+        narrow = np.inf if self._atoms else NARROW_DELTA
+        return self._refined(self._steps, REACH, lambda curve: curve.delta(epsilon), narrow)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        sampled = sum(
+            count * pair.probability for pair, count in self._steps if isinstance(pair, SubsampledGaussianPair)
+        )
+        rare = END_SHARE * delta / max(sampled, 1e-300)
+        reach = float(np.ceil(4 * -ndtri(min(max(rare, 1e-300), 1e-2))) / 4)  # neighboring questions share lattices
+        if reach >= REACH:
+            return self._refined(self._steps, REACH, lambda curve: curve.epsilon(delta))
+        steps = [
+            (replace(pair, reach=reach), count)
+            if isinstance(pair, SubsampledGaussianPair) and pair.probability < 1
+            else (pair, count)
+            for pair, count in self._steps
+        ]
+        return self._refined(steps, reach, lambda curve: curve.epsilon(delta))
+
+    def epsilon_high(self, delta: float) -> float:
+        return self.epsilon(delta).high
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self.epsilon(delta).high <= epsilon
+
+    def _refined(
+        self,
+        steps: Sequence[tuple[DominatingPair, int]],
+        reach: float,
+        ask: Callable[[LatticeCurve], Bracket[float]],
+        narrow: float = NARROW,
+    ) -> Bracket[float]:
+        span, of_one_step = _span(steps), max(pair.span for pair, _ in steps)
+        narrowest = narrow if self._atoms else min(narrow, NARROWEST)
+        if self._atoms:
+            finest, spacing = span / POINTS, aligned_spacing(_atoms(steps), _spacing(steps))
+        else:
+            finest = max(_spacing(steps, MOST_POINTS), float(2.0 ** np.floor(np.log2(of_one_step / POINTS))))
+            spacing = max(finest, float(2.0 ** np.floor(np.log2(span / FEW_POINTS))))
+        known = Bracket(0.0, np.inf)
+        while True:
+            if (reach, spacing) not in self._lattices:
+                self._lattices[reach, spacing] = LatticeCurve(steps, spacing, swapped=self._swapped)
+            width = known.high - known.low
+            known = inner(ask(self._lattices[reach, spacing]), known)
+            share = (known.high - known.low) / known.high if known.high > 0 else 0.0
+            worse = known.high - known.low > 0.7 * width and not self._atoms
+            if share <= narrowest or (share <= narrow and span > CHEAP_POINTS * spacing) or spacing <= finest or worse:
+                return known
+            order = 1.0 if self._atoms else 0.5  # the bracket shrinks with the spacing, or with its square
+            finer = max(0.7 * (narrowest / share) ** order, 1 / 16) if known.low > 0 else 1 / 8
+            spacing = max(spacing / 2.0 ** math.ceil(-math.log2(finer)), finest)
+
+
 class LatticeEngine:
     """The lattice engine: composes ``count`` steps of each pair, in either direction."""
 
@@ -371,12 +452,17 @@ class LatticeEngine:
         """The spacing of lattice points for these steps."""
         return _spacing(self._steps)
 
-    def curve(self, *, swapped: bool) -> LatticeCurve:
+    def curve(self, *, swapped: bool) -> Curve:
         """Returns the *remove* curve, or the *add* curve if swapped.
 
         Raises:
             Unresolved: now or when asked, if a lattice fine enough for these pairs would not fit into memory.
         """
+        gaussian = all(
+            isinstance(pair, SubsampledGaussianPair) and pair.probability >= RAREST for pair, _ in self._steps
+        )
+        if len(_atoms(self._steps)) or (gaussian and _span(self._steps) > MANY_POINTS * self.spacing):
+            return RefinedLatticeCurve(self._steps, swapped=swapped)
         return LatticeCurve(self._steps, self.spacing, swapped=swapped)
 
 
@@ -393,7 +479,33 @@ def _deviation(steps: Sequence[tuple[DominatingPair, int]]) -> float:
     return (sum(count * pair.second_moment() for pair, count in steps) / sum(count for _, count in steps)) ** 0.5
 
 
-def _spacing(steps: Sequence[tuple[DominatingPair, int]]) -> float:
+def _atoms(steps: Sequence[tuple[DominatingPair, int]]) -> Array:
+    """Returns the losses with a mass of all steps."""
+    atoms = [pair.atoms for pair, _ in steps if isinstance(pair, DiscretizablePair)]
+    return np.unique(np.concatenate(atoms)) if atoms else np.empty(0)
+
+
+def aligned_spacing(atoms: Array, at_most: float) -> float:
+    """Returns a spacing of at most that size with all atoms on the lattice; that size if there is no simple one."""
+    sizes = np.abs(atoms)
+    sizes = sizes[sizes > 1e-12 * sizes.max(initial=0.0)]
+    if not len(sizes) or len(sizes) > MOST_ATOMS:
+        return at_most
+    for parts in range(1, MOST_PARTS + 1):
+        unit = float(sizes.min()) / parts
+        multiples = sizes / unit
+        if (np.abs(multiples - np.round(multiples)) < ALIGNED * multiples).all():
+            return unit / 2.0 ** max(math.ceil(math.log2(unit / at_most)), 0)
+    return at_most
+
+
+def _span(steps: Sequence[tuple[DominatingPair, int]]) -> float:
+    """Returns the range of losses that a typical window covers."""
+    num_steps = sum(count for _, count in steps)
+    return max(pair.span for pair, _ in steps) + 20 * _deviation(steps) * num_steps**0.5
+
+
+def _spacing(steps: Sequence[tuple[DominatingPair, int]], points: int = POINTS) -> float:
     """Returns a small part of a step's deviation, or more where that takes too many points; a power of 2.
 
     Powers of 2 let several compositions share lattices.
@@ -405,8 +517,7 @@ def _spacing(steps: Sequence[tuple[DominatingPair, int]]) -> float:
     deviation, num_steps = _deviation(steps), sum(count for _, count in steps)
     smooth = all(isinstance(pair, SubsampledPair) for pair, _ in steps)
     parts = 56 * min(num_steps / 1000, 1) ** 0.25 if smooth else 80
-    span = max(pair.span for pair, _ in steps) + 20 * deviation * num_steps**0.5
-    spacing = float(2.0 ** np.floor(np.log2(max(min(deviation / parts, FINEST), span / POINTS))))
+    spacing = float(2.0 ** np.floor(np.log2(max(min(deviation / parts, FINEST), _span(steps) / points))))
     _check_spacing(steps, spacing)
     return spacing
 

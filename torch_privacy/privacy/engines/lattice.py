@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache, singledispatch
 import numpy as np
 
 from ..bracket import Array
-from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from ..pairs.gaussian import SymmetrizedPair
 from .curve import Unresolved
 
@@ -110,12 +110,12 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = pair.floor + float(heights[0])
     missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, which has more Q- than P-mass
-    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]))
+    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]) + pair.beyond)
     if start > -700:
         only_q = max(-math.exp(-start) * float(missing[0]), 0.0)
     else:  # e^start is 0: what remains of Q's mass
         only_q = min(max(1.0 - float(lattice.swapped.mass.sum()), 0.0) + CANCELLED, 1.0)
-    return replace(lattice, only_q=only_q)
+    return replace(lattice, only_q=only_q + pair.beyond)
 
 
 def _lowest_index(pair: DiscretizablePair, spacing: float) -> int:
@@ -144,7 +144,7 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     first, last = _range_to_keep(pair.cells(cuts, heights)[0])
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
     mass, kappa = pair.cells(cuts, heights)
-    if kappa[-1] < 0:  # an atom below the last lattice point: its cell joins the one before
+    if kappa[-1] < -8 * UNIT * mass[-1]:  # an atom below the last lattice point: its cell joins the one before
         heights, cuts = heights[:-1], np.delete(cuts, -2)
         mass, kappa = pair.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
@@ -194,6 +194,8 @@ def _first_height(pair: DiscretizablePair, bottom: float, spacing: float) -> flo
         mean = pair.mean_height(bottom, height + spacing / 2)
         if mean <= height:
             break
+        if pair.mean_height(bottom, mean + spacing / 2) <= mean + 2 * UNIT * abs(mean):  # an atom: now on the lattice
+            return mean
         height = mean + FIRST_EXCESS * min(spacing, abs(mean))
     return height
 

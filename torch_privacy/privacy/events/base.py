@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
-from ...support.validate import one_of, positive
+from ...support.validate import one_of, plain_numbers, positive
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds
@@ -94,7 +94,7 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
     """Registers an event type: a class decorator that states how one release is priced.
 
     A new event type needs this decorator and nothing else; it may be defined in any file. The class's name identifies
-    the type in ledgers.
+    the type in ledgers. Fields given as scalars of numpy or torch become Python's numbers.
 
     Args:
         dominating_pair: function from an event to its pair (P, Q): the outcome's distribution with the example and
@@ -123,7 +123,7 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
             raise ValueError(
                 f"priced: an event type named {kind.__name__!r} exists already: {known!r}. Choose another name."
             )
-        EVENTS[kind.__name__] = kind
+        EVENTS[kind.__name__] = plain_numbers(kind)
         PAIRS[kind] = dominating_pair
         return kind
 

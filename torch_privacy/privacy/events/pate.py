@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erfc, log_ndtr
 
-from ...support.validate import positive, strictly_between
+from ...support.validate import plain_numbers, positive, strictly_between
 from ..bracket import Array
 from .base import NeighboringRelation
 from .gaussian import Gaussian
@@ -28,6 +28,7 @@ from .gaussian import Gaussian
 ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 80, 96, 128, 192, 256, 512)
 
 
+@plain_numbers
 def votes_event(noise_stddev: float) -> Gaussian:
     """Returns the event of one answer, ``argmax(votes + N(0, noise_stddev² I))``: its noise multiplier is
     ``noise_stddev / sqrt(2)``.
@@ -46,6 +47,7 @@ def votes_event(noise_stddev: float) -> Gaussian:
     return Gaussian(noise_stddev / math.sqrt(2), NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
+@plain_numbers
 def threshold_event(noise_stddev: float) -> Gaussian:
     """Returns the event of one test, ``max(votes) + N(0, noise_stddev²) >= threshold``: its sensitivity is 1.
 
@@ -70,6 +72,7 @@ class ThresholdTests:
     noise_stddev: float  # standard deviation of the noise on the largest count, in votes
 
 
+@plain_numbers
 def data_dependent_epsilon(
     votes: Array,
     noise_stddev: float,

@@ -16,6 +16,8 @@ import numpy as np
 
 from ..bracket import Array
 
+UNIT = 2.0**-53  # relative error of one rounding
+
 
 class Tails(NamedTuple):
     """A hockey stick ``δ(ε) = gain - loss``; its rounding error grows with ``exponent``."""
@@ -25,13 +27,25 @@ class Tails(NamedTuple):
     exponent: Array
 
 
+class Extremes(NamedTuple):
+    """A bound on the finite losses of one step, and the probability of an infinite one."""
+
+    largest: float
+    infinite: float
+
+
 class Nodes(NamedTuple):
-    """Points of a trapezoid rule of spacing ``step``: losses, log P-masses, and gaps between neighboring losses."""
+    """Points of a trapezoid rule of spacing ``step``: losses, log P-masses, and gaps between neighboring losses.
+
+    ``loss_error`` bounds the rounding error of each loss, ``mass_error`` that of each log mass.
+    """
 
     losses: Array
     log_mass: Array
     gaps: Array
     step: float
+    loss_error: Array
+    mass_error: Array
 
 
 class DominatingPair(ABC):
@@ -49,6 +63,10 @@ class DominatingPair(ABC):
     @abstractmethod
     def second_moment(self) -> float:
         """Returns ``E_P[l²]``; 1 % accuracy suffices, because it only determines the resolution of lattices."""
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        """Returns the largest finite loss, rounded up, and the exact mass of infinite losses."""
+        return Extremes(np.inf, 0.0)
 
     @property
     def symmetric(self) -> bool:
@@ -76,6 +94,11 @@ class DiscretizablePair(DominatingPair):
     def edge(self) -> bool:
         """True if no loss lies below the floor."""
         return False
+
+    @property
+    def atoms(self) -> Array:
+        """The finite losses that have a mass; none if losses have a density."""
+        return np.empty(0)
 
     @property
     def smallest(self) -> float:
@@ -109,9 +132,14 @@ class DiscretizablePair(DominatingPair):
         return None
 
     @property
+    def beyond(self) -> float:
+        """A bound on the mass, under P or Q, of outcomes that `nodes` and finite `cells` leave out."""
+        return 0.0
+
+    @property
     def node_rounding(self) -> float:
-        """Relative rounding error of the masses of `nodes`, estimated."""
-        return 2.0**-50
+        """Relative rounding error that all masses of `nodes` share, estimated: it changes K by that share of it."""
+        return 0.0
 
     @property
     def heavy(self) -> bool:

@@ -8,7 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from ..bracket import Array
-from .base import DiscretizablePair, Nodes, Tails
+from .base import UNIT, DiscretizablePair, Extremes, Nodes, Tails
+
+GAUSS_ROUNDING = 2.0**-44  # relative error of points and weights of Gauss' rule, estimated
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class DiscretePair(DiscretizablePair):
     def smallest(self) -> float:
         return self.ends[0]
 
+    @property
+    def atoms(self) -> Array:
+        losses = self._sorted[0]
+        return losses[np.isfinite(losses)]
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        losses, p, q = self._sorted
+        if swapped:
+            losses, p, q = -losses, q, p
+        finite = np.isfinite(losses)
+        error = 16 * UNIT * np.abs(np.log(p, where=p > 0, out=np.zeros(len(p))))
+        return Extremes(float((losses + error)[finite].max(initial=0.0)), float(p[losses == np.inf].sum()))
+
     def second_moment(self) -> float:
         losses, p, _ = self._sorted
         finite = np.isfinite(losses)
@@ -87,7 +102,9 @@ class DiscretePair(DiscretizablePair):
         losses, p, _ = self._sorted
         if not np.isfinite(losses).all():
             return None
-        return Nodes(losses, np.log(p), np.zeros(len(losses)), step)
+        log_mass = np.log(p)
+        mass_error = 16 * UNIT * (1 + np.abs(log_mass))
+        return Nodes(losses, log_mass, np.zeros(len(losses)), step, mass_error + 16 * UNIT * np.abs(losses), mass_error)
 
 
 def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
@@ -108,9 +125,10 @@ def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
             hull.pop()
         hull.append(point)
     slopes = [_slope(left, right) for left, right in pairwise(hull)] + [0.0]
-    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))  # the first is the Q-mass of outcomes impossible under P
+    q = np.diff(np.maximum(np.array([-1.0, *slopes]), -1.0))
+    q[0] = hull[-1][1]  # impossible under P: by symmetry as much as is impossible under Q
     p = np.append(0.0, q[1:] * np.array([at for at, _ in hull[1:]]))
-    p = np.append(p, max(1.0 - float(p.sum()), 0.0))  # impossible under Q: at least δ at the largest ε
+    p = np.append(p, hull[-1][1])  # impossible under Q: the smallest δ
     return DiscretePair(tuple(p.tolist()), (*q.tolist(), 0.0))
 
 
@@ -133,6 +151,13 @@ class LaplacePair(DiscretizablePair):
     @property
     def symmetric(self) -> bool:
         return True
+
+    @property
+    def atoms(self) -> Array:
+        return np.array([-self.shift, self.shift])
+
+    def extremes(self, *, swapped: bool) -> Extremes:
+        return Extremes(self.shift * (1 + 8 * UNIT), 0.0)
 
     @property
     def floor(self) -> float:
@@ -172,4 +197,6 @@ class LaplacePair(DiscretizablePair):
         z = self.shift
         losses = np.concatenate([[-z], z * points, [z]])
         mass = np.concatenate([[0.5 * np.exp(-z)], z * weights * np.exp(z * (points - 1) / 2) / 4, [0.5]])
-        return Nodes(losses, np.log(mass), np.full(len(losses), np.pi * z / len(points)), step)
+        log_mass, gaps = np.log(mass), np.full(len(losses), np.pi * z / len(points))
+        mass_error = GAUSS_ROUNDING + 8 * UNIT * (z + np.abs(log_mass))
+        return Nodes(losses, log_mass, gaps, step, GAUSS_ROUNDING * np.abs(losses), mass_error)

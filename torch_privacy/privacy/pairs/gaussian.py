@@ -7,8 +7,8 @@ import numpy as np
 from scipy.special import log_ndtr, ndtr
 
 from ..bracket import Array
-from .base import DiscretizablePair, DominatingPair, Nodes, Tails
-from .subsampled import SubsampledPair
+from .base import UNIT, DiscretizablePair, DominatingPair, Nodes, Tails
+from .subsampled import SubsampledPair, log_mixture, loss_error
 
 # Mass of P and Q beyond this many standard deviations is truncated: 7.6e-24 on each side, per step.
 REACH = 10.0
@@ -23,6 +23,21 @@ def normal_mass(low: Array, high: Array) -> Array:
     return ndtr(np.where(on_the_right, -low, high)) - ndtr(np.where(on_the_right, -high, low))
 
 
+def _points(low: float, high: float, step: float) -> Array:
+    """Returns the multiples of ``step`` in [low, high], each with one rounding."""
+    return step * np.arange(np.floor(low / step), np.ceil(high / step) + 1)
+
+
+def _base_loss_error(x: Array, shift: float) -> Array:
+    """Returns a bound on the error of ``z x - z²/2`` for z within four roundings and x within one."""
+    return 8 * UNIT * (shift * np.abs(x) + shift**2)
+
+
+def _mass_error(x: Array, losses: Array, log_mass: Array) -> Array:
+    """Returns a bound on the error of the log masses of `_points`, given the losses."""
+    return UNIT * (1.5 * x**2 + np.abs(losses) + 2 * np.abs(log_mass) + 8)
+
+
 @dataclass(frozen=True)
 class SubsampledGaussianPair(SubsampledPair):
     """``P = (1 - q) N(0, 1) + q N(z, 1)`` against ``Q = N(0, 1)``: one Poisson-sampled Gaussian release.
@@ -32,14 +47,16 @@ class SubsampledGaussianPair(SubsampledPair):
     Args:
         shift: z = 1 / noise_multiplier.
         probability: q, in (0, 1].
+        reach: standard deviations beyond which a lattice counts the losses of P as infinite.
     """
 
     shift: float
     probability: float
+    reach: float = REACH
 
     @property
     def base_ends(self) -> tuple[float, float]:
-        return -self.shift * REACH - self.shift**2 / 2, self.shift * REACH + self.shift**2 / 2
+        return -self.shift * REACH - self.shift**2 / 2, self.shift * self.reach + self.shift**2 / 2
 
     def outcome(self, u: Array) -> Array:
         """Returns the x at which the base loss is u."""
@@ -58,11 +75,13 @@ class SubsampledGaussianPair(SubsampledPair):
         return min(0.4 / self.shift, 0.2)
 
     def nodes(self, step: float) -> Nodes:
-        x = np.arange(-REACH - (10 if self.probability < 0.5 else 30), REACH + 30 + self.shift, step)
+        x = _points(-REACH - 30, REACH + 30 + self.shift, step)
         u = self.shift * x - self.shift**2 / 2
         losses = self.loss_at(u)
         log_mass = losses - x**2 / 2 + np.log(step / np.sqrt(2 * np.pi))
-        return Nodes(losses, log_mass, step * self.shift * self.probability * np.exp(u - losses), step)
+        error = loss_error(u, losses, _base_loss_error(x, self.shift), self.probability)
+        gaps = step * self.shift * self.probability * np.exp(u - losses)
+        return Nodes(losses, log_mass, gaps, step, error, error + _mass_error(x, losses, log_mass))
 
 
 @dataclass(frozen=True)
@@ -96,12 +115,8 @@ class ReplaceOneGaussianPair(DiscretizablePair):
 
     def loss_at(self, x: Array) -> Array:
         """Returns the privacy loss of the outcome x."""
-        parts = []
-        for u in (self.shift * x - self.shift**2 / 2, -self.shift * x - self.shift**2 / 2):
-            with np.errstate(divide="ignore"):
-                large = np.logaddexp(np.log1p(-self.probability), np.log(self.probability) + u)
-            parts.append(np.where(u < 1, np.log1p(self.probability * np.expm1(np.minimum(u, 1.0))), large))
-        return parts[0] - parts[1]
+        ahead, behind = (log_mixture(sign * self.shift * x - self.shift**2 / 2, self.probability) for sign in (1, -1))
+        return ahead - behind
 
     def outcome(self, loss: Array) -> Array:
         """Returns the x at which the privacy loss is ``loss``."""
@@ -137,15 +152,18 @@ class ReplaceOneGaussianPair(DiscretizablePair):
         return min(0.4 / self.shift, 0.2)
 
     def nodes(self, step: float) -> Nodes:
-        reach = REACH + 20 + self.shift
-        x = np.arange(-reach, reach, step)
+        reach = REACH + 30 + self.shift
+        x = _points(-reach, reach, step)
         q = self.probability
         ahead, behind = (sign * self.shift * x - self.shift**2 / 2 for sign in (1.0, -1.0))
-        with np.errstate(divide="ignore"):
-            log_mixed, log_other = (np.logaddexp(np.log1p(-q), np.log(q) + u) for u in (ahead, behind))
+        log_mixed, log_other = log_mixture(ahead, q), log_mixture(behind, q)
         log_mass = log_mixed - x**2 / 2 + np.log(step / np.sqrt(2 * np.pi))
         gaps = step * self.shift * q * (np.exp(ahead - log_mixed) + np.exp(behind - log_other))
-        return Nodes(self.loss_at(x), log_mass, gaps, step)
+        u_error = _base_loss_error(x, self.shift)
+        mixed_error = loss_error(ahead, log_mixed, u_error, q)
+        error = mixed_error + loss_error(behind, log_other, u_error, q)
+        mass_error = mixed_error + _mass_error(x, log_mixed, log_mass)
+        return Nodes(log_mixed - log_other, log_mass, gaps, step, error, mass_error)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,15 @@ from enum import Enum
 from functools import cached_property, lru_cache
 
 import numpy as np
-from scipy.special import gammaincc, gammaln, kve
+from scipy.special import gammainc, gammaincc, gammaln, kve
 
 from ..bracket import Array
-from .base import Nodes
-from .subsampled import SubsampledPair
+from .base import UNIT, Nodes, Tails
+from .subsampled import SubsampledPair, loss_error
 
 NEGLIGIBLE = -80.0  # log density times loss beyond which a tail ends
 LARGEST_LOSS = 3e4  # the lattice counts larger losses as infinite
+FURTHEST = 600.0  # largest w; losses there are e^600
 MOST_PANELS = 8000  # of width `BaseDensities.panel`, on either side
 LATTICE_TAIL = 1e-9  # mass that the lattice may count as infinite, per sampled step
 
@@ -119,10 +120,11 @@ class BaseDensities:
         if estimate is Estimate.PLAIN:
             return np.empty(0), np.empty(0)
         s, weights = _upper_part(self.r, lowest)
-        below = 1 - float(gammaincc(self.r / 2, self.r * lowest / 2))
+        half = self.r / 2
         if estimate is Estimate.FLOORED:
+            below = float(gammainc(half, half * lowest))  # 1 - gammaincc would be 0 where it is small
             return np.append(1 / np.sqrt(s), 1 / floor) / self.noise, np.append(weights, below)
-        return np.append(1 / np.sqrt(s), 1.0) / self.noise, np.append(-weights, 1 - below)
+        return np.append(1 / np.sqrt(s), 1.0) / self.noise, np.append(-weights, float(gammaincc(half, half)))
 
     def smooth(self, u: Array) -> Array:
         """Returns ``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
@@ -177,7 +179,33 @@ class BaseDensities:
         w = np.arange(-8, math.ceil(self.w_end / self.panel) + 9) * self.panel
         return make_interp_spline(w, self.smooth(self.scale * np.sinh(w)), k=7)
 
-    def masses(self, u: Array, at: Array | None = None, *, exact: bool = False) -> tuple[Array, Array, Array]:
+    def log_tail(self, u: float) -> tuple[float, float]:
+        """Returns the log masses under B and A of all base losses above u, however far out u lies."""
+        points, weights = np.polynomial.legendre.leggauss(8)
+        parts, starts, peak = [], math.asinh(u / self.scale) + self.panel * np.arange(101), -np.inf
+        while True:
+            w = starts[:-1, None] + (1 + points) * self.panel / 2
+            location = self.scale * np.sinh(np.minimum(w, FURTHEST)).ravel()
+            root = np.hypot(self.scale, location)
+            near, far = self.scale**2 / (2 * (root + np.abs(location))), (root + np.abs(location)) / 2
+            log_mass = self.smooth(location) + np.log(np.tile(weights, 100) * (self.panel / 2) * root)
+            left = location < 0
+            parts.append(np.array([log_mass - np.where(left, near, far), log_mass - np.where(left, far, near)]))
+            peak = np.maximum(peak, parts[-1].max(1))
+            if (parts[-1][:, -1] < peak + NEGLIGIBLE).all() or w[-1, -1] > FURTHEST:
+                break
+            starts = starts + 100 * self.panel
+        logs = np.concatenate(parts, axis=1)
+        largest = logs.max(1)
+        base, shifted = largest + np.log(np.exp(logs - largest[:, None]).sum(1))
+        return float(base), float(shifted)
+
+    @cached_property
+    def beyond(self) -> float:
+        """The mass under A above the last panel, which is that under B below the first one."""
+        return 2 * math.exp(self.log_tail(self.scale * math.sinh(self.w_end))[1])
+
+    def masses(self, u: Array, at: Array | None = None) -> tuple[Array, Array, Array]:
         """Returns the masses under B and A between consecutive u, and ``e^at`` times the first (one ``at`` a cell).
 
         Uses Gauss' rule on panels that the cuts refine. Without ``at`` the third equals the first.
@@ -193,7 +221,7 @@ class BaseDensities:
         half = np.diff(edges)[:, None] / 2
         inside = edges[:-1, None] + half * (1 + points)
         location = self.scale * np.sinh(inside)
-        smooth = self.smooth(location.ravel()).reshape(inside.shape) if exact else self._interpolated(np.abs(inside))
+        smooth = self._interpolated(np.abs(inside))
         root = np.hypot(self.scale, location)
         near, far = self.scale**2 / (2 * (root + np.abs(location))), (root + np.abs(location)) / 2
         smooth += np.log(half * weights * root)  # du = a cosh(w) dw
@@ -235,6 +263,8 @@ def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
     start, end = math.log(lowest), math.log(1 + 14 * width + 100 / r)
     start = max(start, -14 * width - 80 / r) if lowest < 1 else start
     edges = np.linspace(start, end, max(math.ceil((end - start) / (1.5 * width)), 4) + 1)
+    finer = start + (edges[1] - start) * 2.0 ** np.arange(-6, 0)  # far out in the tails the first s decide
+    edges = np.sort(np.append(edges, finer))
     points, weights = np.polynomial.legendre.leggauss(16)
     half = np.diff(edges)[:, None] / 2
     y = (edges[:-1, None] + half * (1 + points)).ravel()
@@ -278,8 +308,14 @@ class SubsampledMixturePair(SubsampledPair):
         return self.estimate is not Estimate.FLOORED
 
     @property
+    def largest_shift(self) -> float:
+        """The largest shift Z; infinite if heavy-tailed."""
+        return np.inf if self.heavy else 1 / (self.floored_at * self.noise)
+
+    @property
     def base_ends(self) -> tuple[float, float]:
-        top = min(self._base.quantile(LATTICE_TAIL), LARGEST_LOSS) if self.largest is None else self.largest
+        rare = LATTICE_TAIL if self.heavy else 1e-24
+        top = min(self._base.quantile(rare), LARGEST_LOSS) if self.largest is None else self.largest
         return (-top if self.probability == 1 else -self._base.quantile(1e-24)), top
 
     def quantile(self, mass: float) -> float:
@@ -293,11 +329,18 @@ class SubsampledMixturePair(SubsampledPair):
         return self._base.masses(u, at)
 
     def log_tails(self, u: Array, *, above: bool) -> tuple[Array, Array]:
-        flat = np.atleast_1d(u)
-        masses = [self._base.masses(np.array([x, np.inf] if above else [-np.inf, x]), exact=True) for x in flat]
-        with np.errstate(divide="ignore"):
-            logs = np.log(np.array(masses)[:, :, 0])
-        return logs[:, 0].reshape(np.shape(u)), logs[:, 1].reshape(np.shape(u))
+        # Below u lies what lies above -u, with the two distributions exchanged.
+        logs = np.array([self._base.log_tail(float(x) if above else -float(x)) for x in np.ravel(u)])
+        base, shifted = (logs[:, i].reshape(np.shape(u)) for i in (0, 1))
+        return (base, shifted) if above else (shifted, base)
+
+    def tails(self, epsilon: Array, *, swapped: bool) -> Tails:
+        gain, loss, exponent = super().tails(epsilon, swapped=swapped)
+        return Tails(gain, loss, exponent + self.node_rounding / UNIT)
+
+    @property
+    def beyond(self) -> float:
+        return self._base.beyond
 
     @property
     def coarsest_step(self) -> float:
@@ -325,4 +368,7 @@ class SubsampledMixturePair(SubsampledPair):
         smooth = np.concatenate([half[:0:-1], half]) + np.log(between)
         sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
         log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
-        return Nodes(losses, log_mass, between * self.probability * np.exp(np.minimum(u - losses, 700)), step)
+        gaps = between * self.probability * np.exp(np.minimum(u - losses, 700))
+        error = loss_error(u, losses, 12 * UNIT * np.abs(u), self.probability)
+        mass_error = error + 2 * UNIT * (np.abs(log_mass) + np.abs(u) + near + 8)
+        return Nodes(losses, log_mass, gaps, step, error, mass_error)

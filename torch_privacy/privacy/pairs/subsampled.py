@@ -6,7 +6,22 @@ from abc import abstractmethod
 import numpy as np
 
 from ..bracket import Array
-from .base import DiscretizablePair, Tails
+from .base import UNIT, DiscretizablePair, Extremes, Tails
+
+
+def log_mixture(u: Array, probability: float) -> Array:
+    """Returns ``log(1 - q + q e^u)`` with a relative error of at most 40 roundings (`UNIT`), given u."""
+    if probability == 1:
+        return u
+    excess = probability * np.expm1(np.minimum(u, 700.0))
+    with np.errstate(over="ignore"):
+        direct = np.where(u > 700, u + np.log(probability), np.log1p(np.maximum(excess, -0.5)))
+    return np.where(excess < -0.5, np.logaddexp(np.log1p(-probability), np.log(probability) + u), direct)
+
+
+def loss_error(u: Array, losses: Array, u_error: Array, probability: float) -> Array:
+    """Returns a bound on the error of ``log_mixture(u, probability)``, given a bound on the error of u."""
+    return probability * np.exp(np.minimum(u - losses, 700)) * u_error + 40 * UNIT * np.abs(losses)
 
 
 class SubsampledPair(DiscretizablePair):
@@ -37,6 +52,10 @@ class SubsampledPair(DiscretizablePair):
         base, shifted = self.cell_masses(u)
         return base, shifted, np.exp(at) * base
 
+    def extremes(self, *, swapped: bool) -> Extremes:
+        bounded = swapped and self.probability < 1
+        return Extremes(-float(np.log1p(-self.probability)) * (1 + 8 * UNIT) if bounded else np.inf, 0.0)
+
     @property
     def edge(self) -> bool:
         return self.probability < 1
@@ -63,11 +82,8 @@ class SubsampledPair(DiscretizablePair):
         return np.logaddexp(0, u + np.log(self.probability) - np.log1p(-self.probability))
 
     def loss_at(self, u: Array) -> Array:
-        """Returns the privacy loss at a base loss, exact to rounding even where it is nearly 0."""
-        if self.probability == 1:
-            return u
-        small = np.log1p(self.probability * np.expm1(np.minimum(u, 1.0)))
-        return np.where(u < 1, small, self.floor + self.height_at(np.maximum(u, 1.0)))
+        """Returns the privacy loss at a base loss; see `log_mixture`."""
+        return log_mixture(u, self.probability)
 
     def mean_height_of(self, base: float, shifted: float) -> float:
         """Returns the log of the mean likelihood ratio of outcomes with these masses under B and A, minus the floor."""

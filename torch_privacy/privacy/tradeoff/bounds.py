@@ -12,6 +12,7 @@ from .piecewise_linear import PiecewiseLinear, hull
 
 FURTHEST = 600.0  # largest threshold
 NEGLIGIBLE, TYPICAL = 1e-12, 1e-3  # δ at the last threshold, and δ down to which thresholds are about equally dense
+LARGER = (1e-9, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 0.9)  # δ to try where some losses are infinite
 TO_TWENTY = tuple(np.linspace(0, 20, 257).tolist())
 
 
@@ -45,8 +46,8 @@ def of_profile(profile: ProfileLike, pieces: int = 256) -> dict[str, Bracket[Pie
         >>> [round(float(curves[name].low(0.01)), 3) for name in ("remove", "add", "symmetrized")]
         [0.971, 0.974, 0.971]
     """
-    furthest = min(max(profile.epsilon(NEGLIGIBLE).low, 1e-6), FURTHEST)
-    scale = min(max(profile.epsilon(TYPICAL).low, 1e-3 * furthest), furthest)  # wider steps beyond, for heavy tails
+    furthest = min(max(_first_finite(profile, NEGLIGIBLE), 1e-6), FURTHEST)
+    scale = min(max(_first_finite(profile, TYPICAL), 1e-3 * furthest), furthest)  # wider steps beyond, for heavy tails
     thresholds = scale * np.sinh(np.linspace(0, np.arcsinh(furthest / scale), pieces + 1))
     bounds = {name: _bounds_of_delta(curve.delta, thresholds) for name, curve in profile.directions.items()}
     either = np.maximum.reduce(list(bounds.values()))
@@ -55,6 +56,15 @@ def of_profile(profile: ProfileLike, pieces: int = 256) -> dict[str, Bracket[Pie
         remove, add = bounds["remove"], bounds["add"]
         curves |= {"remove": _enclosed(thresholds, remove, add), "add": _enclosed(thresholds, add, remove)}
     return curves
+
+
+def _first_finite(profile: ProfileLike, delta: float) -> float:
+    """Returns the upper bound on ε at δ, or at the next larger one of a few at which it is finite; else infinity."""
+    for larger in (delta, *(one for one in LARGER if one > delta)):
+        high = profile.epsilon(larger).high
+        if np.isfinite(high):
+            return high
+    return np.inf
 
 
 def from_bounds(

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
-from ...support.validate import in_range, non_negative, positive
+from ...support.validate import in_range, non_negative, plain_numbers, positive
 from .base import Array, TradeOff
 
 LARGEST = 700.0  # ε beyond which e^ε counts as infinite
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Gaussian(TradeOff):
     """The trade-off function of N(0, 1) against N(μ, 1): the price of one full-batch Gaussian release.
@@ -46,6 +47,7 @@ class Gaussian(TradeOff):
         return self
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class EpsilonDelta(TradeOff):
     """The trade-off function of (ε, δ)-privacy: the largest one below those of all (ε, δ)-private mechanisms.
@@ -99,6 +101,7 @@ IDENTITY = EpsilonDelta(0.0)
 """``Id(α) = 1 - α``: blind guessing, perfect privacy; the unit of the tensor product."""
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Laplace(TradeOff):
     """The trade-off function of Laplace noise: a number of sensitivity 1 released with noise of scale 1/ε.

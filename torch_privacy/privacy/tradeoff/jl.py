@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import gammainccinv, gammaincinv, gammaln, log_ndtr, ndtr
 
-from ...support.validate import positive, whole
+from ...support.validate import plain_numbers, positive, whole
 from .base import Array, TradeOff
 
 NEGLIGIBLE = 1e-18  # probability on either side of the nodes
@@ -15,6 +15,7 @@ FURTHEST = 700.0  # largest threshold; e^710 overflows
 HALVINGS = 36  # bisections: from a width of 1400 to 2e-8
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class JL(TradeOff):
     """``T((Z, N(0, 1)), (Z, N(Z, 1)))`` with ``Z = 1 / (σ sqrt(χ²_r / r))``: clipping by norms from r projections.

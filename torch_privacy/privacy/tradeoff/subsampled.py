@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...support.validate import in_range
+from ...support.validate import in_range, plain_numbers
 from .base import Array, TradeOff
 from .duality import highest_line
 from .piecewise_linear import hull
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Subsampled(TradeOff):
     """``f_q = q f + (1 - q) Id``, the mixture with blind guessing: the *remove* direction.
@@ -49,6 +50,7 @@ class Subsampled(TradeOff):
         return SubsampledInverse(self.f, self.probability)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class SubsampledInverse(TradeOff):
     """``f_q⁻¹``, the *add* direction: samples of the data set with the example against those without it.
@@ -76,6 +78,7 @@ class SubsampledInverse(TradeOff):
         return Subsampled(self.f, self.probability)
 
 
+@plain_numbers
 def subsampled(f: TradeOff, probability: float) -> TradeOff:
     """Returns ``q f + (1 - q) Id``, see `Subsampled`; piecewise linear if f is, and f itself for q = 1.
 
