@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``audit``, which tests by canaries whether the epsilon of a training is believable."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,12 @@ import typer
 from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
 
 REJECTED = 1
+USUAL_DELTA = 1e-5
+SCORES = {
+    "type": "object",
+    "required": ["inside", "outside"],
+    "properties": {name: {"type": "array", "items": {"type": "number"}} for name in ("inside", "outside")},
+}
 
 Subject = Annotated[
     str,
@@ -123,13 +128,19 @@ def _of_training(
 def _of_scores(run: Path, scores: Path, significance: float, delta: float | None) -> Any:
     from torch_privacy.privacy import Ledger
     from torch_privacy.privacy.audit import audit_scores
+    from torch_privacy.support.read_file import read_json
+    from torch_privacy.support.schema import violation
 
     path = run / "ledger.jsonl" if run.is_dir() else run
+    if not path.exists():
+        raise ValueError(f"audit: {str(run)!r} is no ledger, and no folder with one; --scores test a ledger.")
     try:
-        content = json.loads(scores.read_text(encoding="utf-8"))
-        inside, outside = content["inside"], content["outside"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{scores}: must be a JSON object with two lists of numbers, inside and outside.") from None
+        content = read_json(scores)
+    except ValueError as error:
+        raise ValueError(f"{scores}: cannot be read ({error}). Name a JSON file.") from None
+    if wrong := violation(SCORES, content):
+        raise ValueError(f"{scores}: {wrong}. Give a JSON object with two lists of numbers, inside and outside.")
     ledger = Ledger.load(path)
     ledger.close()
-    return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta or 1e-5)
+    inside, outside = content["inside"], content["outside"]
+    return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta or USUAL_DELTA)

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
+import safetensors
+import safetensors.numpy
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
@@ -17,8 +20,10 @@ from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.experiments.runner import losses_and_scores, new_training
 from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.support.read_file import read_bytes
 from torch_privacy.training.repetition import number_of_threads
 
+LARGEST = 2**31  # bytes of canaries
 FILE_ENDINGS = (".npz", ".safetensors")
 
 
@@ -94,13 +99,25 @@ def read_canaries(text: str) -> tp.GradientCanaries | TensorDataset:
     if path.suffix not in FILE_ENDINGS:
         endings = " or ".join(FILE_ENDINGS)
         raise ValueError(f"audit: --canaries {text}: must be a number, or a file with a name ending in {endings}.")
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            parts = [torch.from_numpy(arrays[name]) for name in sorted(arrays.files)]
-    else:
-        tensors = safetensors.torch.load_file(path)
-        parts = [tensors[name] for name in sorted(tensors)]
+    try:
+        arrays = _read_npz(path) if path.suffix == ".npz" else safetensors.numpy.load(read_bytes(path, LARGEST))
+        parts = [torch.from_numpy(arrays[name]) for name in sorted(arrays)]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}). Give a file with arrays of numbers.") from None
     lengths = [len(part) if part.ndim else 0 for part in parts]
     if not parts or len({*lengths}) > 1 or not lengths[0]:
         raise ValueError(f"{path}: must hold arrays with one entry for each canary; their lengths are {lengths}.")
     return TensorDataset(*parts)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file; refuses one that unpacks to more than `LARGEST` bytes."""
+    content = BytesIO(read_bytes(path, LARGEST))
+    with zipfile.ZipFile(content) as members:
+        size = sum(member.file_size for member in members.infolist())
+    if size > LARGEST:
+        raise ValueError(f"it unpacks to {size} bytes: at most {LARGEST} are read")
+    with np.load(content, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}

@@ -155,7 +155,7 @@ def p_value(f: TradeOffFunction, outcome: Outcome) -> float:
 
 
 class Plan(NamedTuple):
-    """How many canaries are guessed: those with the highest scores "in", those with the lowest "out"."""
+    """Numbers of guesses: "in" for the canaries with the highest scores, "out" for those with the lowest."""
 
     num_in: int
     num_out: int

@@ -36,7 +36,7 @@ Take = Callable[[Any, Tensor], None]
 
 @dataclass
 class Observed:
-    """What an attacker with access to every release knows of m canaries after T steps, for a score of one's own.
+    """Holds what an attacker knows of m canaries after T steps, for a score of one's own.
 
     ``projections[t, i]`` is the product of release t, less the known sum of all other examples, with the direction of
     canary i, divided by the standard deviation of its noise: normal with variance 1 and mean ``signals[t, i]`` if

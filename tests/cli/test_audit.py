@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the command audit: on an experiment, on a run's folder, on own scores; and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from torch_privacy.cli import run
+from torch_privacy.data.adult import load_adult
+
+QUICK = ("--epochs", "0.1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "adult"
+    assert run(["train", "adult", *QUICK, "--no-baseline", "--quiet", "--run", str(folder)]) == 0
+    return folder
+
+
+def audited(capsys, *arguments):
+    """Returns the exit code and the JSON that audit prints."""
+    code = run(["audit", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_audited_with_its_own_settings(trained, capsys):
+    code, content = audited(capsys, trained, "--canaries", 500)
+    assert code == 0
+    assert content["num_canaries"] == 500
+    assert not content["rejected"]
+    ledger = (trained / "audit" / "ledger.jsonl").read_text()
+    assert json.loads(ledger.splitlines()[0])["purpose"] == "audit"
+    settings = json.loads((trained / "settings.json").read_text())
+    assert json.loads(ledger.splitlines()[1])["event"]["noise_multiplier"] == settings["noise_multiplier"]
+    page = (trained / "audit" / "report.html").read_text()
+    assert "certified by the ledger" in page
+    assert "<script" not in page
+    assert run(["report", str(trained), "--out", str(trained / "all.html")]) == 0
+    assert "found by the attack" in (trained / "all.html").read_text()
+    capsys.readouterr()
+    assert run(["audit", str(trained)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["npz", "safetensors"])
+@pytest.mark.parametrize("score", ["loss", "gradient"])
+def test_canaries_come_from_a_file(tmp_path, capsys, ending, score):
+    inputs, labels = load_adult().train[:40]
+    path = tmp_path / f"canaries.{ending}"
+    if ending == "npz":
+        np.savez(path, inputs.numpy(), 1 - labels.numpy())
+    else:
+        save_file({"0": inputs.contiguous(), "1": 1 - labels}, path)
+    out = tmp_path / "out"
+    code, content = audited(capsys, "adult", *QUICK, "--canaries", path, "--score", score, "--out", out)
+    assert code == 0
+    assert content["num_canaries"] == 40
+
+
+def test_own_scores_test_the_ledger_of_a_run(trained, tmp_path, capsys):
+    normal = np.random.default_rng(0).normal
+    path = tmp_path / "scores.json"
+    path.write_text(json.dumps({"inside": normal(9, 1, 500).tolist(), "outside": normal(0, 1, 500).tolist()}))
+    code, content = audited(capsys, trained, "--scores", path)
+    assert code == 1
+    assert content["rejected"]
+    assert content["epsilon_low"] > content["epsilon_claimed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nothing-here"], "neither an experiment"),
+        (["adult", "--canaries", "0"], "count"),
+        (["adult", "--canaries", "many"], "--canaries many"),
+        (["adult", "--canaries", "missing.npz"], "missing.npz"),
+        (["adult", "--canaries", "empty.npz"], "empty.npz"),
+        (["adult", "--canaries", "uneven.npz"], "lengths"),
+        (["adult", "--canaries", "objects.npz"], "objects.npz"),
+        (["adult", "--score", "luck"], "score"),
+        (["adult", "--significance", "2"], "significance"),
+        (["adult", "--scores", "list.json"], "adult"),
+        (["ledger.jsonl", "--scores", "list.json"], "inside and outside"),
+        (["ledger.jsonl", "--scores", "strings.json"], "inside"),
+        (["ledger.jsonl", "--scores", "missing.json"], "missing.json"),
+    ],
+)
+def test_mistakes_are_named_in_one_sentence(arguments, named, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "uneven.npz", np.zeros((3, 2)), np.zeros(4))
+    np.savez(tmp_path / "objects.npz", np.array([{}, None], dtype=object))
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "strings.json").write_text('{"inside": ["a"], "outside": [1]}')
+    (tmp_path / "ledger.jsonl").write_bytes((trained / "ledger.jsonl").read_bytes())
+    assert run(["audit", *arguments, *QUICK]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert "Traceback" not in error
+
+
+def test_numbers_of_an_audit_that_was_changed_are_refused(trained, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    for path in trained.iterdir():
+        if path.is_file():
+            (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
+    assert run(["audit", str(tmp_path / "run"), "--canaries", "100"]) == 0
+    path = tmp_path / "run" / "audit" / "audit.json"
+    path.write_text(path.read_text().replace('"rejected": false', '"rejected": true'))
+    capsys.readouterr()
+    assert run(["report", str(tmp_path / "run"), "--out", str(tmp_path / "all.html")]) == 2
+    assert "audit.json" in capsys.readouterr().err
