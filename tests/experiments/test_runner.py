@@ -378,7 +378,7 @@ def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(runner.Log, "end_epoch", diverge)
     arguments = ["train", "adult", "--run", str(tmp_path / "run"), "--epochs", "0.1", "--quiet"]
     assert command(arguments) == 0
-    assert re.search(r"DIVERGED +private training: the loss", capfd.readouterr().out)
+    assert re.search(r"DIVERGED +private training: loss", capfd.readouterr().out)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["diverged"] == ["private"]
 
 
@@ -403,3 +403,15 @@ def test_epsilon_high_is_what_the_ledger_says(tmp_path):
     run = Run.start(tmp_path / "run", "adult", **TINY)
     drain(run, at_most=4)
     assert run.epsilon_high(4) == run.training.spent().epsilon.high < run.epsilon_high(5)
+
+
+def test_a_score_that_is_not_finite_does_not_lose_the_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(runner, "test_score", lambda task, model: float("nan"))
+    path = tmp_path / "run"
+    assert command(["train", "adult", "--run", str(path), "--epochs", "0.1", "--quiet"]) == 0
+    assert "not finite" in capfd.readouterr().out
+    results = RunFolder(path).read_results()
+    assert results["test_score"] is None
+    assert results["diverged"] == ["private", "non-private"]
+    assert command(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "not finite" in (tmp_path / "page.html").read_text()

@@ -326,8 +326,8 @@ class Run:
             "num_examples": _length(self.task.train),
             "num_test_examples": _length(self.task.test),
             "score": asdict(self.task.score.measure),
-            "test_score": last.test_score,
-            "baseline_test_score": self.baseline.rows[-1].test_score if self.baseline.rows else None,
+            "test_score": _finite(last.test_score),
+            "baseline_test_score": _finite(self.baseline.rows[-1].test_score) if self.baseline.rows else None,
             "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
@@ -423,6 +423,11 @@ def _check_priced(settings: Settings, task: Task) -> None:
             f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
             f"{settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise multiplier."
         ) from None
+
+
+def _finite(score: float) -> float | None:
+    """Returns the score, or None for that of a model that has diverged: JSON has no number for it."""
+    return score if math.isfinite(score) else None
 
 
 def test_score(task: Task, model: nn.Module) -> float:

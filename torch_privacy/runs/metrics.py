@@ -23,13 +23,15 @@ class Measure:
     percent: bool = False  # a fraction of the examples, shown in percent
     larger_is_better: bool = True
 
-    def text(self, value: float, digits: int | None = None) -> str:
-        """Returns a score as text.
+    def text(self, value: float | None, digits: int | None = None) -> str:
+        """Returns a score as text; None stands for one that is not finite.
 
         Example:
             >>> Measure("accuracy", percent=True).text(0.8475), Measure("RMSE").text(0.9149)
             ('84.8 %', '0.915')
         """
+        if value is None or not math.isfinite(value):
+            return "not finite"
         if self.percent:
             return f"{100 * value:.{1 if digits is None else digits}f} %"
         return f"{value:.{3 if digits is None else digits}f}"
@@ -88,8 +90,8 @@ class Log:
         self.score_sum += float(scores.sum())
 
     def has_diverged(self) -> bool:
-        """True if the loss of some epoch is not finite."""
-        return not all(math.isfinite(row.loss) for row in self.rows)
+        """True if the loss or the test score of some epoch is not finite."""
+        return not all(math.isfinite(row.loss) and math.isfinite(row.test_score) for row in self.rows)
 
     def is_complete(self) -> bool:
         """True if every epoch has its row."""

@@ -89,7 +89,7 @@ TRAINING_RESULTS = record(
         "num_examples": {**COUNT, "minimum": 1},
         "num_test_examples": COUNT,
         "score": MEASURE,
-        "test_score": {**SCORE, "type": "number"},
+        "test_score": SCORE,
         "baseline_test_score": SCORE,
         "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
         "privacy": record(

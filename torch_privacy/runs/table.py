@@ -140,10 +140,11 @@ def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns a run's scores, from its ``results.json``, as lines of a table."""
     measure, baseline = Measure(**results["score"]), results["baseline_test_score"]
     digits = 2 if measure.percent else 4
-    without = "not trained (--no-baseline)" if baseline is None else measure.text(baseline, digits)
+    is_trained = baseline is not None or "non-private" in results.get("diverged", ())
+    without = measure.text(baseline, digits) if is_trained else "not trained (--no-baseline)"
     private = f"{measure.text(results['test_score'], digits)} of {results['num_test_examples']:,} held-out examples"
     lines = [(f"test {measure.name}, private", private), (f"test {measure.name}, same network, not private", without)]
     if results.get("diverged"):
-        advice = "the loss is not a finite number; try a smaller learning rate"
+        advice = "loss or score is not a finite number; try a smaller learning rate"
         lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))
     return lines
