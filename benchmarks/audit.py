@@ -35,14 +35,14 @@ DELTA = 1e-5
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int, float]] = {
     # model, data, number of canaries, expected batch size
     "adult": (lambda: adult_perceptron(16), load_adult, 1500, 2048),
-    "mnist": (lambda: mnist_cnn(16), load_mnist, 4000, 1024),
+    "mnist": (lambda: mnist_cnn(16), load_mnist, 2000, 256),
 }
 
 
 def examples_of(load: Callable[[], Any]) -> TensorDataset:
-    """Returns training examples, at most 10,000 images, so that a run takes about a minute."""
+    """Returns training examples; of images the first 2,000, so that a run takes seconds."""
     train = load().train
-    return train if train.tensors[0].ndim == 2 else TensorDataset(*(tensor[:10_000] for tensor in train.tensors))
+    return train if train.tensors[0].ndim == 2 else TensorDataset(*(tensor[:2_000] for tensor in train.tensors))
 
 
 def mislabelled(load: Callable[[], Any], count: int) -> TensorDataset:
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 4.0, 8.0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--false-alarms", type=int, metavar="RUNS")
     parser.add_argument("--records", type=int, metavar="COUNT")
     options = parser.parse_args()

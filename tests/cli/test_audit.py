@@ -70,6 +70,40 @@ def test_own_scores_test_the_ledger_of_a_run(trained, tmp_path, capsys):
     assert content["epsilon_low"] > content["epsilon_claimed"]
 
 
+OWN = """
+import torch
+import torch_privacy as tp
+
+def make():
+    data = torch.utils.data.TensorDataset(torch.randn(200, 30), torch.randint(2, (200,)))
+    def train(dataset):
+        model = torch.nn.Linear(30, 10)
+        training = tp.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), dataset,
+            expected_batch_size=50, num_steps=4, clipping=tp.Flat(1.0), noise_multiplier=1.0,
+        )
+        for x, y in training:
+            training.step(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+        return training
+    return train, data
+
+def three():
+    return 1, 2, 3
+"""
+
+
+def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_training.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    code, content = audited(capsys, "own_training:make", "--canaries", 200)
+    assert code == 0
+    assert content["num_canaries"] == 200
+    (folder,) = (tmp_path / "audits").iterdir()
+    assert (folder / "report.html").is_file()
+    assert run(["audit", "own_training:three"]) == 2
+    assert "(train, dataset)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -20,7 +20,8 @@ SCORES = {
 Subject = Annotated[
     str,
     typer.Argument(
-        help="Folder of a run of train, whose training is repeated with canaries; or an experiment.",
+        help="Folder of a run of train, whose training is repeated with canaries; an experiment; or "
+        "package.module:factory, a function that returns (train, dataset) as for torch_privacy.audit.",
         metavar="RUN",
         show_default=False,
     ),
@@ -102,7 +103,11 @@ def audit(
 
 
 def _default_folder(run: str) -> Path:
-    return Path(run) / "audit" if Path(run).is_dir() else Path("audits") / f"{run}-{datetime.now():%Y%m%d-%H%M%S}"
+    return (
+        Path(run) / "audit"
+        if Path(run).is_dir()
+        else Path("audits") / f"{run.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
+    )
 
 
 def _of_training(
@@ -114,14 +119,22 @@ def _of_training(
     epochs: float | None,
     folder: Path,
 ) -> Any:
+    from torch_privacy import audit
+    from torch_privacy.cli.subjects import is_factory, made_by
     from torch_privacy.experiments.auditing import audit_experiment, read_canaries, subject_of
 
+    options = {"score": score, "significance": significance, "delta": delta}
+    if is_factory(run):
+        parts = made_by("audit", run, "(train, dataset)")
+        if len(parts) != 2 or not callable(parts[0]) or epochs is not None:
+            what = "--epochs, which is the function's own" if epochs is not None else f"{len(parts)} values"
+            raise ValueError(f"audit: {run!r} must return (train, dataset), as for torch_privacy.audit; got {what}.")
+        return audit(*parts, read_canaries(canaries), **options)
     experiment, settings = subject_of(run)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: exists already. Name another folder with --out.")
     if epochs is not None:
         settings["epochs"] = epochs
-    options = {"score": score, "significance": significance, "delta": delta}
     return audit_experiment(experiment, settings, read_canaries(canaries), folder=folder, **options)
 
 

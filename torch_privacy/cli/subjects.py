@@ -18,6 +18,8 @@ from torch.utils.data import default_collate
 
 from torch_privacy.experiments import TRAININGS, load_trainable
 
+RETURNED = "(model, loss_fn, batch) or (model, (x, labels))"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -38,13 +40,45 @@ def load_subject(name: str) -> Subject:
     """
     if name in TRAININGS:
         return _of_experiment(name)
-    module, colon, factory = name.partition(":")
-    if not (colon and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+    if not is_factory(name):
         raise ValueError(
             f"explain: {name!r} must be one of {', '.join(map(repr, TRAININGS))}, or package.module:factory, a "
-            "function without arguments that returns (model, loss_fn, batch) or (model, (x, labels))."
+            f"function without arguments that returns {RETURNED}."
         )
-    return _of_factory(name, _import(name, module), factory)
+    return _of_parts(name, made_by("explain", name, RETURNED))
+
+
+def is_factory(name: str) -> bool:
+    """True for ``package.module:factory``."""
+    module, colon, factory = name.partition(":")
+    return bool(colon) and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def made_by(command: str, name: str, returned: str) -> tuple[Any, ...]:
+    """Returns what the function ``package.module:factory`` returns, as a tuple.
+
+    Args:
+        command: the command that asks, for messages.
+        name: names the function; its module may be in the current folder.
+        returned: the values that it must return, in words.
+
+    Raises:
+        ValueError: If there is no such function without arguments.
+    """
+    module_name, _, factory = name.partition(":")
+    module = _import(command, name, module_name)
+    function = getattr(module, factory, None)
+    if not callable(function):
+        raise ValueError(f"{command}: {name!r} must name a function; {module.__name__} has none called {factory!r}.")
+    try:
+        signature(function).bind()
+    except (TypeError, ValueError):
+        raise ValueError(f"{command}: {name!r} must be a function without arguments that returns {returned}.") from None
+    try:
+        made = function()
+    except SystemExit:
+        raise ValueError(f"{command}: {name!r} ended the process. Name a function that returns {returned}.") from None
+    return made if isinstance(made, tuple) else (made,)
 
 
 def _of_experiment(name: str) -> Subject:
@@ -56,7 +90,7 @@ def _of_experiment(name: str) -> Subject:
     return Subject(task.new_model(), lambda model, batch: task.losses(model(batch[0]), batch[1]), batch)
 
 
-def _import(name: str, module: str) -> Any:
+def _import(command: str, name: str, module: str) -> Any:
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -65,31 +99,16 @@ def _import(name: str, module: str) -> Any:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module was found, but one that it imports is missing
         raise ValueError(
-            f"explain: {name!r} names no module {error.name!r} in {here} or among the installed packages."
+            f"{command}: {name!r} names no module {error.name!r} in {here} or among the installed packages."
         ) from None
     finally:
         sys.path.remove(here)
 
 
-def _of_factory(name: str, module: Any, factory: str) -> Subject:
-    function = getattr(module, factory, None)
-    if not callable(function):
-        raise ValueError(f"explain: {name!r} must name a function; {module.__name__} has none called {factory!r}.")
-    try:
-        signature(function).bind()
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"explain: {name!r} must be a function without arguments that returns (model, loss_fn, batch) or "
-            "(model, (x, labels))."
-        ) from None
-    try:
-        made = function()
-    except SystemExit:
-        raise ValueError(f"explain: {name!r} ended the process. Name a function that returns a model.") from None
-    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+def _of_parts(name: str, parts: tuple[Any, ...]) -> Subject:
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"explain: {name!r} gave ({kinds}): must be (model, loss_fn, batch) or (model, (x, labels)).")
+        raise ValueError(f"explain: {name!r} gave ({kinds}): must be {RETURNED}.")
     if len(parts) == 3:
         return Subject(*parts)
     batch = parts[1]
