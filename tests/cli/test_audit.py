@@ -107,7 +107,7 @@ def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["nothing-here"], "neither an experiment"),
+        (["nothing-here"], "no experiment"),
         (["adult", "--canaries", "0"], "count"),
         (["adult", "--canaries", "many"], "--canaries many"),
         (["adult", "--canaries", "missing.npz"], "missing.npz"),
