@@ -75,9 +75,7 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
     folder = RunFolder(Path(name))
     if not folder.settings.exists():
         known = ", ".join(TRAININGS)
-        raise ValueError(
-            f"audit: {name!r} is neither an experiment ({known}), nor the folder of a run, nor a function."
-        )
+        raise ValueError(f"audit: {name!r} is no experiment ({known}), no folder of a run, and no function.")
     content = dict(folder.read_settings())
     experiment = content.pop("experiment", None)
     if experiment not in TRAININGS:
