@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
+from torch_privacy.mechanism import PRICED_ROUNDING
 
 N, VIEWS, BATCH = 24, 3, 8.0
 
@@ -69,7 +70,7 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
         if not training.step(losses_of(model, x, y)):
             continue
         noise = {name: torch.zeros_like(p) for name, p in trained(before).items()}
-        training._releases.noise.add_to(step, noise, 0.4)
+        training._releases.noise.add_to(step, noise, 0.4 * PRICED_ROUNDING)
         total = explicit_sum(before, batches, tp.Flat(0.4)) + torch.cat([z.flatten() for z in noise.values()])
         moved = [b - a for a, b in zip(model.parameters(), before.parameters(), strict=True)]
         torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), total / BATCH, rtol=1e-9, atol=1e-9)

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from torch_privacy import privacy
+from torch_privacy.support.validate import strictly_between
 
 CERTIFIED = "torch_privacy"
 MOST_STEPS_OF_PRV = 100_000  # with more steps prv-accountant takes minutes and tens of gigabytes
@@ -150,6 +151,7 @@ def compare(noise_multiplier: float, sampling_probability: float, num_steps: int
         >>> [claim.accountant for claim in others if claim.against(certified) == "below the truth"]
         ['CLT']
     """
+    strictly_between("compare", 0, 1, delta=delta, hint="The other accountants do not answer at 0.")
     setting = Setting(noise_multiplier, sampling_probability, num_steps, delta)
     _certified(setting)  # raises if the setting cannot be priced, and fills caches that all share
     return [_ask(name, *ACCOUNTANTS[name], setting) for name in ACCOUNTANTS]

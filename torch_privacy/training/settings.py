@@ -250,7 +250,8 @@ def check_state(state: Any, settings: TrainingSettings, mechanism: Mechanism) ->
     wrong = violation(STATE, state)
     if not wrong and not _is_plain(state["settings"]):
         wrong = "settings must hold numbers, texts, lists and dictionaries"
-    if not wrong and (lacking := mechanism.state().keys() - state.keys()):
+    of_another = not wrong and any(state["settings"].get(key) != value for key, value in mechanism.settings().items())
+    if not wrong and not of_another and (lacking := mechanism.state().keys() - state.keys()):
         wrong = f"it has no {quoted(sorted(lacking))}"
     if not wrong and state["step_count"] > settings.num_steps:
         wrong = f"step_count is {state['step_count']}: must be at most {settings.num_steps}"

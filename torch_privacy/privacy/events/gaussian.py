@@ -14,14 +14,14 @@ from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
 from .base import Event, NeighboringRelation, check_noise, check_relation, priced
 
-SMALLEST_PROBABILITY = 1e-300
+SMALLEST_PROBABILITY = 1e-315
 
 
 def check_probability(where: str, sampling_probability: float) -> None:
-    """Raises a ``ValueError`` unless the sampling probability lies in (0, 1]; 1e-300 and less count as 0."""
+    """Raises a ``ValueError`` unless the sampling probability lies in (0, 1]; 1e-315 and less count as 0."""
     hint = "For a mean batch of 256 out of 60000 pass 256 / 60000."
     in_range(where, 0, 1, sampling_probability=sampling_probability, hint=hint)
-    if sampling_probability <= SMALLEST_PROBABILITY:  # its logarithms and products underflow
+    if sampling_probability <= SMALLEST_PROBABILITY:  # its products underflow
         in_range(where, SMALLEST_PROBABILITY, 1, sampling_probability=sampling_probability, hint=hint)
 
 
