@@ -48,7 +48,7 @@ def test_tilt_recovers_a_tail_that_an_untilted_fft_drowns():
 @pytest.mark.parametrize("steps", [200, 20_000])
 def test_brackets_of_composed_coins_contain_forty_digits(steps, s):
     composed = TiltedComposition([(coins(0.01), steps)], s)
-    for epsilon in (0.0, 0.003, 0.5, 4.0):
+    for epsilon in (0.0, 0.003, 0.5, 4.0, 12.0):
         assert composed.at_least(epsilon) <= binomial_in_forty_digits(steps, 0.01, epsilon) <= composed.at_most(epsilon)
 
 
@@ -63,6 +63,14 @@ def binomial_in_forty_digits(steps: int, spacing: float, epsilon: float) -> mpma
                 total += mass * -mpmath.expm1(epsilon - loss)
             mass *= up * (steps - k) / (down * (k + 1))
         return total
+
+
+@pytest.mark.parametrize(("steps", "mass"), [(3, 0.9), (5_000, 0.9), (599, 1 / 3), (77, 0.012), (600_001, 0.999)])
+def test_powers_of_a_single_mass_are_bracketed(steps, mass):
+    composed = TiltedComposition([(Lattice(1.0, 1.0, np.array([mass, 0.0])), steps)], 0.0)
+    with mpmath.workdps(40):
+        truth = mpmath.mpf(mass) ** steps * -mpmath.expm1(-steps)
+    assert composed.at_least(0.0) <= truth <= composed.at_most(0.0)
 
 
 def test_a_tiny_loss_next_to_a_large_one_is_not_rounded_away():
