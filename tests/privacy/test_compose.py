@@ -399,7 +399,7 @@ def test_much_noise_is_nearly_gaussian_and_tightly_bracketed(sigma, q, num_steps
 @pytest.mark.parametrize("q", [1e-20, 1e-12])
 def test_tiny_sampling_probability_is_free_once_delta_covers_it(q):
     assert poisson(1.0, q, 1_000_000).epsilon(1.1e6 * q) == (0, 0)
-    low, high = poisson(0.3, q, 100_000).epsilon(0.3e5 * q)  # dear if sampled: delta does not cover it
+    low, high = poisson(0.3, q, 100_000).epsilon(0.03e5 * q)  # by Monte Carlo delta(0) is about 0.08e5 * q: not covered
     assert 0 <= low <= high <= privacy.compose([(privacy.Gaussian(0.3), 100_000)]).epsilon(0.3).high
     assert high > 0
 

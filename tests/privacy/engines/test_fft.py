@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
+import mpmath
 import numpy as np
 import pytest
 
-from torch_privacy.privacy.engines import fft
-from torch_privacy.privacy.engines.fft import TiltedComposition, TiltedLattice
-from torch_privacy.privacy.engines.lattice import Lattice
+from torch_privacy.privacy.engines import contour, fft
+from torch_privacy.privacy.engines.fft import TiltedComposition, TiltedCompositions, TiltedLattice
+from torch_privacy.privacy.engines.lattice import Lattice, optimistic, pessimistic
+from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
 
 def coins(spacing=0.5) -> Lattice:
@@ -42,6 +46,59 @@ def test_tilt_recovers_a_tail_that_an_untilted_fft_drowns():
     assert composed.at_most(29.0) == pytest.approx(truth, rel=1e-8)
 
 
+@pytest.mark.parametrize("s", [0.0, 1e-3, 0.05, 0.5])
+@pytest.mark.parametrize("steps", [200, 20_000])
+def test_brackets_of_composed_coins_contain_forty_digits(steps, s):
+    composed = TiltedComposition([(coins(0.01), steps)], s)
+    for epsilon in (0.0, 0.003, 0.5, 4.0, 12.0):
+        assert composed.at_least(epsilon) <= binomial_in_forty_digits(steps, 0.01, epsilon) <= composed.at_most(epsilon)
+
+
+def binomial_in_forty_digits(steps: int, spacing: float, epsilon: float) -> Any:
+    with mpmath.workdps(40):
+        lattice = coins(spacing)
+        down, up = (mpmath.mpf(mass) for mass in lattice.mass.tolist())
+        mass, total = down**steps, mpmath.mpf(0)
+        for k in range(steps + 1):
+            loss = mpmath.mpf(spacing) * (2 * k - steps)
+            if loss > epsilon:
+                total += mass * -mpmath.expm1(epsilon - loss)
+            mass *= up * (steps - k) / (down * (k + 1))
+        return total
+
+
+@pytest.mark.parametrize("mass", np.linspace(0.3, 0.9999, 25).tolist())
+def test_powers_of_a_single_mass_are_bracketed(mass):
+    steps = int(-600 / np.log(mass))
+    composed = TiltedComposition([(Lattice(1.0, 1.0, np.array([mass, 0.0])), steps)], 0.0)
+    with mpmath.workdps(40):
+        truth = mpmath.mpf(mass) ** steps * -mpmath.expm1(-steps)
+    assert composed.at_least(0.0) <= truth <= composed.at_most(0.0)
+
+
+def test_a_tiny_loss_next_to_a_large_one_is_not_rounded_away():
+    """A billion steps with a loss of 1e-15, or rarely -16: the larger one must not swallow the digits of the other."""
+    steps, tiny, rare = 10**9, 1e-15, 1e-9
+    remove = Lattice(-tiny, 16.0, np.array([1 - rare, rare]))
+    composed = TiltedCompositions([(remove.swapped, steps)]).at_epsilon(0.0)
+    with mpmath.workdps(40):
+        never = ((1 - mpmath.mpf(rare)) * mpmath.exp(tiny)) ** steps
+        truth = never * -mpmath.expm1(-steps * mpmath.mpf(tiny))  # one large loss exceeds all the others
+    assert composed.at_least(0.0) <= truth <= composed.at_most(0.0)
+    assert composed.at_most(0.0) <= 1.01 * float(truth)
+
+
+@pytest.mark.parametrize("s", [0.3, 3.0, 40.0])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.9])
+def test_errors_count_in_full_between_lattice_points(s, fraction):
+    composed = TiltedComposition([(coins(), 7)], s)
+    composed.entry_error = 1e-3  # far above rounding
+    distance = composed.lowest + composed.spacing * (3 + fraction)
+    gaps = composed.spacing * (np.arange(1, 200) - fraction)
+    changed = 1e-3 * np.exp(composed.log_weight - s * (distance + gaps)) * -np.expm1(-gaps)
+    assert composed._error(distance) >= changed.sum()
+
+
 def test_discounted_sums_match_the_recursion_across_blocks():
     values, spacing = np.random.default_rng(0).random(40), 25.0  # a block holds 300 / 25 = 12 points
     expected, carry = [], 0.0
@@ -71,3 +128,26 @@ def test_grouped_moments_are_bounds_and_nearly_exact(sign):
 @pytest.mark.parametrize("at_least", [1, 7, 1000, 99_999])
 def test_fast_length_is_enough_and_little_more(at_least):
     assert at_least <= fft.fast_length(at_least) <= 1.25 * at_least + 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("noise", "q", "steps"), [(7.8, 3e-10, 92), (25.0, 1e-12, 5_000), (8.3, 3e-10, 670_000)])
+def test_finer_lattices_of_rare_sampling_agree_with_the_contour(noise, q, steps, swapped):
+    parts = [(SubsampledGaussianPair(1 / noise, q), steps)]
+    deviation = fft._deviation(parts) * steps**0.5
+    for epsilon in (0.3 * deviation, 3 * deviation):
+        truth = contour.curve(parts, swapped=swapped).delta(epsilon)
+        for points in (2**12, 2**18):
+            spacing = float(2.0 ** np.floor(np.log2(fft._span(parts) / points)))
+            low, high = fft.LatticeCurve(parts, spacing, swapped=swapped).delta(epsilon)
+            assert low <= truth.high
+            assert high >= truth.low
+
+
+@pytest.mark.parametrize("lattice", [optimistic, pessimistic])
+def test_swapping_twice_keeps_every_loss_exactly(lattice):
+    pair = SubsampledGaussianPair(0.05, 1e-12)
+    one = lattice(pair, float(2.0 ** np.floor(np.log2(pair.span / 2**12))))
+    twice = one.swapped.swapped
+    assert (twice.start, twice.first) == (one.start, one.first)
+    assert one.swapped.exact_loss(0) == -one.exact_loss(len(one.mass) - 1)

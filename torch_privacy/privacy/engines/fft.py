@@ -6,23 +6,29 @@ of the largest mass) would hide small tails. So the distribution is tilted first
 composed, and untilted by ``A(l) = M(s)^T e^{-s l}``. With s at the saddle point for ε, g is centered on ε, and errors
 of g enter ``δ(ε) = Σ_{l > ε} p(l) (1 - e^{ε - l})`` multiplied by ``A(ε)``, which is about the size of δ(ε) itself.
 
-Proved, given exact arithmetic: mass outside the FFT's window is below TAIL on either side (Chernoff bounds of the
-tilted distribution); its absence at the top and its wrapping around are added to the upper bound and subtracted from
-the lower one.
-Estimated: rounding. Each FFT entry is trusted to ``ROUNDING * (steps + log2 length)`` times the mean spectral
-magnitude, each one-step moment to ROUNDING, relative; both estimates go to the safe side.
+All that is left out is added to the upper bound and subtracted from the lower one. Mass outside the FFT's window is
+below TAIL on either side (Chernoff bounds of the tilted distribution); it is missing at the top or wraps around.
+Rounding is bounded a priori: that of transforms by `fft_rounding`, that of powers of their coefficients by
+`_power`, relative errors of moments and sums by `TiltedComposition`. Three means keep these bounds small:
+
+- the largest mass is not transformed, so that ``φ - 1`` is as exact as the rest of the mass is small;
+- losses are counted in lattice points from the loss of the largest mass; their start is kept exactly (`Lattice`);
+- errors of masses far above ε count for as little as these masses.
+
+The losses and masses of one step, given by its pair, are trusted to `LOSS_ROUNDING`: an estimate.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 from scipy.special import ndtri
 
 from ..bracket import Array, Bracket, inner
-from ..pairs.base import DiscretizablePair, DominatingPair
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from ..pairs.gaussian import REACH, SubsampledGaussianPair
 from ..pairs.subsampled import SubsampledPair
 from .curve import Curve, Unresolved, bisect, crossing
@@ -35,7 +41,6 @@ POINTS = 2**18  # lattice points that a typical window may take before the spaci
 FEW_POINTS, MANY_POINTS = 2**11, 2**14  # points to begin with, and from which on a lattice begins with fewer
 MOST_POINTS = 2**20  # lattice points at which refinement ends
 NARROWEST, CHEAP_POINTS = 3e-5, 2**16  # the same while a lattice has few points
-RAREST = 1e-8  # sampling probability below which many points would only add rounding errors
 NARROW_DELTA = 5e-3  # the same for δ, which changes more than ε
 NARROW = 7e-4  # width of a bracket, relative, that needs no more points
 END_SHARE = 1e-6  # share of δ that may come from losses beyond the lattice's end
@@ -43,7 +48,10 @@ MOST_ATOMS, MOST_PARTS = 64, 24  # losses that are tried to be put on one lattic
 ALIGNED = 1e-13  # relative distance from the lattice at which a loss lies on it
 COARSEST = 1e4  # largest spacing in standard deviations of a step, which are tiny where sampling is rare
 FINEST = 4e-3  # spacing for widely spread losses
-ROUNDING = 16 * 2.0**-53
+LOSS_ROUNDING = 512 * UNIT  # error of losses: of a floor, and of the cells between heights for any q above 1e-20
+INFINITE_ROUNDING = 1e-12  # relative error of the mass of infinite losses
+NEAR_EXPONENT = 50.0  # size of an exponent up to which a tilted mass has a relative error of NEAR_ROUNDING
+NEAR_ROUNDING = (4 * NEAR_EXPONENT + 24) * UNIT
 NEARLY = 3.0  # log of the factor in error by which a tilt may miss the best one
 NEGLIGIBLE = -45.0  # log magnitude below which a Fourier coefficient counts as rounding error
 LARGEST_LOG = 600.0  # untilted masses above e^600 belong to an ε far below any that is asked for
@@ -93,21 +101,64 @@ class TiltedLattice:
     s: float
 
     @cached_property
-    def _unnormalised(self) -> tuple[Array, float]:
-        exponents = self.s * self.lattice.losses
-        shift = float(exponents[self.lattice.mass > 0].max()) if self.s else 0.0
-        return self.lattice.mass * np.exp(np.minimum(exponents - shift, 0)), shift
+    def mode(self) -> int:
+        """Index of the largest tilted mass; exponents are measured from there, so that they are exact there."""
+        if not self.s:
+            return int(self.lattice.mass.argmax())
+        with np.errstate(divide="ignore"):  # log 0 = -∞ is right
+            return int((np.log(self.lattice.mass) + self._steps(0)).argmax())
+
+    def _steps(self, origin: int) -> Array:
+        """Returns the exponents ``s h (i - origin)`` of all lattice points, each with two roundings."""
+        return (self.s * self.lattice.spacing) * (np.arange(len(self.lattice.mass)) - origin)
+
+    @cached_property
+    def _weights(self) -> tuple[Array, float]:
+        """Tilted masses relative to that of the mode, and a bound on the rounding of those far from it.
+
+        Nearer ones have a relative error of at most `NEAR_ROUNDING`.
+        """
+        mass, exponents = self.lattice.mass, self._steps(self.mode)
+        largest = mass[self.mode]
+        with np.errstate(divide="ignore"):  # log 0 = -∞ is right
+            weights = np.exp(exponents + np.log(mass / largest)) if exponents[-1] > LARGEST_LOG else mass / largest
+        if exponents[-1] <= LARGEST_LOG:
+            weights = weights * np.exp(np.maximum(exponents, -LARGEST_LOG))
+        weights[self.mode] = 0.0
+        far = np.abs(exponents) > NEAR_EXPONENT
+        error = 8 * UNIT * float((np.abs(exponents[far]) * weights[far]).sum())
+        weights[self.mode] = 1.0
+        return weights, error / float(weights.sum())
+
+    @cached_property
+    def log_total(self) -> float:
+        """The log of the sum of all weights; the mode's one is 1."""
+        weights = self._weights[0]
+        return float(np.log1p(weights[: self.mode].sum() + weights[self.mode + 1 :].sum()))
+
+    @cached_property
+    def weight_error(self) -> float:
+        """A bound on the rounding errors of masses far from the mode, in total."""
+        return self._weights[1]
+
+    @cached_property
+    def rest(self) -> float:
+        """The tilted mass of all lattice points but the mode."""
+        return -math.expm1(-self.log_total)
+
+    @cached_property
+    def mode_loss(self) -> Fraction:
+        """The exact loss of the mode: many steps multiply its rounding error."""
+        return self.lattice.exact_loss(self.mode)
 
     @cached_property
     def log_moment(self) -> float:
         """``log M(s) = log Σ mass e^{s l}``."""
-        weights, shift = self._unnormalised
-        return float(np.log(weights.sum())) + shift
+        return self.log_total + float(np.log(self.lattice.mass[self.mode])) + self.s * float(self.mode_loss)
 
     @cached_property
     def mass(self) -> Array:
-        weights = self._unnormalised[0]
-        return weights / weights.sum()
+        return self._weights[0] * math.exp(-self.log_total)
 
     @cached_property
     def mean(self) -> float:
@@ -122,17 +173,19 @@ class TiltedLattice:
     def moment_bounds(self) -> MomentBounds:
         return MomentBounds(self.lattice.losses, self.mass, self.mean, self.variance**0.5)
 
-    @cached_property
-    def center(self) -> int:
-        """Index of the lattice point nearest to the mean."""
-        return round((self.mean - self.lattice.start) / self.lattice.spacing)
+    def spectrum(self, length: int) -> tuple[Array, float]:
+        """Returns ``φ - 1`` at all frequencies of the mass wrapped onto ``length`` points, the mode at index 0.
 
-    def spectrum(self, length: int) -> Array:
-        """Returns the Fourier coefficients of the mass wrapped onto ``length`` points, the center at index 0."""
+        The second bounds the error of each. The mass of the mode contributes ``1 - rest``, so that only the rest
+        is transformed. Relative errors of masses are not counted here.
+        """
         wrapped = np.zeros(-(-len(self.mass) // length) * length)
         wrapped[: len(self.mass)] = self.mass
+        wrapped[self.mode] = 0.0
         wrapped = wrapped.reshape(-1, length).sum(0)
-        return np.fft.rfft(np.roll(wrapped, -(self.center % length)))
+        excess = np.fft.rfft(np.roll(wrapped, -(self.mode % length))) - self.rest
+        rounding = fft_rounding(length) + (len(self.mass) / length + 8) * UNIT
+        return excess, rounding * self.rest + self.weight_error
 
 
 class TiltedComposition:
@@ -141,16 +194,23 @@ class TiltedComposition:
     Formulas, with S(l) the untilted mass at l and above: ``δ(ε) = ∫_ε^∞ e^{ε - t} S(t) dt``, hence on the lattice
     ``δ(l_j) = (1 - e^-h) Σ_{k > j} e^{-(k - j - 1) h} S_k``, in between ``δ(l_j - r) = (1 - e^-r) S_j + e^-r δ(l_j)``:
     sums of positive terms only.
+
+    Losses are measured from ``origin``, where all steps have the loss of their mode.
     """
 
     def __init__(self, terms: Terms, s: float):
         self.s, self.spacing = s, terms[0][0].spacing
         tilted = [(TiltedLattice(lattice, s), count) for lattice, count in terms]
         self.steps = sum(count for _, count in tilted)
-        self.log_moment = sum(count * term.log_moment for term, count in tilted)
         self.only_p = -float(np.expm1(sum(count * np.log1p(-term.lattice.only_p) for term, count in tilted)))
         parts = [np.log(count) + term.lattice.log_neglected for term, count in tilted]
         self.log_neglected = float(np.logaddexp.reduce(parts))
+
+        origin = sum(Fraction(count) * term.mode_loss for term, count in tilted)
+        self.origin = float(origin)
+        self._starts = float(sum(count * abs(term.lattice.start) for term, count in tilted)) + abs(self.origin)
+        logs = [(count, float(np.log(term.lattice.mass[term.mode])), term.log_total) for term, count in tilted]
+        self.log_weight = math.fsum(count * (largest + total) for count, largest, total in logs)
 
         mean = sum(count * term.mean for term, count in tilted)
         below, above = _window(tilted)
@@ -158,51 +218,65 @@ class TiltedComposition:
         if length > LONGEST:
             raise WindowTooLong
         mass, self.entry_error = _power(tilted, length)
-        origin = sum(count * (term.lattice.start + term.center * self.spacing) for term, count in tilted)
-        lowest = round((mean - below - origin) / self.spacing) - 1
+        lowest = round((mean - below - self.origin) / self.spacing) - 1
         mass = np.roll(mass, -(lowest % length))
-        losses = origin + self.spacing * (lowest + np.arange(length))
+        distances = self.spacing * (lowest + np.arange(length))
 
-        log_weights = self._log_bound(losses)
+        log_weights = self.log_weight - self.s * distances
         usable = int(np.searchsorted(-log_weights, -LARGEST_LOG))  # the weights fall with the loss
-        self.lowest = float(losses[usable])
+        if usable == length:
+            raise Unresolved
+        self.lowest = float(distances[usable])
         mass = mass[usable:] * np.exp(log_weights[usable:])
         self.above = np.append(np.cumsum(mass[::-1])[::-1], 0.0)  # S_j: mass at lattice point j and higher
         self.at_point = -np.expm1(-self.spacing) * np.append(discounted_sums(self.above[1:], self.spacing), 0.0)
+        sizes = math.fsum(count * (abs(largest) + 2 * total + 8) for count, largest, total in logs)
+        furthest = s * max(abs(float(distances[usable])), abs(float(distances[-1]))) + abs(self.log_weight)
+        self._relative_error = UNIT * (8 * sizes + 8 * furthest + 4 * length + 64)
+        self._relative_error += self.steps * NEAR_ROUNDING
 
-    def _log_bound(self, epsilon: Array) -> Array:
-        """Returns ``log A(ε)``."""
-        return self.log_moment - self.s * epsilon
+    def _position(self, epsilon: float, side: int) -> float:
+        """Returns ε measured from the origin, moved up or down by a bound on the rounding of all losses."""
+        distance = epsilon - self.origin
+        return distance + side * (LOSS_ROUNDING * (self._starts + abs(distance)) + 4 * UNIT * abs(self.lowest))
 
-    def _sum(self, epsilon: float) -> float:
-        """Returns δ of the computed masses at ``epsilon >= lowest``."""
-        position = (epsilon - self.lowest) / self.spacing
-        j = min(int(position) + 1, len(self.above) - 1)
+    def _sum(self, distance: float) -> float:
+        """Returns δ of the computed masses at a distance above ``lowest - spacing``."""
+        position = (distance - self.lowest) / self.spacing
+        j = min(math.floor(position) + 1, len(self.above) - 1)
         rest = max(j - position, 0.0) * self.spacing
         return float(-np.expm1(-rest) * self.above[j] + np.exp(-rest) * self.at_point[j])
 
-    def _error(self, epsilon: float) -> float:
-        """Returns how much wrapping, the missing top and the rounding of the FFT can change δ(ε)."""
-        sh = self.s * self.spacing
-        reached = 1 / np.expm1(sh) - 1 / np.expm1(min(sh + self.spacing, 700.0)) if 0 < sh < 300 else 1.0 / (1 + sh)
-        rounding = self.entry_error * min(reached if sh else np.inf, len(self.above))
-        return float(np.exp(min(self._log_bound(np.array(epsilon)), LARGEST_LOG)) * (2 * TAIL + rounding))
+    def _error(self, distance: float) -> float:
+        """Returns how much wrapping, the missing top and rounding can change δ.
 
-    @property
-    def _relative_error(self) -> float:
-        return self.steps * ROUNDING + 1e-13
+        An error of the tilted mass at l enters multiplied by ``A(ε) e^{-s (l - ε)} (1 - e^{ε - l})``: at most
+        ``A(ε) / (1 + s)``, and `reached` in total over all lattice points.
+        """
+        s, h = self.s, self.spacing
+        most = min(1 / (1 + s), -math.expm1(-min(h, 700.0)))  # of the first point, which may lie nearer than h
+        reached = float(len(self.above))
+        if s > 0:
+            ratio = -math.expm1(-h) / -math.expm1(-(s + 1) * h)
+            reached = min(reached, most + ratio * math.exp(-min(s * h, 700.0)) / -math.expm1(-s * h))
+        log_weight = self.log_weight - s * distance
+        if log_weight > LARGEST_LOG:
+            return np.inf
+        return math.exp(log_weight) * (1 + self._relative_error) * (3 * TAIL / (1 + s) + self.entry_error * reached)
 
     def at_most(self, epsilon: float) -> float:
         """Returns an upper bound on δ(ε) of the composed pair."""
-        if epsilon < self.lowest:
+        distance = self._position(epsilon, -1)
+        if distance <= self.lowest - self.spacing:
             return 1.0
-        return min(self._sum(epsilon) * (1 + self._relative_error) + self._error(epsilon) + self.only_p, 1.0)
+        finite = self._sum(distance) * (1 + self._relative_error) + self._error(distance)
+        return min(finite + self.only_p * (1 + INFINITE_ROUNDING), 1.0)
 
     def at_least(self, epsilon: float) -> float:
         """Returns a lower bound on δ(ε) of the composed pair."""
-        epsilon = max(epsilon, self.lowest)  # δ falls with ε
-        finite = self._sum(epsilon) * (1 - self._relative_error) - self._error(epsilon)
-        infinite = self.only_p * (1 - self._relative_error) - np.exp(min(self.log_neglected + epsilon, LARGEST_LOG))
+        distance = max(self._position(epsilon, 1), self.lowest)  # δ falls with ε
+        finite = self._sum(distance) * (1 - self._relative_error) - self._error(distance)
+        infinite = self.only_p * (1 - INFINITE_ROUNDING) - np.exp(min(self.log_neglected + epsilon, LARGEST_LOG))
         return max(finite + max(infinite, 0.0), 0.0)
 
 
@@ -224,22 +298,44 @@ def fast_length(at_least: int) -> int:
     return min(odd * 2 ** math.ceil(math.log2(max(at_least / odd, 1))) for odd in (1, 3, 5, 9, 15))
 
 
-def _power(tilted: Sequence[tuple[TiltedLattice, int]], length: int) -> tuple[Array, float]:
-    """Returns the product of all characteristic functions, transformed back, and the rounding error of one entry.
+def fft_rounding(length: int) -> float:
+    """Returns a bound on the error of each output of an FFT, relative to the sum of the sizes of its inputs.
 
-    Only coefficients above e^NEGLIGIBLE are computed: for many steps, a few dozen out of a hundred thousand.
+    Each input reaches each output through log2(length) levels of one addition and one complex product, four roundings
+    and that of the factor; passes of 3 and 5 points have as many for each factor of 2.
     """
-    spectra = [(term.spectrum(length), count) for term, count in tilted]
-    with np.errstate(divide="ignore"):  # log 0 = -∞ is right
-        log_magnitude = np.sum([count * np.log(np.abs(spectrum)) for spectrum, count in spectra], axis=0)
-    kept = np.flatnonzero(log_magnitude > NEGLIGIBLE)
-    phase = np.sum([count * np.angle(spectrum[kept]) for spectrum, count in spectra], axis=0)
+    return UNIT * (6 * math.log2(length) + 12)
+
+
+def _power(tilted: Sequence[tuple[TiltedLattice, int]], length: int) -> tuple[Array, float]:
+    """Returns the product of all characteristic functions, transformed back, and a bound on the error of each entry.
+
+    With every φ known to e, a product of c of them is known to ``(|φ| + e)^c - |φ|^c``. Only coefficients above
+    e^NEGLIGIBLE are computed: for many steps, a few dozen out of a hundred thousand.
+    """
+    log_size, log_largest = np.zeros(length // 2 + 1), np.zeros(length // 2 + 1)
+    spectra = []
+    for term, count in tilted:
+        excess, error = term.spectrum(length)
+        real, imaginary = np.real(excess), np.imag(excess)
+        grown = 2 * real + real**2 + imaginary**2  # |φ|² - 1
+        near = grown > -0.5
+        size = np.maximum(np.hypot(1 + real, imaginary), 1e-150)
+        log_one = np.where(near, np.log1p(np.where(near, grown, 0.0)) / 2, np.log(size))
+        log_size += count * log_one
+        log_largest += count * (log_one + np.log1p((error + 16 * UNIT * np.abs(excess)) / size))
+        spectra.append((excess, count))
+    kept = np.flatnonzero(log_size > NEGLIGIBLE)
+    phases = [count * np.arctan2(np.imag(excess[kept]), 1 + np.real(excess[kept])) for excess, count in spectra]
+    turns = np.sum(np.abs(phases), axis=0)
+    size = np.exp(log_size[kept])
     product = np.zeros(length // 2 + 1, complex)
-    product[kept] = np.exp(log_magnitude[kept] + 1j * phase)
-    steps = sum(count for _, count in tilted)
-    mean_magnitude = 2 * float(np.abs(product[kept]).sum()) / length
-    entry_error = ROUNDING * (steps + np.log2(length)) * mean_magnitude + np.exp(NEGLIGIBLE)
-    return np.maximum(np.fft.irfft(product, length), 0.0), float(entry_error)
+    product[kept] = size * np.exp(1j * np.sum(phases, axis=0))
+    error = np.exp(np.minimum(log_largest, LARGEST_LOG))
+    error[kept] = size * np.expm1(np.minimum(log_largest[kept] - log_size[kept], LARGEST_LOG))
+    error[kept] += size * ((8 + len(spectra)) * turns + 8 * np.abs(log_size[kept]) + 16) * UNIT
+    entry_error = 2 / length * float(error.sum() + fft_rounding(length) * size.sum())
+    return np.maximum(np.fft.irfft(product, length), 0.0), entry_error
 
 
 def discounted_sums(values: Array, spacing: float) -> Array:
@@ -269,12 +365,14 @@ class TiltedCompositions:
     def _tilts(self) -> tuple[Array, Array]:
         """Candidate tilts s, the last one 0 (no tilt), and upper bounds on ``K(s) + H(s)``."""
         plain = [(TiltedLattice(lattice, 0.0), count) for lattice, count in self._terms]
-        deviation = sum(count * term.variance for term, count in plain) ** 0.5
+        deviation = sum(count * term.variance for term, count in plain) ** 0.5 or self._terms[0][0].spacing
         s = np.exp2(np.arange(min(-5 - np.log2(deviation), -5), 13 - np.log2(deviation), 1 / 8))
         moments = sum(
             count * (term.moment_bounds.log_moment(s) + s * term.mean + term.log_moment) for term, count in plain
         )
-        return np.append(s, 0.0), np.append(moments + tilt_entropy(s), 0.0)
+        sizes = sum(count * (1 + s * (abs(term.lattice.start) + abs(term.mean))) for term, count in plain)
+        rounding = LOSS_ROUNDING * (sizes + np.abs(moments))
+        return np.append(s, 0.0), np.append(moments + rounding + tilt_entropy(s), 0.0)
 
     def at_epsilon(self, epsilon: float) -> TiltedComposition:
         """Returns the composition under the best tilt for ε, or under one computed already that is nearly as good."""
@@ -432,7 +530,7 @@ class RefinedLatticeCurve(Curve):
                 self._lattices[reach, spacing] = LatticeCurve(steps, spacing, swapped=self._swapped)
             width = known.high - known.low
             known = inner(ask(self._lattices[reach, spacing]), known)
-            share = (known.high - known.low) / known.high if known.high > 0 else 0.0
+            share = (known.high - known.low) / known.high if 0 < known.high < np.inf else float(known.high > 0)
             worse = known.high - known.low > 0.7 * width and not self._atoms
             if share <= narrowest or (share <= narrow and span > CHEAP_POINTS * spacing) or spacing <= finest or worse:
                 return known
@@ -458,9 +556,7 @@ class LatticeEngine:
         Raises:
             Unresolved: now or when asked, if a lattice fine enough for these pairs would not fit into memory.
         """
-        gaussian = all(
-            isinstance(pair, SubsampledGaussianPair) and pair.probability >= RAREST for pair, _ in self._steps
-        )
+        gaussian = all(isinstance(pair, SubsampledGaussianPair) for pair, _ in self._steps)
         if len(_atoms(self._steps)) or (gaussian and _span(self._steps) > MANY_POINTS * self.spacing):
             return RefinedLatticeCurve(self._steps, swapped=swapped)
         return LatticeCurve(self._steps, self.spacing, swapped=swapped)

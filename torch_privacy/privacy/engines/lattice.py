@@ -13,6 +13,7 @@ pair is dominated the same way. The two curves differ by O(h²) in the spacing h
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache, singledispatch
 
 import numpy as np
@@ -28,16 +29,20 @@ FIRST_EXCESS = 1e-3  # how far the first height may lie too high, relative to th
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """A pair (P, Q) with finite privacy losses at ``start + i * spacing``, where ``Q-mass = e^-loss * P-mass``.
+    """A pair (P, Q) with finite privacy losses at ``start + (first + i) * spacing``; ``Q-mass = e^-loss * P-mass``.
+
+    ``start`` may be tiny compared to the largest loss, and many steps multiply its rounding error. So it is never added
+    to a large number and rounded: the swapped pair has ``-start``, exactly.
 
     Args:
-        start: loss at index 0.
+        start: loss of the lattice point number 0.
         spacing: h, above 0.
         mass: P-mass at each lattice point.
         only_p: P-mass where Q has none (loss +∞).
         only_q: Q-mass where P has none (loss -∞); it turns into `only_p` when the pair is swapped.
         log_neglected: log of the small Q-mass that the outcomes of `only_p` have in truth; the hockey stick is too high
             by at most e^ε times that mass. A logarithm, because heavy tails lie at losses far above 700.
+        first: number of the lattice point at index 0.
     """
 
     start: float
@@ -46,18 +51,24 @@ class Lattice:
     only_p: float = 0.0
     only_q: float = 0.0
     log_neglected: float = -np.inf
+    first: int = 0
 
     @cached_property
     def losses(self) -> Array:
         """The privacy losses of all lattice points, ascending."""
-        return self.start + self.spacing * np.arange(len(self.mass))
+        return self.start + self.spacing * np.arange(self.first, self.first + len(self.mass))
+
+    def exact_loss(self, index: int) -> Fraction:
+        """Returns the privacy loss at an index without any rounding."""
+        return Fraction(self.start) + (self.first + index) * Fraction(self.spacing)
 
     @cached_property
     def swapped(self) -> "Lattice":
         """The pair (Q, P), which is the other direction."""
         with np.errstate(divide="ignore"):  # log 0 = -∞ is right
             q_mass = np.exp(np.log(self.mass) - self.losses)
-        return Lattice(-float(self.losses[-1]), self.spacing, q_mass[::-1], self.only_q, self.only_p)
+        first = -(self.first + len(self.mass) - 1)
+        return Lattice(-self.start, self.spacing, q_mass[::-1], self.only_q, self.only_p, first=first)
 
     def delta(self, epsilon: float) -> float:
         """Returns the hockey stick of this single step at e^ε (composition uses `fft`)."""
@@ -110,7 +121,7 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     # Cell i lies below lattice point i: it sends `up` there and `down` one point lower.
     start = pair.floor + float(heights[0])
     missing = pair.cells(cuts[:2], heights[:1])[1]  # P - e^start Q of the first cell, which has more Q- than P-mass
-    lattice = Lattice(start, spacing, up[:-1] + down[1:], float(up[-1]) + pair.beyond)
+    lattice = Lattice(pair.floor, spacing, up[:-1] + down[1:], float(up[-1]) + pair.beyond, first=lowest)
     if start > -700:
         only_q = max(-math.exp(-start) * float(missing[0]), 0.0)
     else:  # e^start is 0: what remains of Q's mass
@@ -166,7 +177,8 @@ def _(pair: SymmetrizedPair, spacing: float) -> Lattice:
     positive, only = up[:-1] + (mass - up)[1:], float(up[-1])
     negative = np.exp(-losses[1:]) * positive
     rest = max(1.0 - float(positive.sum() + negative.sum()) - only, 0.0)
-    return Lattice(-float(losses[-1]), spacing, np.concatenate([negative[::-1], [rest], positive]), only, only)
+    mass = np.concatenate([negative[::-1], [rest], positive])
+    return Lattice(0.0, spacing, mass, only, only, first=1 - len(losses))
 
 
 @below.register
