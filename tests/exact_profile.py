@@ -48,7 +48,7 @@ def _nodes(noise, q, swapped, end):
 
 
 def _line(noise, q, steps, epsilon, swapped):
-    """Returns c, a period whose aliases are below 1e-20, and the t beyond which the integrand is below 1e-25."""
+    """Returns c, a period with aliases below 1e-20, and the t beyond which the integrand is below 1e-25."""
     x = np.arange(-13, 30 + 1 / noise, 0.02)
     u = x / noise - noise**-2 / 2
     loss = np.logaddexp(np.log1p(-q) if q < 1 else -np.inf, np.log(q) + u)

@@ -233,7 +233,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("line", HOSTILE)
 def test_hostile_lines_are_refused_with_one_sentence(tmp_path, line):
-    """In a file of format 1, whose lines have no digests."""
+    """Checks files of format 1, which have no digests."""
     path = tmp_path / "ledger"
     event = json.dumps(privacy.event_to_dict(A))
     path.write_text(f'{{"ledger":1}}\n{{"define":0,"event":{event}}}\n{HOSTILE[line]}\n')

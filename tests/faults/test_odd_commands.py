@@ -20,7 +20,7 @@ from torch_privacy.cli import run as command
 ROOT = Path(__file__).parents[2]
 ALL = "TORCH_PRIVACY_ALL_FAULTS" in os.environ
 SECONDS = 60
-SHARE = 15  # one trial in so many is part of CI
+SHARE = 15  # CI runs one trial in 15
 NUMBERS = [
     "-1", "0", "nan", "inf", "-inf", "1e999", "1e-320", "1e300", "99999999999999999999999999", "0x10", "", " ", "１",
     "3.7", "1_000", "--", "1e-17", "1", "0.9999999999999999", "-0.0", "1\n2", "\x00", "\udcff", "2147483648",

@@ -65,7 +65,7 @@ def resumed(state, **settings):
 
 
 def by_threads(model, x, y):
-    """Returns losses whose last bits depend on the number of threads, as large sums do."""
+    """Returns losses that differ in the last bits with the number of threads, as large sums do."""
     return cross_entropy(model, x * (1 + 1e-6 * torch.get_num_threads()), y)
 
 

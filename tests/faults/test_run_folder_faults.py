@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run folder keeps no keys after its run, and a report runs nobody's scripts."""
+"""Checks that a finished run folder holds no keys, and that a report runs no scripts."""
 
 import os
 import signal
