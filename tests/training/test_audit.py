@@ -140,6 +140,14 @@ def test_gradient_canaries_have_the_largest_gradient_that_is_allowed_and_do_not_
     assert audit.num_canaries == 24
 
 
+def test_a_step_without_canaries_shows_its_noise_and_nothing_else():
+    """Else the attack would learn from the missing noise that none joined, which no release says."""
+    _, observed = observed_by(Trainer(num_steps=12, expected_batch_size=2), tp.GradientCanaries(1))
+    assert observed.projections is not None
+    assert (observed.projections != 0).all()
+    assert 0.2 < observed.projections.std() < 3
+
+
 def test_absent_canaries_are_never_fetched_and_present_ones_are():
     class Own(Dataset):
         def __len__(self) -> int:

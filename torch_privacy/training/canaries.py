@@ -131,7 +131,8 @@ class CanaryScores:
 
     def know(self, sums: Mapping[str, Tensor]) -> None:
         """Adds a sum over examples that are no canaries to what the attacker knows of the step."""
-        self._known = added(self._known, sums)
+        copies = {name: total.clone() for name, total in sums.items()}  # the noise is added to the sums in place
+        self._known = added(self._known, copies)
 
     def note_release(
         self,
