@@ -21,32 +21,56 @@ class WeightMarks:
     """Remembers some entries of each parameter, and its version, which counts the writes into it."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._views = {name: (p, p.data_ptr(), _sampled(p)) for name, p in parameters.items()}
+        self._parameters, self._addresses = dict(parameters), [p.data_ptr() for p in parameters.values()]
+        self._views: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        for name, p in parameters.items():
+            view = _sampled(p)
+            self._views.setdefault((view.dtype, view.device), []).append((name, view))
         self.renew()
 
     def renew(self) -> None:
         """Remembers their present values."""
-        self._entries = [view.clone() for _, _, view in self._views.values()]
-        self._versions = [p._version for p, _, _ in self._views.values()]
+        self._entries = self._present_entries()
+        self.renew_versions()
+
+    def renew_versions(self) -> None:
+        """Remembers their present versions, if the values are those remembered."""
+        self._versions = self._present_versions()
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """True if these are the remembered parameters, at the same addresses in memory."""
-        known = self._views
-        return parameters.keys() == known.keys() and all(
-            known[name][0] is p and known[name][1] == p.data_ptr() for name, p in parameters.items()
-        )
+        known = self._parameters
+        same = parameters.keys() == known.keys() and all([known[name] is p for name, p in parameters.items()])
+        return same and self._are_in_place()
 
     def moved(self) -> list[str]:
         """Returns the names of the parameters that have changed since."""
-        return [
+        now = self._present_entries()
+        if self._are_in_place() and all(map(torch.equal, now, self._entries)):
+            return []
+        moved = {
             name
-            for (name, (p, place, view)), before in zip(self._views.items(), self._entries, strict=True)
-            if p.data_ptr() != place or not torch.equal(view, before)
-        ]
+            for (name, p), address in zip(self._parameters.items(), self._addresses, strict=True)
+            if p.data_ptr() != address
+        }
+        for views, entries, before in zip(self._views.values(), now, self._entries, strict=True):
+            sizes = [len(view) for _, view in views]
+            parts = zip(views, entries.split(sizes), before.split(sizes), strict=True)
+            moved |= {name for (name, _), part, old in parts if not torch.equal(part, old)}
+        return [name for name in self._parameters if name in moved]
 
     def untouched(self) -> bool:
         """True if nothing has been written into any of them since."""
-        return self._versions == [p._version for p, _, _ in self._views.values()] and not self.moved()
+        return self._versions == self._present_versions() and not self.moved()
+
+    def _are_in_place(self) -> bool:
+        return self._addresses == [p.data_ptr() for p in self._parameters.values()]
+
+    def _present_versions(self) -> list[int]:
+        return [p._version for p in self._parameters.values()]
+
+    def _present_entries(self) -> list[Tensor]:
+        return [torch.cat([view for _, view in views]) for views in self._views.values()]
 
 
 def _sampled(p: Tensor) -> Tensor:
@@ -111,11 +135,13 @@ class WeightGuard:
 
     def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
         """Makes the training's own step, which must move the weights."""
-        self.moved_otherwise(steps_made)
+        moved = self.moved_otherwise(steps_made)
         if self._marks is None or not self._marks.holds(parameters):
             self._marks = WeightMarks(parameters)
-        else:
+        elif moved:
             self._marks.renew()
+        else:
+            self._marks.renew_versions()
         self._is_own_step = True
         try:
             optimizer.step()
