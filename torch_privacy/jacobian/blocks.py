@@ -16,7 +16,7 @@ from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
 from ..ops.linear import Linear, OuterProducts
 from .norms import chunk_size, projections, rows_and_norms, squared_norms
-from .plan import Budget, held_bytes, least_bytes
+from .plan import Budget, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
@@ -132,6 +132,15 @@ class Block:
             self.ops, self.native = [], native
             native.expect(self.names[0])
 
+    def keep_smaller_rows(self) -> None:
+        """Keeps the rows of a block that stands alone, and their norms, if that is fast and takes no more memory."""
+        if not self.answers_jointly:
+            (op,) = self.ops
+            choice = choices(op)[0]
+            if choice.keeps == "rows" and choice.held <= held_bytes(op):
+                rows, self.norms = rows_and_norms(op, choice.method)
+                self.ops = [rows]
+
     def hold(self, budget: Budget) -> None:
         """Keeps all of it, because its rows must be joined with those of other blocks."""
         self.held = self.least_bytes
@@ -148,7 +157,9 @@ class Block:
 
     def squared_norms(self) -> Tensor:
         """Returns the squared norms (n,) of a block that stands alone."""
-        return squared_norms(self.ops[0]) if self.norms is None else self.norms
+        if self.norms is None:
+            self.norms = squared_norms(self.ops[0])
+        return self.norms
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (n, *shape), the rows in the parameters behind the weight."""

@@ -140,12 +140,14 @@ class Collector:
         alone = self._sharing[block.names[0]] == 1
         if self._estimates is not None:
             self._estimates.prepare(block, alone=alone)
-        if self._budget is not None:
-            if block.stands_alone and alone and (self._estimates is None or self._estimates.block_by_block):
-                assert self._native is not None
-                block.reduce(self._budget, self._native)
-            else:
-                block.hold(self._budget)
+        if self._budget is None:
+            if block.stands_alone and alone:
+                block.keep_smaller_rows()
+        elif block.stands_alone and alone and (self._estimates is None or self._estimates.block_by_block):
+            assert self._native is not None
+            block.reduce(self._budget, self._native)
+        else:
+            block.hold(self._budget)
         if self.on_block is None:
             self.blocks.append(block)
         else:

@@ -21,6 +21,7 @@ from ..support.validate import Refused
 from .blocks import Block
 from .calls import Call, Reached
 from .clipped_sum import (
+    AT_ONCE,
     Clip,
     Collector,
     NormEstimates,
@@ -136,12 +137,16 @@ class Tape(Recorder):
         """Computes the blocks by one backward; if the layouts are predicted, the graph stays in case they are wrong."""
         losses, predicted = reached.losses, layouts if isinstance(layouts, Prediction) else None
         places = reached.calls if predicted is None else predicted.calls
-        edges = [place.edge for place in places]
-        bs = _gradients(losses, edges, torch.ones_like(losses), retain_graph=retain_graph or predicted is not None)
         collector = Collector(reached.calls, layouts_by(layouts), self._sources)
-        with torch.no_grad():
-            for number, g in enumerate(bs):
-                collector.take(number, g, losses)
+        backward_into(
+            collector,
+            losses,
+            torch.ones_like(losses),
+            places,
+            lambda: reached.deepest(places),
+            retain_graph=retain_graph or predicted is not None,
+            at_once=sum([call.size for call in reached.calls]) <= AT_ONCE,
+        )
         if predicted is not None:
             predicted.conclude()
             self._note_confirmed(reached, predicted)
