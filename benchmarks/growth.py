@@ -193,8 +193,10 @@ def _crossing(sizes: list[int], before: float, after: float) -> float:
 def draw(measured: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
-        figure.suptitle("Time of one training step (both axes logarithmic)", x=0.01, ha="left", fontsize=13)
-        figure.supxlabel(f"{measured['place']}; medians of rounds in turns", x=0.01, ha="left", fontsize=9)
+        figure.suptitle("Time of one training step", x=0.01, ha="left", fontsize=13)
+        figure.supxlabel(
+            f"{measured['place']}; medians of rounds in turns; both axes are logarithmic", x=0.01, ha="left", fontsize=9
+        )
         axes = figure.subplots(1, 3)
         for i, (panel, ax) in enumerate(zip(PANELS, axes.flat, strict=True)):
             draw_panel(ax, panel, measured["points"])

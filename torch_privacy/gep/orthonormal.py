@@ -150,11 +150,12 @@ def _combined(e: Tensor, rows: Sequence[Sequence[Tensor]], p: int) -> Tensor:
 
 def _polished(vectors: Tensor) -> OrthonormalBasis:
     """Returns the basis of well-conditioned vectors, which are mixed again as long as they are not."""
-    for left in reversed(range(MAX_PASSES)):
-        mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
-        if spread <= WELL_CONDITIONED or not left:
+    mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
+    for _ in range(MAX_PASSES - 1):
+        if spread <= WELL_CONDITIONED:
             break
         vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
+        mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
     return OrthonormalBasis(vectors, mixing.to(vectors.dtype))
 
 

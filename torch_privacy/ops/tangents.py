@@ -79,4 +79,5 @@ class FastTangents(TorchFunctionMode):
     """Makes nn.LSTM and convolutions use the ops above, for tangents of ``torch.autograd.forward_ad``."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
+        replacement: Callable[..., Any] = _REPLACED.get(func) or func
+        return replacement(*args, **(kwargs or {}))
