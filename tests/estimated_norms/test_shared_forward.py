@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that forward mode with shared values gives the same tangents, or refuses to share."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from parts import Calls, trained
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +19,10 @@ from torch_privacy.estimated_norms import jvp
 from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import BatchingMode, ForwardCall
 from torch_privacy.estimated_norms.projected import Projector
-from torch_privacy.estimated_norms.shared_forward import CannotShare
+from torch_privacy.estimated_norms.shared_forward import CannotShare, SharedForward
+from torch_privacy.experiments.papers.bu2021.measure import peak_bytes
+from torch_privacy.ops import tangents as fast
+from torch_privacy.ops.tangents import FastTangents
 from torch_privacy.support.replay import RandomState
 
 R = 3
@@ -255,3 +261,74 @@ def test_tangents_of_an_lstm_equal_those_of_torch(options, batching, frozen, mon
     assert len(found) == 3
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+CONVOLUTIONS = {
+    "plain": (nn.Conv2d(2, 3, 3), (5, 2, 6, 7)),
+    "all options": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2), (5, 4, 8, 7)),
+    "without bias": (nn.Conv2d(2, 3, 3, bias=False), (5, 2, 6, 7)),
+    "one dimension": (nn.Conv1d(2, 3, 3, stride=2), (5, 2, 9)),
+    "three dimensions": (nn.Conv3d(2, 3, 2, padding=1), (5, 2, 4, 3, 5)),
+    "padding by name": (nn.Conv2d(2, 3, 3, padding="same"), (5, 2, 6, 7)),
+    "padding by reflection": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (5, 2, 6, 7)),
+    "no images": (nn.Conv2d(2, 3, 3), (0, 2, 6, 7)),
+}
+
+
+class Convolved(nn.Module):
+    """A function with weights, then a convolution, then a function."""
+
+    def __init__(self, convolution, size):
+        super().__init__()
+        self.scale, self.convolution = nn.Parameter(torch.randn(size[1:])), convolution
+        self.last = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return (self.convolution(x * self.scale)).tanh() * self.last
+
+
+@pytest.mark.parametrize("frozen", [(), ("scale",), ("convolution.weight",), ("scale", "convolution.weight")])
+@pytest.mark.parametrize("batching", [BatchingMode.EACH, BatchingMode.SHARED])
+@pytest.mark.parametrize(("convolution", "size"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_tangents_of_a_convolution_equal_those_of_torch(convolution, size, batching, frozen, monkeypatch):
+    torch.manual_seed(3)
+    model, x = Convolved(copy.deepcopy(convolution), size).double(), torch.randn(size).double()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    with monkeypatch.context() as without:
+        without.setattr(jvp, "FastTangents", nullcontext)
+        expected, _ = tangents(model, x, BatchingMode.EACH)
+    monkeypatch.setattr(fast, "PARTS", 2**20)  # images one by one
+    found, _ = tangents(model, x, batching)
+    torch.testing.assert_close(found, expected)
+    assert found[0].shape[1] == len(x)
+
+
+def test_tangents_of_a_convolution_need_little_memory_beyond_their_own():
+    model, x = nn.Conv2d(8, 8, 3, padding=1).float(), torch.randn(512, 8, 32, 32).float()
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def derivative():
+        with torch.no_grad(), forward_ad.dual_level(), FastTangents():
+            dual = forward_ad.make_dual(x, x)
+            y = functional_call(model, {n: forward_ad.make_dual(p, v[n]) for n, p in trained(model).items()}, (dual,))
+            return forward_ad.unpack_dual(y)
+
+    with torch.no_grad():
+        values = peak_bytes(lambda: model(x))
+    assert x.nbytes <= values <= peak_bytes(derivative) < values + 0.6 * x.nbytes  # torch's own: values + 1.5 x
+
+
+def test_freed_values_take_no_memory_where_a_kept_one_has_their_size():
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()), torch.randn(16, 4, 16, 16)
+    shared = SharedForward()
+    for _ in range(2):
+        with forward_ad.dual_level(), torch.no_grad():
+            v = {name: torch.randn_like(p) for name, p in trained(model).items()}
+            with shared.along(v.values()), FastTangents():
+                duals = {name: forward_ad.make_dual(p.detach(), v[name]) for name, p in trained(model).items()}
+                functional_call(model, duals, (x,))
+    kept = {storage.data_ptr() for storage in shared._kept.values()}
+    (of_outputs,) = (storage for (size, _), storage in shared._stand_ins.items() if size == x.nbytes)
+    assert of_outputs is not None
+    assert of_outputs.data_ptr() in kept

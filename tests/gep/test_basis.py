@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_privacy as tp
 from torch_privacy.gep import anchors as _anchors
 from torch_privacy.gep.basis import Columns, balanced_groups, groups_by_prefix, quotas
-from torch_privacy.gep.orthonormal import CountSketch, RandomStart, orthonormalize
+from torch_privacy.gep.orthonormal import CountSketch, RandomStart, orthonormal_combinations, orthonormalize
 from torch_privacy.ops.dense import Rows
 
 
@@ -201,6 +201,23 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     v = orthonormalize(1e-12 * mixed.float(), generator()).matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
+
+
+@pytest.mark.parametrize("decades", [0, 1, 2])
+def test_combinations_of_rows_in_chunks_are_orthonormal_and_span_those_of_the_whole_product(decades):
+    torch.set_default_dtype(torch.float32)
+    u, v = (torch.linalg.qr(torch.randn(size, 30).double())[0] for size in (80, 9000))
+    g = (1e-6 * (u * torch.logspace(0, -decades, 30).double()) @ v.T).float()
+    rows = [(part[:, :100], part[:, 100:]) for part in g.split(32)]
+    found = orthonormal_combinations(rows, RandomStart(9000, 30, generator(), g), generator()).matrix()
+    torch.testing.assert_close(found @ found.T, torch.eye(30), rtol=0, atol=2e-6)
+    assert (found.double() @ v).norm() ** 2 == pytest.approx(30, abs=0.05)
+
+
+def test_combinations_of_zeros_have_no_direction():
+    rows = [(torch.zeros(5, 3), torch.zeros(5, 40))]
+    start = RandomStart(43, 4, generator(), rows[0][0])
+    assert orthonormal_combinations(rows, start, generator()).matrix().shape == (0, 43)
 
 
 def test_directions_that_their_sketch_misjudges_become_orthonormal_as_well():

@@ -26,7 +26,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from ..ops.recurrent_tangents import FastTangents
+from ..ops.tangents import FastTangents
 from ..support.replay import RandomState
 from ..support.torch_modes import tensors_in
 from .shared_forward import SharedForward

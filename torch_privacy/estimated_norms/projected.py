@@ -320,11 +320,11 @@ class ProjectedRecording(TorchFunctionMode):
         strategy = self._projector.strategy
         assert strategy is not None
         for v in self._projector.groups(strategy, self._directions, self.parameters):
+            self._prefetched = v  # frees the previous group
             try:
                 call.prefetch_tangents(v, self.parameters, STRATEGIES[strategy].batching)
             except RuntimeError as error:
                 raise _strategy_failed(error) from error
-            self._prefetched = v
         call.free_shared()
 
     def end(self, output: Any) -> None:

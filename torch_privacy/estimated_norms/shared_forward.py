@@ -31,7 +31,8 @@ _METADATA = frozenset({aten.is_same_size, aten._has_same_storage_numel})  # read
 _PRODUCTS = frozenset({aten.mm, aten.bmm, aten.convolution})
 _TANGENT_ZEROS = aten._new_zeros_with_same_feature_meta  # reads no entries either; it creates a tangent
 _RAW_READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__})
-# Fills values that were freed: if one were needed after all, the sums would disagree with the projections.
+# Stands in for values that were freed, unless a kept value of equal size does: if one were needed after all, the sums
+# would disagree with the projections.
 _SENTINEL, _SENTINEL_ENTRIES = 1e3, 2**10
 
 
@@ -96,6 +97,7 @@ class SharedForward(TorchDispatchMode):
         self._zeros: dict[int, StorageWeakRef] = {}
         self._used_by_tangents: dict[int, StorageWeakRef] = {}
         self._written_zeros: set[int] = set()
+        self._stand_ins: dict[tuple[int, torch.device], torch.UntypedStorage | None] = {}  # for freed values
 
     @contextmanager
     def along(self, direction: Iterable[Tensor]) -> Iterator[None]:
@@ -205,11 +207,22 @@ class SharedForward(TorchDispatchMode):
         if not isinstance(place, _Place):
             return place
         storage = self._kept.get(place.storage)
-        if storage is None:  # forward mode compares the sizes of a tensor and its tangent
-            other = place.empty.new_empty(place.entries)
-            other[:_SENTINEL_ENTRIES] = _SENTINEL
-            storage = other.untyped_storage()
+        if storage is None:
+            storage = self._of_equal_size(place) or _filled(place)
         return place.empty.detach().set_(storage, place.offset, place.size, place.stride)
+
+    def _of_equal_size(self, place: _Place) -> torch.UntypedStorage | None:
+        """Returns a kept value in place of a freed one: forward mode compares its size, and nothing reads it."""
+        like = (place.entries * place.empty.itemsize, place.empty.device)
+        if like not in self._stand_ins:
+            self._stand_ins[like] = next((s for s in self._kept.values() if (s.nbytes(), s.device) == like), None)
+        return self._stand_ins[like]
+
+
+def _filled(place: _Place) -> torch.UntypedStorage:
+    other = place.empty.new_empty(place.entries)
+    other[:_SENTINEL_ENTRIES] = _SENTINEL
+    return other.untyped_storage()
 
 
 def _may_be_freed(value: Tensor) -> bool:

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from ..support.replay import RandomState, recording_disabled, seed_random_number
 from ..support.torch_modes import uncompiled, without_autocast
 from ..support.validate import Refused, whole
 from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
-from .orthonormal import OrthonormalBasis, RandomStart, orthonormalize
+from .orthonormal import OrthonormalBasis, RandomStart, orthonormal_combinations, orthonormalize
 
 NUM_GROUPS = 5  # default number of groups of parameters
-KEPT_BYTES = 2**28  # of anchor gradients that are kept for further power iterations; others are recomputed
+KEPT_BYTES = 2**29  # of anchor gradients that are kept: others are multiplied at once, in each power iteration anew
 
 Rows = list[Tensor]  # (c, size) for every parameter of a group
 
@@ -63,7 +62,7 @@ class AnchorSubspace:
 
     The examples are public data that resemble the private data; they need no labels. Power iteration on their
     gradients G (m x p) gives ``V ← orthonormal rows of (G Vᵀ)ᵀ G``, separately in each group of parameters. A group
-    gets directions in proportion to the root of its size. G is processed in chunks and never held as a whole.
+    gets directions in proportion to the root of its size. G is made in chunks; at most 512 MiB of it are kept.
 
     Args:
         auxiliary: a tensor of inputs, examples first; or a map-style dataset with items that are inputs or begin with
@@ -234,11 +233,18 @@ class Anchors:
         }
         columns: dict[str, Columns] = {}
         orthonormal: dict[str, OrthonormalBasis] = {}
-        to_keep, kept = self._groups_to_keep() if iterations > 1 else set(), []
-        for _ in range(iterations):
-            made = self._gradients(model, tensors, step, columns, excluded={group for group, _ in kept})
-            products = self._product(chain(list(kept), _keep_some(made, to_keep, kept)), directions)
-            directions = orthonormal = {group: orthonormalize(products.pop(group), draw) for group in self.groups}
+        to_keep, kept = self._groups_to_keep(), dict[str, list[Rows]]()
+        for left in reversed(range(iterations)):
+            made = self._gradients(model, tensors, step, columns, excluded=set(kept))
+            products = self._product(_keep_some(made, to_keep, kept), directions)
+            for group in self.groups:
+                if group in products:
+                    orthonormal[group] = orthonormalize(products.pop(group), draw)
+                else:
+                    rows = kept[group] if left else kept.pop(group)
+                    orthonormal[group] = orthonormal_combinations(rows, directions[group], draw)
+                    del rows
+            directions = orthonormal
         return Basis(columns, orthonormal)
 
     def _random_basis(self, draw: torch.Generator) -> Basis:
@@ -247,12 +253,13 @@ class Anchors:
         return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
 
     def _groups_to_keep(self) -> set[str]:
-        """Returns the groups, smallest first, with anchor gradients that fit in memory for further iterations."""
+        """Returns the groups, largest first, with anchor gradients that fit in memory."""
         left, groups = KEPT_BYTES, set()
-        for group in sorted(self._sizes, key=self._sizes.__getitem__):
-            left -= self._setting.count * self._sizes[group] * self._like.itemsize
-            if left >= 0:
+        for group in sorted(self._sizes, key=self._sizes.__getitem__, reverse=True):
+            size = self._setting.count * self._sizes[group] * self._like.itemsize
+            if size <= left:
                 groups.add(group)
+                left -= size
         return groups
 
     def _product(
@@ -315,13 +322,14 @@ class Anchors:
 
 
 def _keep_some(
-    gradients: Iterable[tuple[str, Rows]], groups: Collection[str], kept: list[tuple[str, Rows]]
+    gradients: Iterable[tuple[str, Rows]], groups: Collection[str], kept: dict[str, list[Rows]]
 ) -> Iterator[tuple[str, Rows]]:
-    """Yields the gradients, and appends those of some groups to ``kept``."""
+    """Appends the gradients of some groups to ``kept``, and yields those of the others."""
     for group, rows in gradients:
         if group in groups:
-            kept.append((group, rows))
-        yield group, rows
+            kept.setdefault(group, []).append(rows)
+        else:
+            yield group, rows
 
 
 def parameter_groups(setting: AnchorSubspace, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:

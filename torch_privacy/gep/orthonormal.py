@@ -114,15 +114,58 @@ def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> Orthonormal
     largest = _max_magnitude(vectors)
     if not largest > 0:
         return _empty_basis(vectors)
-    rounding = ROUNDING * torch.finfo(vectors.dtype).eps
     sketched = CountSketch(vectors.shape[1], len(vectors), generator, vectors)(vectors.div_(largest))
-    mixing, _ = _whitening(_gram(sketched.double()), max(rounding**2, 1e-13))
-    for _ in range(MAX_PASSES):
-        vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
-        mixing, spread = _whitening(_gram(vectors), rounding)
+    mixing, _ = _whitening(_gram(sketched.double()), _least_of_sketch(vectors.dtype))
+    return _polished(_mix_in_place(mixing.to(vectors.dtype), vectors))
+
+
+@torch.no_grad()
+def orthonormal_combinations(
+    rows: Sequence[Sequence[Tensor]], directions: RandomStart | OrthonormalBasis, generator: torch.Generator
+) -> OrthonormalBasis:
+    """Returns orthonormal directions that span ``Eᵀ G`` with ``E = G Vᵀ``, for rows G given chunk by chunk in parts.
+
+    E is whitened before the product, by a sketch of it: that spares a pass over the k directions, and rounds less.
+    Guarantees: those of `orthonormalize`.
+    """
+    with without_autocast(rows[0][0].device.type):
+        e = torch.cat([directions.coordinates(parts) for parts in rows]).double()
+        p, like, largest = sum([part.shape[1] for part in rows[0]]), rows[0][0], _max_magnitude(e)
+        if not largest > 0:
+            return _empty_basis(like.new_empty(0, p))
+        sketch = CountSketch(p, e.shape[1], generator, like)
+        sketched = e.div_(largest).mT @ torch.cat([sketch(*parts) for parts in rows]).double()
+        mixing, _ = _whitening(_gram(sketched), _least_of_sketch(like.dtype))
+        return _polished(_combined((e @ mixing.mT).to(like.dtype), rows, p))
+
+
+def _combined(e: Tensor, rows: Sequence[Sequence[Tensor]], p: int) -> Tensor:
+    """Returns ``Eᵀ G`` (k, p)."""
+    total = e.new_empty(e.shape[1], p)
+    for number, (some, parts) in enumerate(zip(e.split([len(parts[0]) for parts in rows]), rows, strict=True)):
+        for out, part in zip(total.split([part.shape[1] for part in parts], 1), parts, strict=True):
+            out.addmm_(some.mT, part, beta=1 if number else 0)
+    return total
+
+
+def _polished(vectors: Tensor) -> OrthonormalBasis:
+    """Returns the basis of well-conditioned vectors, which are mixed again as long as they are not."""
+    mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
+    for _ in range(MAX_PASSES - 1):
         if spread <= WELL_CONDITIONED:
             break
+        vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
+        mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
     return OrthonormalBasis(vectors, mixing.to(vectors.dtype))
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return ROUNDING * torch.finfo(dtype).eps
+
+
+def _least_of_sketch(dtype: torch.dtype) -> float:
+    """Returns the smallest eigenvalue of a sketch's Gram matrix that is not rounding, relative to the largest."""
+    return max(_rounding(dtype) ** 2, 1e-13)
 
 
 def _whitening(gram: Tensor, least: float) -> tuple[Tensor, float]:

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .recurrence import LSTM, Carried, Steps, Track, lstm_factors
 from .recurrent import Weights, arguments, through_layers
 
-_LIBRARY = torch.library.Library("torch_privacy", "DEF")
-_LIBRARY.define("lstm_values(Tensor x, Tensor h, Tensor c, Tensor?[] weights, int[] sizes) -> Tensor[]")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("torch_privacy", "DEF")
+LIBRARY.define("lstm_values(Tensor x, Tensor h, Tensor c, Tensor?[] weights, int[] sizes) -> Tensor[]")
+LIBRARY.define(
     "lstm_tangents(Tensor?[] weights, Tensor[] kept, Tensor?[] tangents, int[] sizes) -> (Tensor, Tensor, Tensor)"
 )
 EACH = 4  # number of weights of a direction (w_ih, w_hh, b_ih, b_hh), and of tensors kept for it
@@ -109,8 +108,8 @@ def _by_direction(flat: Sequence[Any]) -> list[Sequence[Any]]:
     return [flat[i : i + EACH] for i in range(0, len(flat), EACH)]
 
 
-_LIBRARY.impl("lstm_values", _values, "CompositeExplicitAutograd")
-_LIBRARY.impl("lstm_tangents", _tangents, "CompositeExplicitAutograd")
+LIBRARY.impl("lstm_values", _values, "CompositeExplicitAutograd")
+LIBRARY.impl("lstm_tangents", _tangents, "CompositeExplicitAutograd")
 
 
 class _Layer(torch.autograd.Function):
@@ -141,15 +140,8 @@ def _layer(
     return y.view(*x.shape[:-1], -1), lasts
 
 
-def _lstm(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def lstm(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Replaces ``torch.lstm``; LSTMs with projections use torch's own."""
     given = arguments(args, kwargs)
     projected = len({state.shape[-1] for state in given["hx"]}) > 1
     return torch.lstm(*args, **kwargs) if projected else through_layers(_layer, given)
-
-
-class FastTangents(TorchFunctionMode):
-    """Makes nn.LSTM use the ops above, for arguments with tangents of ``torch.autograd.forward_ad``."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return (_lstm if func is torch.lstm else func)(*args, **(kwargs or {}))
