@@ -76,6 +76,8 @@ class SketchedJacobian:
         """Returns estimates of the rows' squared norms, (n,)."""
         return self._estimates[self._kept]
 
+    first_squared_norms = squared_norms  # no Gram matrix, so nothing is computed twice
+
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. Frees the graph."""
         c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
-from .norms import chunk_size, projections, rows_and_norms, squared_norms
+from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
 from .plan import Budget, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
@@ -126,7 +126,7 @@ class Block:
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
         else:
-            self.norms = squared_norms(op, choice.method)
+            self.norms = first_squared_norms(op, choice.method)
         if choice.keeps == "nothing":
             self.ops, self.native = [], native
             native.expect(self.names[0])
@@ -145,9 +145,16 @@ class Block:
 
     # Answers
 
-    def squared_norms(self) -> Tensor:
-        """Returns the squared norms (n,) of a block that stands alone."""
-        return squared_norms(self.ops[0]) if self.norms is None else self.norms
+    def first_squared_norms(self) -> Tensor:
+        """Returns the squared norms (n,) of a block that stands alone; NaN where they must be settled."""
+        return first_squared_norms(self.ops[0]) if self.norms is None else self.norms
+
+    def settle(self) -> None:
+        """Computes the norms of a block that stands alone again where they are NaN, from the rows."""
+        if self.dropped:
+            raise NothingKept
+        if not self.estimated:
+            self.norms = settled(self.ops[0], self.first_squared_norms())
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (n, *shape), the rows in the parameters behind the weight."""

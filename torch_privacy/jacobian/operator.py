@@ -49,9 +49,17 @@ class Jacobian:
 
     # The three questions
 
-    @exact
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
+        total = self.first_squared_norms(names)
+        if total.device.type != "cpu" and self._estimates is None and total.isnan().any():
+            self._settle(names)
+            total = self.first_squared_norms(names)
+        return total
+
+    @exact
+    def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
+        """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
         if self._estimates is not None:
             assert names is None
             return self._estimates
@@ -63,10 +71,18 @@ class Jacobian:
             total += joined.squared_norms()
             separate = [block for block in separate if block.small_rows is None]
         for block in separate:
-            total += block.squared_norms()
+            total += block.first_squared_norms()
         if joint:
             total += self._joint_squared_norms(joint, wanted)
         return total
+
+    @exact
+    def _settle(self, names: tuple[str, ...] | None) -> None:
+        """Computes norms again where a Gram matrix was inaccurate."""
+        separate, _ = self._split(set(self._parameters if names is None else names))
+        for block in separate:
+            if block.small_rows is None:
+                block.settle()
 
     @exact
     def project(self, v: Mapping[str, Tensor]) -> Tensor:

@@ -22,12 +22,22 @@ class WeightMarks:
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self._views = {name: (p, p.data_ptr(), _sampled(p)) for name, p in parameters.items()}
+        self._kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, (_, _, view) in self._views.items():
+            self._kinds.setdefault((view.dtype, view.device), []).append(name)
+        devices = {device for _, device in self._kinds}
+        self._asks_late = len(devices) == 1 and "cpu" not in {device.type for device in devices}
+        self._late: tuple[Tensor, Tensor] | None = None  # step after which entries had changed, -1 if none; which had
         self.renew()
 
     def renew(self) -> None:
         """Remembers their present values."""
-        self._entries = [view.clone() for _, _, view in self._views.values()]
+        self._entries = self._present_entries()
         self._versions = [p._version for p, _, _ in self._views.values()]
+
+    def _present_entries(self) -> list[Tensor]:
+        """Returns the entries of all parameters of each kind, in one tensor."""
+        return [torch.cat([self._views[name][2] for name in names]) for names in self._kinds.values()]
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """True if these are the remembered parameters, at the same addresses in memory."""
@@ -38,11 +48,37 @@ class WeightMarks:
 
     def moved(self) -> list[str]:
         """Returns the names of the parameters that have changed since."""
-        return [
-            name
-            for (name, (p, place, view)), before in zip(self._views.items(), self._entries, strict=True)
-            if p.data_ptr() != place or not torch.equal(view, before)
-        ]
+        names = [name for name, (p, place, _) in self._views.items() if p.data_ptr() != place]
+        if not names and not all(map(torch.equal, self._present_entries(), self._entries)):
+            names = self._names_of(self._changed())
+        return names
+
+    def look(self, step: int) -> list[str]:
+        """Returns `moved`; but on a GPU, for which the host would wait, only notes it for `seen_late`."""
+        if not self._asks_late:
+            return self.moved()
+        if self._late is None:
+            self._late = torch.full((), -1, device=self._entries[0].device), torch.zeros_like(self._changed())
+        changed, (first, which) = self._changed(), self._late
+        is_first = changed.any() & (first < 0)
+        self._late = torch.where(is_first, step, first), torch.where(is_first, changed, which)
+        return []
+
+    def seen_late(self) -> tuple[int, list[str]]:
+        """Returns the first step after which `look` saw changes that it did not return, and the names."""
+        if self._late is None:
+            return -1, []
+        return int(self._late[0]), self._names_of(self._late[1])
+
+    def _changed(self) -> Tensor:
+        """Returns which of all entries have changed, kind by kind."""
+        changed = [now != before for now, before in zip(self._present_entries(), self._entries, strict=True)]
+        return changed[0] if len(changed) == 1 else torch.cat([part.to(changed[0].device) for part in changed])
+
+    def _names_of(self, changed: Tensor) -> list[str]:
+        names = [name for of_kind in self._kinds.values() for name in of_kind]
+        parts = changed.cpu().split([len(self._views[name][2].view(-1)) for name in names])
+        return [name for name, part in zip(names, parts, strict=True) if part.any()]
 
     def untouched(self) -> bool:
         """True if nothing has been written into any of them since."""
@@ -54,7 +90,9 @@ def _sampled(p: Tensor) -> Tensor:
     flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
     sampled = flat[:: max(1, flat.numel() // SAMPLED)]
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sampled.view(integers[p.itemsize]) if p.itemsize in integers else torch.view_as_real(sampled)
+    if p.itemsize not in integers:
+        return torch.view_as_real(sampled).view(-1)
+    return sampled.view(integers[p.itemsize])
 
 
 def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
@@ -104,17 +142,21 @@ class WeightGuard:
     def moved_otherwise(self, steps_made: int) -> str:
         """Returns when other code was first seen to have moved the weights; empty if it did not."""
         if self._marks is not None and not self._moved_otherwise:
-            moved = self._marks.moved()
-            if moved:
-                self._moved_otherwise = f"first seen after step {steps_made}, in {moved[0]!r}"
+            step, moved = self._marks.seen_late()
+            self._note(*((step, moved) if moved else (steps_made, self._marks.moved())))
         return self._moved_otherwise
+
+    def _note(self, step: int, moved: list[str]) -> None:
+        if moved and not self._moved_otherwise:
+            self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
 
     def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
         """Makes the training's own step, which must move the weights."""
-        self.moved_otherwise(steps_made)
         if self._marks is None or not self._marks.holds(parameters):
+            self.moved_otherwise(steps_made)
             self._marks = WeightMarks(parameters)
         else:
+            self._note(steps_made, self._marks.look(steps_made))
             self._marks.renew()
         self._is_own_step = True
         try:
