@@ -328,6 +328,8 @@ class _ClippedSummation(Summation):
 
     @torch.no_grad()
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        if hasattr(jacobian, "measured_sum") and jacobian.device.type != "cpu":
+            return self._sum_before_reading(jacobian, group)
         factors, kept, count = self._weigh(jacobian, group)
         sums = (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors)
         return sums if count is None else sums | {COUNT: count}
@@ -348,6 +350,23 @@ class _ClippedSummation(Summation):
         products, squares = (torch.where(finite, part.double(), 0) for part in (products, squares))
         return factors * products / stddev**2, factors.square() * squares / stddev**2
 
+    def _sum_before_reading(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        """Returns the sum where a factor of 0 leaves a row out: the host waits once, afterwards, for all to be checked.
+
+        The rule has one group and no count, because other rules have no price with estimated norms.
+        """
+        norms = jacobian.first_squared_norms().sqrt()
+        finite = norms.isfinite()
+        norms = torch.where(finite, norms, 0)
+        factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
+        self._note(group, factors, norms)
+        sums, measured = jacobian.measured_sum(factors)
+        asked = torch.cat([finite.double(), self._bound_check.longest().double()[None], measured]).tolist()
+        self._longest = asked[len(norms)]
+        self._non_finite.update(k for k, is_finite in enumerate(asked[: len(norms)]) if not is_finite)
+        jacobian.judge(sums, asked[len(norms) + 1 :])
+        return sums
+
     def _weigh(self, jacobian: Any, group: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the factors, the indices of the finite rows as `_factors_of_finite` does, and the count, if wanted.
 
@@ -356,10 +375,12 @@ class _ClippedSummation(Summation):
         """
         norms = jacobian.first_squared_norms().sqrt()
         if norms.device.type != "cpu":
-            factors = checked_factors(self._rule, norms, group)
-            self._note(group, factors, norms)
+            finite = norms.isfinite()
+            known = torch.where(finite, norms, 0)
+            factors = checked_factors(self._rule, known, group)
+            self._note(group, factors, known)
             counts = [self._rule.count(norms)] if isinstance(self._rule, Adaptive) else []
-            asked = [norms.isfinite().all(), self._bound_check.longest(), *counts]
+            asked = [finite.all(), self._bound_check.longest(), *counts]
             read = torch.stack([number.double() for number in asked]).cpu()
             if read[0]:
                 self._longest = float(read[1])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -130,19 +130,30 @@ class ProjectionCheck:
         Raises:
             Refused: the model's backward is not the derivative of its forward, is not linear, or is undefined.
         """
-        length = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in total.values()))
+        self.judge(total, self.measure(total, c).tolist())
+
+    def measure(self, total: Mapping[str, Tensor], c: Tensor) -> Tensor:
+        """Returns (3,) what `judge` must know: the sum's length, the largest difference, and what it is relative to."""
+        lengths = [torch.linalg.vector_norm(part).double() for part in total.values()]
+        length = torch.stack(lengths).norm()
+        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
+        used = c != 0
+        projections = torch.where(used[:, None], self._projections.to(c), 0)
+        difference = (ours - c @ projections).abs().max()
+        scale = length + torch.where(used, c * self._norms.to(c), 0).sum()
+        return torch.stack([length, difference.double(), scale.double()])
+
+    def judge(self, total: Mapping[str, Tensor], measured: Sequence[float]) -> None:
+        """Raises as `compare` does."""
+        length, difference, scale = measured
         if not math.isfinite(length) and not all(bool(part.isfinite().all()) for part in total.values()):
             raise Refused(
                 "Sketched: the sum of the clipped gradients is not finite, and with one backward for all examples the "
                 "example that caused it cannot be left out. Keep losses and their gradients finite, e.g. by "
                 "log_softmax in place of log(softmax), or by clamping the model's inputs."
             )
-        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
-        used = c != 0
-        expected = c[used] @ self._projections[used].to(c)
-        scale = length + float((c[used] * self._norms[used].to(c)).sum())
         tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
-        if not float((ours - expected).abs().max()) <= tolerance * scale:
+        if not difference <= tolerance * scale:
             raise Refused(
                 "Sketched: the model's ordinary gradient is not what its projections say. Possible causes: a custom "
                 "backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "
