@@ -297,7 +297,8 @@ class ClippedSum(Mechanism):
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.rule, Adaptive):
             self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
-        return {name: total.div_(self._divisor) for name, total in release.items()}
+        torch._foreach_div_([*release.values()], self._divisor)  # pyright: ignore[reportPrivateImportUsage]
+        return release
 
     def state(self) -> dict[str, Any]:
         return {"clipping": self.rule.statement()}

@@ -29,7 +29,7 @@ from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, Meeting, Problem, Verdict
 from .recorded_run import RecordedRun, message_of
-from .requirements import check_model, check_no_gradient_hooks, model_tensors
+from .requirements import TensorsOf, check_model, check_no_gradient_hooks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _Refusal = tuple[tuple[str, ...], str]  # names of the parameters concerned, and the message
@@ -82,10 +82,10 @@ class _Examination:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any):
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
-        self._attributes = AttributeTensors(model)
         self._parameters = _trainable(model)
         # The checks of requirements.py expect an optimizer; they read only its list of parameters.
         self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
+        self._tensors_of = TensorsOf(model, self._optimizer, AttributeTensors(model))
         self._problems: list[Problem] = []
         self._notes: list[str] = []
         self._meetings: dict[str, tuple[Meeting, ...]] = {}
@@ -281,7 +281,7 @@ class _Examination:
 
     def _tensors(self) -> ModelTensors:
         """Returns the present tensors of the model."""
-        return model_tensors(self._model, self._optimizer, self._attributes)
+        return self._tensors_of()
 
     def _all_names(self) -> list[str]:
         """Returns the names of all parameters and buffers."""

@@ -4,20 +4,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.model_state import AttributeTensors, ModelTensors, ModelTree
 from ..support.validate import Refused
 
 
-def model_tensors(model: nn.Module, optimizer: Optimizer, attributes: AttributeTensors | None = None) -> ModelTensors:
-    """Returns the present tensors of the model; refuses an optimizer that holds parameters of another model."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+class TensorsOf:
+    """Finds the present tensors of a model and its optimizer; returns the same object while they are the same.
+
+    Args:
+        model: the model.
+        optimizer: holds the parameters that are trained, if they require a gradient.
+        attributes: tensors in the model's plain attributes that count as constants while nothing is written into them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, attributes: AttributeTensors | None = None):
+        self._model, self._optimizer, self._attributes = model, optimizer, attributes
+        self.tree = ModelTree(model)  # as of the latest call
+        self._state: Any = None
+        self._found: ModelTensors | None = None
+
+    def __call__(self) -> ModelTensors:
+        """Returns the tensors.
+
+        Raises:
+            Refused: the optimizer holds parameters of another model, or none that requires a gradient.
+        """
+        if not self.tree.is_current():
+            self.tree = ModelTree(self._model)
+        held = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        unchanged = [] if self._attributes is None else self._attributes.unchanged()
+        state = self.tree, held, [p.requires_grad for p in self.tree.parameters.values()], [*map(id, unchanged)]
+        if self._found is None or state != self._state:
+            self._found = _found(self.tree, set(held), unchanged)
+            self._state = state
+        return self._found
+
+
+def _found(tree: ModelTree, held: set[int], unchanged: Sequence[Tensor]) -> ModelTensors:
+    named = tree.parameters
     foreign = held - {id(p) for p in named.values()}
     if foreign:
         raise Refused(
@@ -28,7 +59,7 @@ def model_tensors(model: nn.Module, optimizer: Optimizer, attributes: AttributeT
     if not trained:
         raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    return ModelTensors(trained, {**frozen, **buffers}, attributes.unchanged() if attributes else ())
+    return ModelTensors(trained, {**frozen, **tree.buffers}, unchanged)
 
 
 def check_no_gradient_hooks(trained: Mapping[str, Tensor]) -> None:

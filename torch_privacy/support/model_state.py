@@ -51,27 +51,54 @@ class AttributeTensors:
         return [t for t, version in self._kept if t._version == version]
 
 
-class MutationGuard:
-    """Detects whether parameters or buffers of a model were replaced, or written into other than through ``.data``."""
+class ModelTree:
+    """The modules of a model with their tensors, read once, because walking over modules takes longer than a layer."""
 
     def __init__(self, model: nn.Module):
-        self._kept = [
-            (f"{prefix}.{key}" if prefix else key, registry, key, t, t._version)
-            for prefix, module in model.named_modules()
+        self.modules = [*model.named_modules()]
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.entries = [
+            (f"{prefix}.{key}" if prefix else key, t)
+            for prefix, module in self.modules
             for registry in (module._parameters, module._buffers)
             for key, t in registry.items()
             if t is not None and not t.is_inference()
         ]
+        self._registries = [
+            (vars(module), kind, registry, [*registry], [*map(id, registry.values())], [*registry.values()])
+            for _, module in self.modules
+            for kind, registry in ((kind, vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers"))
+        ]
+
+    def is_current(self) -> bool:
+        """True if no module, parameter or buffer was added, replaced or removed since."""
+        for holder, kind, registry, keys, ids, _ in self._registries:
+            if holder[kind] is not registry or [*registry] != keys or [*map(id, registry.values())] != ids:
+                return False
+        return True
+
+
+class MutationGuard:
+    """Detects whether parameters or buffers of a model were replaced, or written into other than through ``.data``."""
+
+    def __init__(self, model: nn.Module, tree: ModelTree | None = None):
+        self._model, self._tree = model, tree or ModelTree(model)
+        self._versions = [t._version for _, t in self._tree.entries]
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Returns the names of the parameters and of the buffers that have changed."""
-        names = [
+        present = self._tree if self._tree.is_current() else ModelTree(self._model)
+        if present is self._tree and self._versions == [t._version for _, t in present.entries]:
+            return [], []
+        now = dict(present.entries)
+        changed = [
             (name, isinstance(t, nn.Parameter))
-            for name, registry, key, t, version in self._kept
-            if registry.get(key) is not t or t._version != version
+            for (name, t), version in zip(self._tree.entries, self._versions, strict=True)
+            if now.get(name) is not t or t._version != version
         ]
-        return [name for name, is_parameter in names if is_parameter], [
-            name for name, is_parameter in names if not is_parameter
+        return [name for name, is_parameter in changed if is_parameter], [
+            name for name, is_parameter in changed if not is_parameter
         ]
 
 

@@ -59,11 +59,8 @@ def seed_random_numbers(seed: bytes) -> int:
     """
     stream = hashlib.shake_256(seed).digest(8 * (_STATE_WORDS // 2) + 72)
     mark = int.from_bytes(stream[:7], "little")
-    words = np.frombuffer(stream, np.uint32, _STATE_WORDS, offset=72).astype(np.int64)
-    state = _INITIAL_STATE.clone()
-    state[:8].view(torch.int64).fill_(mark)
-    state[24 : 24 + 8 * _STATE_WORDS].view(torch.int64).copy_(torch.from_numpy(words))
-    torch.default_generator.set_state(state)
+    _SEED[0], _WORDS[:] = mark, np.frombuffer(stream, np.uint32, _STATE_WORDS, offset=72)
+    torch.default_generator.set_state(_STATE)
     for generator in _device_generators():
         generator.manual_seed(int.from_bytes(stream[8:16], "little") >> 1)
     np.random.seed(np.frombuffer(stream, np.uint32, 8, offset=8))
@@ -75,7 +72,9 @@ def seed_random_numbers(seed: bytes) -> int:
 _get_bit_generator: Any = vars(np.random)["get_bit_generator"]
 _set_bit_generator: Any = vars(np.random)["set_bit_generator"]
 _STATE_WORDS = 624  # size of the state of a Mersenne Twister
-_INITIAL_STATE = torch.Generator().manual_seed(0).get_state()  # nothing has been drawn yet
+_STATE = torch.Generator().manual_seed(0).get_state()  # nothing has been drawn yet; seeds write into it
+_SEED = _STATE[:8].numpy().view(np.int64)
+_WORDS = _STATE[24 : 24 + 8 * _STATE_WORDS].numpy().view(np.int64)
 
 
 def _device_generators() -> list[torch.Generator]:

@@ -28,7 +28,7 @@ from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import PRICED_ROUNDING, ClippedSum, Recording, Summation
-from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
+from ..model_check.requirements import TensorsOf, check_model, check_no_gradient_hooks
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
@@ -213,7 +213,7 @@ class PrivateTraining:
         check_model(model, optimizer)
         check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._attributes = AttributeTensors(model)
+        self._tensors_of = TensorsOf(model, optimizer, AttributeTensors(model))
         self._tensors = self._find_tensors()
         self._mechanism = settings.new_mechanism(self._tensors.trained, items)
         self.settings = settings.with_noise(self._mechanism)
@@ -237,7 +237,7 @@ class PrivateTraining:
         self._turn: Turn | None = None  # the next one to hand out
         self._is_rehearsal = False
         self._pending: Pending | None = None  # handed out and not yet answered
-        self._optimizer_settings: list[dict[str, str]] | None = None  # when the part began
+        self._optimizer_settings: list[dict[str, Any]] | None = None  # when the part began
         self._start: Any = None  # position at which the part's random numbers begin, if it is rehearsed
         self._sums: dict[str, Tensor] = {}  # of the step's microbatches so far; secret
         self._left_out = 0  # examples left out of them
@@ -624,15 +624,13 @@ class PrivateTraining:
         if turn.trace is not None:
             contexts.enter_context(turn.trace.recording(size))
         self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
-        self._pending = Pending(turn, tape, MutationGuard(self.model), numbers, contexts)
+        self._pending = Pending(turn, tape, MutationGuard(self.model, self._tensors_of.tree), numbers, contexts)
         return turn.batch
 
     def _check_optimizer_settings(self) -> None:
         """Refuses a loop that changes learning rate, weight decay, ... between the turns of one batch."""
-        now = [
-            {key: repr(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
+        groups = self.optimizer.param_groups
+        now = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
         before = self._optimizer_settings
         if before is None:
             self._optimizer_settings = now
@@ -744,7 +742,9 @@ class PrivateTraining:
         self._sums, self._left_out = {}, 0
         self._stop_reason = None  # training goes on
         self._step_count += 1  # before the release is used: if the update is interrupted, its noise is spent
-        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
             p.grad = gradient[name].to(p.dtype)
@@ -818,7 +818,7 @@ class PrivateTraining:
 
     def _find_tensors(self) -> ModelTensors:
         """Returns the present tensors of the model; refuses gradient hooks on trained parameters."""
-        tensors = model_tensors(self.model, self.optimizer, self._attributes)
+        tensors = self._tensors_of()
         check_no_gradient_hooks(tensors.trained)
         return tensors
 
@@ -836,6 +836,11 @@ def _check_user_code(pending: Pending, losses: Tensor) -> list[str]:
     if written:
         raise Refused(written_into(written))
     return changed_buffers
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value that equals a later one of the same content: itself, or its text."""
+    return value if type(value) in (int, float, bool, str, type(None)) else repr(value)
 
 
 def _check_unscaled(losses: Tensor) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,68 +21,77 @@ class WeightMarks:
     """Remembers some entries of each parameter, and its version, which counts the writes into it."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._views = {name: (p, p.data_ptr(), _sampled(p)) for name, p in parameters.items()}
-        self._kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, (_, _, view) in self._views.items():
-            self._kinds.setdefault((view.dtype, view.device), []).append(name)
-        devices = {device for _, device in self._kinds}
-        self._asks_late = len(devices) == 1 and "cpu" not in {device.type for device in devices}
+        self._parameters, self._addresses = dict(parameters), [p.data_ptr() for p in parameters.values()]
+        self._views: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        for name, p in parameters.items():
+            view = _sampled(p)
+            self._views.setdefault((view.dtype, view.device), []).append((name, view))
+        devices = {device for _, device in self._views}
+        self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
         self._late: tuple[Tensor, Tensor] | None = None  # step after which entries had changed, -1 if none; which had
         self.renew()
 
     def renew(self) -> None:
         """Remembers their present values."""
         self._entries = self._present_entries()
-        self._versions = [p._version for p, _, _ in self._views.values()]
+        self.renew_versions()
 
-    def _present_entries(self) -> list[Tensor]:
-        """Returns the entries of all parameters of each kind, in one tensor."""
-        return [torch.cat([self._views[name][2] for name in names]) for names in self._kinds.values()]
+    def renew_versions(self) -> None:
+        """Remembers their present versions, if the values are those remembered."""
+        self._versions = self._present_versions()
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """True if these are the remembered parameters, at the same addresses in memory."""
-        known = self._views
-        return parameters.keys() == known.keys() and all(
-            known[name][0] is p and known[name][1] == p.data_ptr() for name, p in parameters.items()
-        )
+        known = self._parameters
+        same = parameters.keys() == known.keys() and all([known[name] is p for name, p in parameters.items()])
+        return same and self._are_in_place()
 
     def moved(self) -> list[str]:
         """Returns the names of the parameters that have changed since."""
-        names = [name for name, (p, place, _) in self._views.items() if p.data_ptr() != place]
-        if not names and not all(map(torch.equal, self._present_entries(), self._entries)):
-            names = self._names_of(self._changed())
-        return names
+        now = self._present_entries()
+        if self._are_in_place() and all(map(torch.equal, now, self._entries)):
+            return []
+        elsewhere = {
+            name
+            for (name, p), address in zip(self._parameters.items(), self._addresses, strict=True)
+            if p.data_ptr() != address
+        }
+        return self._names_of([a != b for a, b in zip(now, self._entries, strict=True)], elsewhere)
 
-    def look(self, step: int) -> list[str]:
-        """Returns `moved`; but on a GPU, for which the host would wait, only notes it for `seen_late`."""
-        if not self._asks_late:
-            return self.moved()
-        if self._late is None:
-            self._late = torch.full((), -1, device=self._entries[0].device), torch.zeros_like(self._changed())
-        changed, (first, which) = self._changed(), self._late
+    def look(self, step: int) -> None:
+        """Notes what has changed, for `seen_late`, without reading it; on one device only."""
+        changed = torch.cat([a != b for a, b in zip(self._present_entries(), self._entries, strict=True)])
+        first, which = self._late or (torch.full((), -1, device=changed.device), torch.zeros_like(changed))
         is_first = changed.any() & (first < 0)
         self._late = torch.where(is_first, step, first), torch.where(is_first, changed, which)
-        return []
 
     def seen_late(self) -> tuple[int, list[str]]:
-        """Returns the first step after which `look` saw changes that it did not return, and the names."""
+        """Returns the first step after which `look` noted changes, and the names; -1 and none if it did not."""
         if self._late is None:
             return -1, []
-        return int(self._late[0]), self._names_of(self._late[1])
+        first, which = self._late
+        return int(first), self._names_of(which.split([len(entries) for entries in self._entries]))
 
-    def _changed(self) -> Tensor:
-        """Returns which of all entries have changed, kind by kind."""
-        changed = [now != before for now, before in zip(self._present_entries(), self._entries, strict=True)]
-        return changed[0] if len(changed) == 1 else torch.cat([part.to(changed[0].device) for part in changed])
-
-    def _names_of(self, changed: Tensor) -> list[str]:
-        names = [name for of_kind in self._kinds.values() for name in of_kind]
-        parts = changed.cpu().split([len(self._views[name][2].view(-1)) for name in names])
-        return [name for name, part in zip(names, parts, strict=True) if part.any()]
+    def _names_of(self, changed: Sequence[Tensor], others: Collection[str] = ()) -> list[str]:
+        """Returns the names, in order, of the parameters with changed entries, and the others."""
+        moved = set(others)
+        for views, of_kind in zip(self._views.values(), changed, strict=True):
+            parts = of_kind.cpu().split([len(view) for _, view in views])
+            moved |= {name for (name, _), part in zip(views, parts, strict=True) if part.any()}
+        return [name for name in self._parameters if name in moved]
 
     def untouched(self) -> bool:
         """True if nothing has been written into any of them since."""
-        return self._versions == [p._version for p, _, _ in self._views.values()] and not self.moved()
+        return self._versions == self._present_versions() and not self.moved()
+
+    def _are_in_place(self) -> bool:
+        return self._addresses == [p.data_ptr() for p in self._parameters.values()]
+
+    def _present_versions(self) -> list[int]:
+        return [p._version for p in self._parameters.values()]
+
+    def _present_entries(self) -> list[Tensor]:
+        return [torch.cat([view for _, view in views]) for views in self._views.values()]
 
 
 def _sampled(p: Tensor) -> Tensor:
@@ -90,9 +99,7 @@ def _sampled(p: Tensor) -> Tensor:
     flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
     sampled = flat[:: max(1, flat.numel() // SAMPLED)]
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if p.itemsize not in integers:
-        return torch.view_as_real(sampled).view(-1)
-    return sampled.view(integers[p.itemsize])
+    return sampled.view(integers[p.itemsize]) if p.itemsize in integers else torch.view_as_real(sampled)
 
 
 def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
@@ -146,34 +153,40 @@ class WeightGuard:
             self._note(*((step, moved) if moved else (steps_made, self._marks.moved())))
         return self._moved_otherwise
 
-    def _note(self, step: int, moved: list[str]) -> None:
+    def _note(self, step: int, moved: list[str]) -> bool:
         if moved and not self._moved_otherwise:
             self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
+        return bool(moved)
 
     def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
         """Makes the training's own step, which must move the weights."""
-        if self._marks is None or not self._marks.holds(parameters):
+        marks = self._marks
+        if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
-            self._marks = WeightMarks(parameters)
+            marks = self._marks = WeightMarks(parameters)
+        elif marks.asks_late:
+            marks.look(steps_made)
+            marks.renew()
+        elif self._note(steps_made, marks.moved()):
+            marks.renew()
         else:
-            self._note(steps_made, self._marks.look(steps_made))
-            self._marks.renew()
+            marks.renew_versions()
         self._is_own_step = True
         try:
             optimizer.step()
         except BaseException:  # the weights may be moved in part, by this step
-            self._marks.renew()
+            marks.renew()
             raise
         finally:
             self._is_own_step = False
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if self._marks.untouched() and any(rates):
+        if marks.untouched() and any(rates):
             raise Refused(
                 f"PrivateTraining: {type(optimizer).__name__}.step() made no update, like a wrapper that "
                 "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
                 "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
             )
-        self._marks.renew()
+        marks.renew()
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_own_step:
