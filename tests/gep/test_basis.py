@@ -182,8 +182,8 @@ def test_a_sketched_start_is_as_good_as_a_dense_normal_one():
     spectrum = torch.logspace(0, -2, 60)
     g = u * spectrum @ v.T
     b = RandomStart(4000, 20, generator(), g).coordinates((g[:, :1500], g[:, 1500:])).T @ g
-    basis = orthonormalize(b, generator()).matrix()
-    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator()).matrix()
+    basis = orthonormalize({"": b}, generator())[""].matrix()
+    normal = orthonormalize({"": (g @ torch.randn(4000, 20)).T @ g}, generator())[""].matrix()
     left, by_normal, best = (
         (g - g @ basis.T @ basis).norm(),
         (g - g @ normal.T @ normal).norm(),
@@ -198,7 +198,7 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     torch.set_default_dtype(torch.float32)
     u = torch.linalg.qr(torch.randn(9000, 30).double())[0]
     mixed = torch.linalg.qr(torch.randn(30, 30).double())[0] * torch.logspace(0, -decades, 30).double() @ u.T
-    v = orthonormalize(1e-12 * mixed.float(), generator()).matrix()
+    v = orthonormalize({"": 1e-12 * mixed.float()}, generator())[""].matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
 
@@ -214,7 +214,7 @@ def test_directions_that_their_sketch_misjudges_become_orthonormal_as_well():
     vectors[0] = missed + 0.03 * torch.randn(400)
     assert sketch(vectors[:1]).norm() < 0.1 * vectors[0].norm()
     span = torch.linalg.qr(vectors.double().T)[0].T
-    v = orthonormalize(vectors, generator()).matrix()
+    v = orthonormalize({"": vectors}, generator())[""].matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(5), rtol=0, atol=2e-6)
     torch.testing.assert_close((v.double() @ span.T).norm() ** 2, torch.tensor(5.0).double(), rtol=0, atol=1e-5)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ class CountSketch:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self.width = min(p, OVERSAMPLING * k)
-        self._signs = (torch.randint(0, 2, (p,), generator=generator) * 2 - 1).to(like.device, like.dtype)
+        self._signs = _like(torch.randint(0, 2, (p,), generator=generator, device="cpu") * 2 - 1, like)
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, width)."""
@@ -54,7 +54,7 @@ class RandomStart:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self._sketch = CountSketch(p, k, generator, like)
-        self._directions = torch.randn(self._sketch.width, k, generator=generator).to(like.device, like.dtype)
+        self._directions = _like(torch.randn(self._sketch.width, k, generator=generator, device="cpu"), like)
 
     def coordinates(self, parts: Sequence[Tensor]) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, k)."""
@@ -92,37 +92,62 @@ class OrthonormalBasis:
 
 
 @torch.no_grad()
-def orthonormalize(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
-    """Returns orthonormal directions that span the vectors (k, p), overwriting them; there may be fewer than k.
+def orthonormalize(vectors: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, OrthonormalBasis]:
+    """Returns orthonormal directions that span each group's vectors (k, p), overwriting them; there may be fewer.
 
     Whitens by the Gram matrix, T V with T = Λ^-½ Qᵀ: first by the Gram matrix of sketched vectors, which is cheap and
     computed in float64, then by that of the vectors themselves, until their lengths are alike; the last T remains a
-    factor. Directions that are shorter than rounding errors are dropped.
+    factor. Directions that are shorter than rounding errors are dropped. Eigenvalues are computed on the CPU, for all
+    groups at once, so that the host waits for a GPU once for each pass.
 
     Guarantees:
-        - The Gram matrix of the directions is the identity up to 1e-6 in float32.
+        - The Gram matrix of a group's directions is the identity up to 1e-6 in float32.
         - Never NaN for finite vectors; there may be no direction.
 
     Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); here by
         eigenvalues, so that no rank is assumed.
     """
-    with without_autocast(vectors.device.type):
-        return _orthonormalized(vectors, generator)
+    with without_autocast(next(iter(vectors.values())).device.type):
+        return _orthonormalized(dict(vectors), generator)
 
 
-def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
-    largest = _max_magnitude(vectors)
-    if not largest > 0:
-        return _empty_basis(vectors)
-    rounding = ROUNDING * torch.finfo(vectors.dtype).eps
-    sketched = CountSketch(vectors.shape[1], len(vectors), generator, vectors)(vectors.div_(largest))
-    mixing, _ = _whitening(_gram(sketched.double()), max(rounding**2, 1e-13))
+def _orthonormalized(vectors: dict[str, Tensor], generator: torch.Generator) -> dict[str, OrthonormalBasis]:
+    largest = {group: _max_magnitude(v) for group, v in vectors.items()}
+    sketched = {}
+    for group, v in vectors.items():
+        v.div_(torch.where(largest[group] > 0, largest[group], 1))
+        sketched[group] = _gram(CountSketch(v.shape[1], len(v), generator, v)(v).double())
+    on_host = _on_host([*largest.values(), *sketched.values()])
+    known = [group for group, size in zip(vectors, on_host, strict=False) if size > 0]
+    found = {group: _empty_basis(v) for group, v in vectors.items()}
+    rounding = {group: ROUNDING * torch.finfo(v.dtype).eps for group, v in vectors.items()}
+    grams = dict(zip(vectors, on_host[len(vectors) :], strict=True))
+    mixing = {group: _whitening(grams[group], max(rounding[group] ** 2, 1e-13))[0] for group in known}
     for _ in range(MAX_PASSES):
-        vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
-        mixing, spread = _whitening(_gram(vectors), rounding)
-        if spread <= WELL_CONDITIONED:
+        for group in known:
+            vectors[group] = _mix_in_place(_like(mixing[group], vectors[group]), vectors[group])
+        grams = zip(known, _on_host([_gram(vectors[group]) for group in known]), strict=True)
+        whitening = {group: _whitening(gram, rounding[group]) for group, gram in grams}
+        mixing = {group: t for group, (t, _) in whitening.items()}
+        for group, t in mixing.items():
+            found[group] = OrthonormalBasis(vectors[group], _like(t, vectors[group]))
+        known = [group for group, (_, spread) in whitening.items() if spread > WELL_CONDITIONED]
+        if not known:
             break
-    return OrthonormalBasis(vectors, mixing.to(vectors.dtype))
+    return found
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors on the CPU; those of a GPU come in one copy, in float64."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return list(tensors)
+    parts = torch.cat([t.double().flatten() for t in tensors]).cpu().split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _like(t: Tensor, vectors: Tensor) -> Tensor:
+    """Returns t with the type and on the device of the vectors, without waiting for a GPU."""
+    return t.to(vectors.device, vectors.dtype, non_blocking=True)
 
 
 def _whitening(gram: Tensor, least: float) -> tuple[Tensor, float]:
