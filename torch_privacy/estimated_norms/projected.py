@@ -102,7 +102,7 @@ class SketchedJacobian:
     def check_single_rows(self) -> None:
         """Raises unless the sum of all rows, and two rows drawn at random, agree with the projections."""
         n, finite = len(self._losses), bool(self._estimates.isfinite().all())
-        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
         single = [
             torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
         ]

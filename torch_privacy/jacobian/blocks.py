@@ -252,7 +252,7 @@ class JoinedRows:
         rows = [block.ops[0].rows().unsqueeze(-1) for block in small]  # also of a scalar
         joins = len(small) > 1 and len({values.dtype for values in rows}) == 1
         self.blocks = small if joins else []
-        self._values = torch.cat([values.flatten(1) for values in rows], 1) if joins else torch.empty(0)
+        self._values = torch.cat([values.flatten(1) for values in rows], 1) if joins else torch.empty(0, device="cpu")
         self._ids = {id(block) for block in self.blocks}
 
     def __contains__(self, block: Block) -> bool:

@@ -104,11 +104,12 @@ class Prediction:
         """Returns masks (calls, n) of the parts that agree, are not finite in either backward, and are not zero."""
         numbers = list(self._plain)
         if not numbers:
-            empty = torch.ones(0) > 0
+            empty = torch.zeros(0, dtype=torch.bool, device="cpu")
             return empty, empty, empty
         plain, coded = (_stacked([sketches[k] for k in numbers]) for sketches in (self._plain, self._coded[0]))
-        absolute = torch.tensor([self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers])
-        return *self._agree(plain, coded, self._factors[0].double(), absolute.double()[:, None]), plain[:, 1] > 0
+        sizes = [self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers]
+        absolute = torch.tensor(sizes, dtype=torch.float64, device="cpu")[:, None]
+        return *self._agree(plain, coded, self._factors[0].double(), absolute), plain[:, 1] > 0
 
     def _absolute(self, size: float) -> float:
         return self._rounding.absolute * size**0.5

@@ -40,14 +40,14 @@ class RowCheck:
         merging: Merging | None = None,
     ):
         n = len(losses) if merging is None else merging.count
-        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
         self._weights = [
             losses.new_ones(n),
             *(losses.new_zeros(n).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
         ]
         self._tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
         self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
-        self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator())) for name in parameters}
+        self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator(), device="cpu")) for name in parameters}
         self._squares: Tensor | float = 0.0
         self._differences = [self._native(losses, parameters, c, merging) for c in self._weights]
 

@@ -119,7 +119,7 @@ class Layout:
 
     def owners(self) -> Tensor:
         """Returns (before·n·after,): the index of the example that each entry along the dimension belongs to."""
-        return torch.arange(self.num_examples).view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+        return torch.arange(self.num_examples, device="cpu").view(1, -1, 1).expand(self.before, -1, self.after).flatten()
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Ragged:
         """Rearranges (d0, .., size, ..) to (n, d0, .., longest, ..): each example's entries in order, zero-padded."""
         rows = tensor.movedim(self.dim, 0)
         padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-        return padded[self._slots().to(tensor.device)].movedim(1, self.dim + 1)
+        return padded[self._slots().to(tensor.device, non_blocking=True)].movedim(1, self.dim + 1)
 
     def owners(self) -> Tensor:
         """Returns (size,): the index of the example that each entry along the dimension belongs to, or -1."""
@@ -148,8 +148,8 @@ class Ragged:
         counts = torch.bincount(self.owner + 1, minlength=self.num_examples + 1)
         order = self.owner.argsort(stable=True)[int(counts[0]) :]
         longest = max(1, int(counts[1:].max())) if self.num_examples else 1
-        slots = torch.full((self.num_examples, longest), len(self.owner))
-        rank = torch.arange(len(order)) - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
+        slots = torch.full((self.num_examples, longest), len(self.owner), device="cpu")
+        rank = torch.arange(len(order), device="cpu") - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
         slots[self.owner[order], rank] = order
         return slots
 
