@@ -190,7 +190,8 @@ class _Call:
 
     def check_devices(self, log: Log) -> None:
         """Refuses tensors of two devices."""
-        if self.name in COPIES:
+        in_lists = self.name.startswith("_foreach_") and self.name.endswith("_")  # torch then goes tensor by tensor
+        if self.name in COPIES or in_lists:
             return
         generator = self.kwargs.get("generator")
         bad = generator is not None and bool(self.ours or self.onto_us) and generator._cdata not in _GENERATORS

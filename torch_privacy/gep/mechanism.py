@@ -189,7 +189,7 @@ class EmbeddedSum(Mechanism):
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
         total = basis.expand(coordinates)
         for name, residual in release.items():
-            total[name] = residual + total[name]
+            total[name] = residual + total[name].to(residual.device)
         return {name: part.div_(self.expected_batch_size) for name, part in total.items()}
 
     def explain(self) -> str:
@@ -340,7 +340,7 @@ class _EmbeddingAndResidual(Summation):
         for groups in self._residual.members.values():
             names = [name for group in groups for name in self.basis.groups[group]]
             total |= jacobian.restricted(names).weighted_sum(c[groups[0]])
-        return {name: part - inside[name] for name, part in total.items()}
+        return {name: part - inside[name].to(part.device) for name, part in total.items()}
 
 
 def _slack(rounding: float, embedding: Tensor) -> float:

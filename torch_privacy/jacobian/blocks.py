@@ -140,6 +140,8 @@ class Block:
         """Returns the same block for some of the examples only."""
         if self.dropped:
             raise NothingKept
+        if isinstance(index, Tensor) and index.device != self.weight.device:
+            index = index.to(self.ops[0].device)
         norms = None if self.norms is None else self.norms[index]
         return replace(self, ops=[op.select(index) for op in self.ops], norms=norms)
 
@@ -169,7 +171,7 @@ class Block:
             return {self.names[0]: self.native(c, self.names[0])}
         if self.rounds:
             return self._sum_of_rows(c, parameters)
-        first, *others = (op.weighted_sum(c.to(op.dtype)) for op in self.ops)
+        first, *others = (op.weighted_sum(c.to(op.device, op.dtype)) for op in self.ops)
         total = sum(others, first)
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
 
@@ -188,10 +190,10 @@ class Block:
             raise NothingKept
         if self.rounds:  # the rounded rows, because their lengths and projections are compared
             parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
-            found = ([Rows(r).project(v[name].to(r.dtype)) for name, r in rows.items()] for _, rows in parts)
+            found = ([Rows(r).project(v[name].to(r)) for name, r in rows.items()] for _, rows in parts)
             return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
         pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
-        first, *others = (projections(op, pushed.to(op.dtype)) for op in self.ops)
+        first, *others = (projections(op, pushed.to(op.device, op.dtype)) for op in self.ops)
         return sum(others, first)
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
@@ -205,7 +207,7 @@ class Block:
         total: dict[str, Tensor] = {}
         for part, rows in self._rows_in_parts(len(c), parameters):
             for name, of_name in rows.items():
-                add = Rows(of_name).weighted_sum(c[part].to(of_name.dtype))
+                add = Rows(of_name).weighted_sum(c[part].to(of_name))
                 total[name] = total[name] + add if name in total else add
         return total
 
@@ -235,7 +237,7 @@ class Block:
         with torch.enable_grad():
             u = torch.zeros_like(self.weight, requires_grad=True)
             pulled = torch.autograd.grad(self.weight, leaves, u, create_graph=True)
-            directions = zip(*(v[name] for name in self.names), strict=True)
+            directions = zip(*(v[name].to(p.device) for name, p in zip(self.names, leaves, strict=True)), strict=True)
             pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
         return torch.stack(pushed)
 
@@ -244,13 +246,13 @@ class JoinedRows:
     """The small rows of several blocks, side by side: one product answers for all of them.
 
     Args:
-        blocks: of one Jacobian; those with small rows are joined if there are several, all of one type.
+        blocks: of one Jacobian; those with small rows are joined if there are several, all of one type and device.
     """
 
     def __init__(self, blocks: Sequence[Block]):
         small = [block for block in blocks if block.small_rows is not None]
         rows = [block.ops[0].rows().unsqueeze(-1) for block in small]  # also of a scalar
-        joins = len(small) > 1 and len({values.dtype for values in rows}) == 1
+        joins = len(small) > 1 and len({(values.dtype, values.device) for values in rows}) == 1
         self.blocks = small if joins else []
         self._values = torch.cat([values.flatten(1) for values in rows], 1) if joins else torch.empty(0, device="cpu")
         self._ids = {id(block) for block in self.blocks}
@@ -265,7 +267,7 @@ class JoinedRows:
     def weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the name of each block's parameter with Jᵀ c in it."""
         if self.blocks:
-            sums = (c.to(self._values.dtype) @ self._values).split([block.weight.numel() for block in self.blocks])
+            sums = (c.to(self._values) @ self._values).split([block.weight.numel() for block in self.blocks])
             for block, part in zip(self.blocks, sums, strict=True):
                 yield block.names[0], part.view(block.weight.shape)
 

@@ -68,10 +68,10 @@ class Jacobian:
         separate, joint = self._split(wanted)
         joined = self._joined
         if joined.blocks and len(joined.blocks) == sum([block.small_rows is not None for block in separate]):
-            total += joined.squared_norms()
+            total += joined.squared_norms().to(total.device)
             separate = [block for block in separate if block.small_rows is None]
         for block in separate:
-            total += block.first_squared_norms()
+            total += block.first_squared_norms().to(total.device)
         if joint:
             total += self._joint_squared_norms(joint, wanted)
         return total
@@ -95,7 +95,7 @@ class Jacobian:
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
         for block in self._blocks:
-            total = total + block.project(directions, self._all)
+            total = total + block.project(directions, self._all).to(total.device)
         return total
 
     @exact
@@ -132,14 +132,14 @@ class Jacobian:
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
         others = (part for block in self._blocks if block not in self._joined for part in block.project_on(direction))
         for part in chain(others, self._joined.project_on(direction)):
-            total = total + part
+            total = total + part.to(total.device)
         return total
 
     @exact
     def squared_bounds(self, bounds: Callable[[Op], Tensor]) -> Tensor:
         """Returns bounds (n,) on the rows' squared norms, from ``bounds`` on the norms of ops that stand alone."""
         separate, joint = self._split(set(self._parameters))
-        squares = [bounds(block.ops[0]).square() for block in separate]
+        squares = [bounds(block.ops[0]).square().to(self._device) for block in separate]
         if joint:
             squares.append(self._joint_squared_norms(joint, set(self._parameters)))
         return torch.stack(squares).sum(0)
@@ -233,7 +233,8 @@ class Jacobian:
 
     @property
     def _device(self) -> torch.device:
-        return next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        """Returns the device of what has one number for each example, wherever the parameters are."""
+        return next((p.device for p in self._all.values()), torch.device("cpu"))
 
     def _used(self) -> set[str]:
         """Returns the parameters that some op used."""
@@ -265,7 +266,8 @@ class Jacobian:
                 for name, part in block.select(slice(i, i + size)).rows(self._all).items():
                     part = in_sum_dtype(part)
                     rows[name] = rows[name] + part if name in rows else part
-            parts.append(torch.stack([Rows(rows[name]).squared_norms() for name in names & wanted]).sum(0))
+            squares = [Rows(rows[name]).squared_norms().to(self._device) for name in names & wanted]
+            parts.append(torch.stack(squares).sum(0))
         return torch.cat(parts)
 
 

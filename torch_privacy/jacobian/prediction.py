@@ -166,4 +166,4 @@ def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _stacked(sketches: Sequence[Tensor]) -> Tensor:
     """Returns the sketches as (calls, 2, n) in float64."""
     widest = torch.float64 if any(sketch.dtype == torch.float64 for sketch in sketches) else torch.float32
-    return torch.stack([sketch.to(widest) for sketch in sketches]).cpu().double()
+    return torch.stack([sketch.to(sketches[0].device, widest) for sketch in sketches]).cpu().double()

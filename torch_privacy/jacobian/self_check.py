@@ -76,7 +76,7 @@ class RowCheck:
         assert isinstance(self._squares, Tensor)
         norms = self._squares.sqrt()
         for c, difference in zip(self._weights, self._differences, strict=True):
-            scale = (c * norms.to(c.dtype)).sum()
+            scale = (c * norms.to(c)).sum()
             if not scale.isfinite():
                 continue
             most = self._tolerance * float(scale)
@@ -134,9 +134,9 @@ class ProjectionCheck:
 
     def measure(self, total: Mapping[str, Tensor], c: Tensor) -> Tensor:
         """Returns (3,) what `judge` must know: the sum's length, the largest difference, and what it is relative to."""
-        lengths = [torch.linalg.vector_norm(part).double() for part in total.values()]
+        lengths = [torch.linalg.vector_norm(part).double().to(c.device) for part in total.values()]
         length = torch.stack(lengths).norm()
-        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
+        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1).to(c.device) for name, v in self._v.items())
         used = c != 0
         projections = torch.where(used[:, None], self._projections.to(c), 0)
         difference = (ours - c @ projections).abs().max()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ class Op(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the op's tensors."""
-        held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return next(value.device for value in held if isinstance(value, Tensor | Op))
+        return next(value.device for value in vars(self).values() if isinstance(value, (Tensor, Op)))
 
     @abstractmethod
     def methods(self) -> list[Method]:
