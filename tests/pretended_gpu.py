@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "pretend"
 CPU = torch.device("cpu")
@@ -37,7 +36,9 @@ WAITING = frozenset(
     "multinomial _linalg_eigh _linalg_svd _linalg_solve_ex".split()
 )
 COPIES = frozenset({"_to_copy", "copy_", "_copy_from", "_foreach_copy_"})
-INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})  # accept the CPU's indices
+INDEXED = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+)  # accept the CPU's indices
 TAKES_CPU = frozenset({"_pack_padded_sequence"})  # must be given a tensor of the CPU
 NO_NUMBERS = frozenset({"cat", "stack", "mm", "bmm", "gather", "index_select", "embedding", "searchsorted"})
 NOT_REGISTERED = ("sparse", "quantized", "cudnn", "nested", "from_file")
@@ -164,10 +165,15 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = CPU if call.onto_us else kwargs["device"]
     with _drawing() if call.is_random(func, kwargs) else nullcontext():
-        out = _BY_HAND.get(name, func)(*tree_map(_raw, args), **tree_map(_raw, kwargs))
+        args_there, kwargs_there = _raw(tuple(args)), {key: _raw(value) for key, value in kwargs.items()}
+        if call.ours and name in PRODUCTS:
+            setting, factors = PRODUCTS[name]
+            if setting().fp32_precision == "tf32":
+                args_there = [_to_tf32(t) if k in factors else t for k, t in enumerate(args_there)]
+        out = _BY_HAND.get(name, func)(*args_there, **kwargs_there)
     if call.to_host or not (call.onto_us or call.ours):
         return out
-    out = tree_map(lambda t: PretendedTensor(t) if type(t) is Tensor else t, out)
+    out = _wrapped(out)
     return return_and_correct_aliasing(func, tuple(args), dict(kwargs), out) if call.ours else out
 
 
@@ -176,7 +182,7 @@ class _Call:
 
     def __init__(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.name, self.args, self.kwargs = name, args, kwargs
-        self.tensors = tensors = _tensors((args, kwargs))
+        self.tensors = tensors = _tensors((*args, *kwargs.values()))
         self.ours = [t for t in tensors if isinstance(t, PretendedTensor)]
         self.theirs = [t for t in tensors if not isinstance(t, PretendedTensor) and t.device == CPU]
         onto = kwargs.get("device")
@@ -220,10 +226,12 @@ class _Call:
         return self.name == "repeat_interleave" and self.kwargs.get("output_size") is None
 
     def _indices(self) -> list[Tensor]:
-        return _tensors(self.args[1])
+        return _tensors(self.args[1:2])
 
     def _is_non_blocking(self) -> bool:
-        return bool(self.kwargs.get("non_blocking") or (self.name in ("copy_", "_foreach_copy_") and self.args[2:3] == (True,)))
+        return bool(
+            self.kwargs.get("non_blocking") or (self.name in ("copy_", "_foreach_copy_") and self.args[2:3] == (True,))
+        )
 
     def is_random(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
         """True if the op draws from the device's own generator."""
@@ -231,12 +239,50 @@ class _Call:
         return draws and bool(self.ours or self.onto_us)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors among an op's arguments, those in lists included; pytree's walk takes longer than the op."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _raw(value: Any) -> Any:
-    return value.raw if isinstance(value, PretendedTensor) else value
+    """Returns a value with the CPU's tensors in place of the device's."""
+    if isinstance(value, PretendedTensor):
+        return value.raw
+    return type(value)(map(_raw, value)) if type(value) in (list, tuple) else value
+
+
+def _wrapped(value: Any) -> Any:
+    """Returns a result with tensors on the device."""
+    if type(value) is Tensor:
+        return PretendedTensor(value)
+    return type(value)(map(_wrapped, value)) if type(value) in (list, tuple) else value
+
+
+# Products
+
+_MATMUL, _CONV = (lambda: torch.backends.cuda.matmul), (lambda: torch.backends.cudnn.conv)
+# Ops that a GPU computes with TensorFloat-32 where a setting allows it: the setting, and the positions of the factors.
+PRODUCTS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    **dict.fromkeys(("mm", "bmm"), (_MATMUL, (0, 1))),
+    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), (_MATMUL, (1, 2))),
+    "convolution": (_CONV, (0, 1)),
+    "convolution_backward": (_CONV, (0, 1, 2)),
+}
+
+
+def _to_tf32(value: Any) -> Any:
+    """Rounds a float32 tensor to the 10 bits of a TensorFloat-32's mantissa, to nearest."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return value
+    bits = value.contiguous().view(torch.int32)
+    rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value)
 
 
 # Random numbers

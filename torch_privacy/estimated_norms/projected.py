@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from ..support.replay import RandomState
+from ..support.torch_modes import full_precision
 from ..support.validate import Refused, one_of
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
@@ -331,6 +332,10 @@ class ProjectedRecording(TorchFunctionMode):
         if self._projector.needs_backends:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)
+        context.enter_context(self._full_precision())  # rounding would change the distribution of the estimates
+
+    def _full_precision(self) -> AbstractContextManager:
+        return full_precision(next(iter(self.parameters.values())).device)
 
     def _prefetch_tangents(self, call: ForwardCall) -> None:
         strategy = self._projector.strategy
@@ -377,11 +382,14 @@ class ProjectedRecording(TorchFunctionMode):
         self._check_reached(graph, set(may_miss))
         if self._projector.is_new(graph, len(losses)):
             self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
-        jacobian = self._projector.jacobian(losses, self.parameters, self._calls, self._directions, self._prefetched)
         (label,) = groups  # `SketchedSum` accepts no rule with several groups
-        if observe is not None:
-            observe(jacobian, label)
-        return {} if clip is None else clip(jacobian, label)
+        with self._full_precision():
+            jacobian = self._projector.jacobian(
+                losses, self.parameters, self._calls, self._directions, self._prefetched
+            )
+            if observe is not None:
+                observe(jacobian, label)
+            return {} if clip is None else clip(jacobian, label)
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
         leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}

@@ -355,4 +355,8 @@ def _forward(model: nn.Module, inputs: Any) -> Any:
 def _finite(rows: Rows) -> Rows:
     """Returns the rows, with zeros for every example that has an entry that is not finite."""
     finite = torch.stack([part.sum(1).isfinite() for part in rows]).all(0)
-    return rows if finite.device.type == "cpu" and finite.all() else [torch.where(finite[:, None], part, 0) for part in rows]
+    return (
+        rows
+        if finite.device.type == "cpu" and finite.all()
+        else [torch.where(finite[:, None], part, 0) for part in rows]
+    )

@@ -227,7 +227,9 @@ class _EmbeddingAndResidual(Summation):
         self._bounds: list[BoundCheck] = []
         self._longest: list[float] | None = None  # of the rows of each bound, if they were read already
         self._left_out = 0
-        self._finite = torch.ones(0, dtype=torch.bool, device="cpu")  # the rows of the last group that were clipped and summed
+        self._finite = torch.ones(
+            0, dtype=torch.bool, device="cpu"
+        )  # the rows of the last group that were clipped and summed
 
     @property
     def num_left_out(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops._base import CHUNK_FLOATS
-from ..support.torch_modes import without_autocast
+from ..support.torch_modes import full_precision, without_autocast
 
 OVERSAMPLING = 16  # entries of a count sketch per direction
 MAX_PASSES = 5  # over directions until they are orthonormal; one or two suffice
@@ -107,7 +107,8 @@ def orthonormalize(vectors: Mapping[str, Tensor], generator: torch.Generator) ->
     Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); here by
         eigenvalues, so that no rank is assumed.
     """
-    with without_autocast(next(iter(vectors.values())).device.type):
+    device = next(iter(vectors.values())).device
+    with without_autocast(device.type), full_precision(device):
         return _orthonormalized(dict(vectors), generator)
 
 

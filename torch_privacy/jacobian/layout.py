@@ -254,7 +254,9 @@ class Merging:
         """Returns the layout of the groups, given that of the members."""
         if self.together is not None and isinstance(layout, Layout):
             return Layout(layout.dim, layout.before, self.count, self.together * layout.after)
-        numbers = torch.cat([self.assignment.cpu(), self.assignment.new_tensor([-1], device="cpu")])  # -1, no example, maps to -1 as an index
+        numbers = torch.cat(
+            [self.assignment.cpu(), self.assignment.new_tensor([-1], device="cpu")]
+        )  # -1, no example, maps to -1 as an index
         return Ragged(layout.dim, self.count, numbers[layout.owners()])
 
     def weights(self) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..support.torch_modes import product_rounding
 from ..support.validate import Refused
 from .codes import fresh_generator
 from .layout import Merging
@@ -45,9 +46,12 @@ class RowCheck:
             losses.new_ones(n),
             *(losses.new_zeros(n).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
         ]
-        self._tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+        products = product_rounding(losses.device)
+        self._tolerance = max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
-        self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator(), device="cpu")) for name in parameters}
+        self._seeds = {
+            name: int(torch.randint(2**62, (), generator=fresh_generator(), device="cpu")) for name in parameters
+        }
         self._squares: Tensor | float = 0.0
         self._differences = [self._native(losses, parameters, c, merging) for c in self._weights]
 

@@ -118,7 +118,9 @@ class Layout:
 
     def owners(self) -> Tensor:
         """Returns (before·n·after,): the index of the example that each entry along the dimension belongs to."""
-        return torch.arange(self.num_examples, device="cpu").view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+        return (
+            torch.arange(self.num_examples, device="cpu").view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+        )
 
 
 @dataclass(frozen=True)
