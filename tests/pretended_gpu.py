@@ -38,7 +38,7 @@ WAITING = frozenset(
 COPIES = frozenset({"_to_copy", "copy_", "_copy_from", "_foreach_copy_"})
 INDEXED = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-)  # accept the CPU's indices
+)  # take indices of the CPU
 TAKES_CPU = frozenset({"_pack_padded_sequence"})  # must be given a tensor of the CPU
 NO_NUMBERS = frozenset({"cat", "stack", "mm", "bmm", "gather", "index_select", "embedding", "searchsorted"})
 NOT_REGISTERED = ("sparse", "quantized", "cudnn", "nested", "from_file")

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings import RULES
 
 import torch_privacy as tp
+from torch_privacy.jacobian.plan import Budget
 from torch_privacy.ops import gram
 from torch_privacy.support.replay import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
@@ -67,6 +68,7 @@ NETWORKS = {  # name -> (network, shape of an example; None for tokens)
     "mlp": (mlp, (4,)),
     "mlp with positions": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES), Mean()), (9, 4)),
     "cnn": (cnn, (1, 6, 6)),
+    "wide cnn": (lambda: nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(128, CLASSES)), (16, 4, 4)),
     "lstm": (Sequences, (5, 4)),
     "transformer": (Tokens, None),
 }
@@ -279,28 +281,35 @@ def coarse_products() -> Iterator[None]:
     matmul.fp32_precision, conv.fp32_precision = before
 
 
-COARSE = {name: {} for name in ("mlp with positions", "cnn", "transformer")} | {
-    "little memory": {"memory_budget": 1e-9}
-}
-
-
-@pytest.mark.parametrize("case", COARSE)
-@pytest.mark.parametrize("clip_norm", [1e-3, 0.1])
+@pytest.mark.parametrize("name", ["mlp with positions", "cnn", "wide cnn", "transformer"])
+@pytest.mark.parametrize("twice", [False, True], ids=["one backward", "two backwards"])
 @pytest.mark.usefixtures("coarse_products")
-def test_no_clipped_gradient_exceeds_the_clip_norm_where_a_gpu_multiplies_coarsely(case, clip_norm):
-    name = case if case in NETWORKS else "cnn"
-    model, (x, y) = NETWORKS[name][0]().to(GPU), examples(name, 8)
+def test_no_clipped_gradient_exceeds_the_clip_norm_where_a_gpu_multiplies_coarsely(name, twice, monkeypatch):
+    if twice:
+        monkeypatch.setattr(Budget, "wants_second_backward", True)
+    model, (x, _), clip_norm = NETWORKS[name][0]().to(GPU), examples(name, 8), 1e-3
+
+    def clip(jacobian, group):
+        return jacobian.weighted_sum((clip_norm / jacobian.squared_norms().sqrt()).clamp(max=1))
+
     for i in range(len(x)):
         with tp.record(model) as tape:
-            losses = F.cross_entropy(model(x[i : i + 1].to(GPU)), y[i : i + 1].to(GPU), reduction="none")
-
-        def clip(jacobian, group):
-            return jacobian.weighted_sum((clip_norm / jacobian.squared_norms().sqrt()).clamp(max=1))
-
-        assert torch.backends.cudnn.conv.fp32_precision == "tf32"
-        total = tape.clipped_sum(losses, {"all": list(tape.parameters)}, clip, **COARSE[case])
+            losses = model(x[i : i + 1].to(GPU)).square().sum(1)
+        total = tape.clipped_sum(losses, {"all": list(tape.parameters)}, clip, memory_budget=1e-9 if twice else 1.2)
         assert length({key: part.cpu() for key, part in total.items()}) <= clip_norm * (1 + 1e-6)
-    assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.usefixtures("coarse_products")
+def test_the_self_check_allows_for_native_gradients_that_a_gpu_multiplies_coarsely():
+    model, x = nn.Linear(64, CLASSES).to(GPU), torch.full((6, 64), 1 + 2.0**-11, device=GPU)  # half between two numbers
+    with tp.record(model) as tape:
+        losses = model(x).square().sum(1)
+    sums = tape.clipped_sum(
+        losses, {"all": ["weight", "bias"]}, lambda rows, _: rows.weighted_sum(rows.squared_norms())
+    )
+    assert tape.measured
+    assert sums.keys() == {"weight", "bias"}
 
 
 @pytest.mark.usefixtures("coarse_products")
@@ -318,11 +327,10 @@ def test_answers_of_a_jacobian_are_precise_where_a_gpu_multiplies_coarsely():
 def test_settings_of_precision_are_restored_after_an_exception_and_by_the_last_of_two():
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-    with pytest.raises(KeyError), full_precision(GPU):
-        with full_precision(GPU):
-            pass
+    with full_precision(GPU):
+        with pytest.raises(KeyError), full_precision(GPU):
+            raise KeyError
         assert (matmul.fp32_precision, conv.fp32_precision) == ("ieee", "ieee")
-        raise KeyError
     assert (matmul.fp32_precision, conv.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision) == before
     torch.backends.fp32_precision = "tf32"
     try:

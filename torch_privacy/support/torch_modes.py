@@ -127,7 +127,7 @@ def _is_coarse_on_cpu() -> bool:
 
 
 def product_rounding(device: torch.device) -> float:
-    """Returns the relative rounding of factors in the user's own float32 products, if the settings allow any; else 0."""
+    """Returns the relative rounding of factors in the user's own float32 products, if settings allow it; else 0."""
     if device.type == "cpu":
         return COARSE_EPS if _is_coarse_on_cpu() else 0.0
     return COARSE_EPS if any(getattr(*setting) in ("tf32", "bf16", True) for setting in _precision_settings()) else 0.0
