@@ -98,7 +98,8 @@ def check_rule(where: str, name: str, rule: Any) -> ClippingRule:
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """Returns ``min(1, clip_norm / norm)``, and 0 where the norm is not finite."""
-    return _or_zero((clip_norm / in_sum_dtype(norms)).clamp(max=1))
+    factors = (clip_norm / in_sum_dtype(norms)).clamp(max=1)
+    return torch.where(factors >= torch.finfo(factors.dtype).tiny, factors, 0)  # also where it is NaN
 
 
 def vectors_changed(relation: NeighboringRelation) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
+from ..ops.linear import Linear, OuterProducts
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
 from .plan import Budget, held_bytes, least_bytes
 
@@ -77,18 +78,18 @@ class Block:
         return self.rearranged and not self.rounds and len(self.ops) <= 1
 
     @property
-    def small_rows(self) -> Rows | None:
-        """Returns its rows if they are those of the parameter itself and few enough to be joined with others."""
-        if len(self.ops) == 1 and self.direct and not self.rounds and not self.estimated:
-            (op,) = self.ops
-            if isinstance(op, Rows) and op.values.numel() <= SMALL:
-                return op
-        return None
+    def answers_jointly(self) -> bool:
+        """True if it is cheaper to answer for it together with other blocks: few rows, or outer products."""
+        if len(self.ops) != 1 or not self.direct or self.rounds or self.estimated:
+            return False
+        op = self.ops[0]
+        kind = type(op)
+        return (kind is Rows and op.values.numel() <= SMALL) or (kind is Linear and op.is_short_outer_product)
 
     @property
     def least_bytes(self) -> int:
         """Returns the bytes that must be held of it until the clipped sum."""
-        if self.stands_alone and self.small_rows is None:
+        if self.stands_alone and not self.answers_jointly:
             return least_bytes(self.ops[0])
         return sum(map(held_bytes, self.ops))
 
@@ -116,10 +117,10 @@ class Block:
 
     def reduce(self, budget: Budget, native: NativeSum) -> None:
         """Computes the norms of a block that stands alone, and keeps no more than the budget allows."""
-        if self.small_rows is not None:
+        (op,) = self.ops
+        if self.answers_jointly and (type(op) is Rows or not budget.may_drop):
             self.hold(budget)
             return  # norms are computed for many such blocks together
-        (op,) = self.ops
         choice = budget.choose(op)
         self.held = choice.held
         if choice.keeps == "rows":
@@ -242,40 +243,53 @@ class Block:
         return torch.stack(pushed)
 
 
-class JoinedRows:
-    """The small rows of several blocks, side by side: one product answers for all of them.
+class JoinedBlocks:
+    """Blocks that answer together, because for small ones every call of torch costs more than its arithmetic.
 
     Args:
-        blocks: of one Jacobian; those with small rows are joined if there are several, all of one type and device.
+        blocks: of one Jacobian; those that answer jointly are joined if there are several, all of one type
+            and on one device.
     """
 
     def __init__(self, blocks: Sequence[Block]):
-        small = [block for block in blocks if block.small_rows is not None]
-        rows = [block.ops[0].rows().unsqueeze(-1) for block in small]  # also of a scalar
-        joins = len(small) > 1 and len({(values.dtype, values.device) for values in rows}) == 1
-        self.blocks = small if joins else []
-        self._values = torch.cat([values.flatten(1) for values in rows], 1) if joins else torch.empty(0, device="cpu")
+        joint = [block for block in blocks if block.answers_jointly]
+        joins = len(joint) > 1 and len({(block.ops[0].dtype, block.weight.device) for block in joint}) == 1
+        self.blocks = joint if joins else []
         self._ids = {id(block) for block in self.blocks}
+        self._of_rows = [block for block in self.blocks if type(block.ops[0]) is Rows]
+        self._of_outer = [block for block in self.blocks if type(block.ops[0]) is Linear]
+        rows = [block.ops[0].rows().unsqueeze(-1).flatten(1) for block in self._of_rows]  # also of a scalar
+        self._rows = torch.cat(rows, 1) if rows else None
+        outer: list[Any] = [block.ops[0] for block in self._of_outer]
+        self._outer = OuterProducts(outer) if outer else None
 
     def __contains__(self, block: Block) -> bool:
         return id(block) in self._ids
 
     def squared_norms(self) -> Tensor:
         """Returns (n,), over all of the blocks."""
-        return squared_lengths(self._values)
+        parts = [] if self._rows is None else [squared_lengths(self._rows)]
+        if self._outer is not None:
+            parts.append(self._outer.squared_norms())
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the name of each block's parameter with Jᵀ c in it."""
-        if self.blocks:
-            sums = (c.to(self._values) @ self._values).split([block.weight.numel() for block in self.blocks])
-            for block, part in zip(self.blocks, sums, strict=True):
+        if self._rows is not None:
+            sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])
+            for block, part in zip(self._of_rows, sums, strict=True):
                 yield block.names[0], part.view(block.weight.shape)
+        if self._outer is not None:
+            for number, total in self._outer.weighted_sums(c.to(self._of_outer[0].ops[0].b)):
+                yield self._of_outer[number].names[0], total
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields the products (n,) of the rows with one direction in each weight."""
-        if self.blocks:
-            v = [direction(block.weight.shape, self._values.device).flatten() for block in self.blocks]
-            yield self._values @ torch.cat(v).to(self._values.dtype)
+        if self._rows is not None:
+            v = [direction(block.weight.shape, self._rows.device).flatten() for block in self._of_rows]
+            yield self._rows @ torch.cat(v).to(self._rows.dtype)
+        for block in self._of_outer:
+            yield from block.project_on(direction)
 
 
 def disjoint(blocks: list[Block]) -> bool:

@@ -56,11 +56,12 @@ class Call:
     uses: tuple[Use, ...]
     versions: list[tuple[Tensor, int]]
     place: int = 0  # hash of the place in the code
+    size: int = 0  # bytes of inputs that are kept for the backward, and of the output
 
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
         """Returns a cut: a tensor whose entries ``func`` moves as the data say, so that its gradient is measured."""
-        return Call(CUT + getattr(func, "__name__", ""), output, (), (), [], place)
+        return Call(CUT + getattr(func, "__name__", ""), output, (), (), [], place, output.size)
 
     @property
     def is_cut(self) -> bool:
@@ -83,12 +84,6 @@ class Call:
     @property
     def shape(self) -> torch.Size:
         return self.output.shape
-
-    @property
-    def size(self) -> int:
-        """Returns the bytes of inputs that are kept for the backward, and of the output."""
-        saved = sum(t.numel() * t.itemsize for use in self.uses for t in use.saved())
-        return saved + self.output.size
 
 
 @dataclass(slots=True)

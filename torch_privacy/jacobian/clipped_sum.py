@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
 NORMAL = nullcontext()
+# Calls with inputs and outputs of at most this many bytes get every b of one backward at once.
+AT_ONCE = 2**24
 LayoutOf = Callable[[int, Tensor | None, Tensor], "AnyLayout"]  # (number of a call, its b, losses)
 OnBlock = Callable[[Block], None]
 Clip = Callable[[Jacobian, str], dict[str, Tensor]]
@@ -168,6 +170,11 @@ def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> O
         raise Refused(f"{error} Used with parameter {', '.join(map(repr, names))}.") from None
 
 
+def cotangent_of(losses: Tensor, merging: Merging | None) -> Tensor:
+    """Returns (n,), the weight of each loss in its row."""
+    return torch.ones_like(losses) if merging is None else merging.weights().to(losses)
+
+
 class GroupSums:
     """Clips and sums each group of parameters as soon as its last block is complete; then frees the group.
 
@@ -276,28 +283,33 @@ def backward_into(
     losses: Tensor,
     cotangent: Tensor,
     calls: Sequence[Call],
-    deepest: Sequence[bool],
+    deepest: Callable[[], Sequence[bool]],
     *,
     retain_graph: bool = False,
+    at_once: bool = False,
 ) -> None:
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
-    ``deepest`` marks the calls that have no other below them: the backward ends at these.
+    ``deepest`` marks the calls that have no other below them: the backward ends at these. With ``at_once`` every b is
+    held until the end: for small ones that is faster.
     """
-    handles = []
+    if not calls:
+        return
+    handles: list[Any] = []
     try:
-        for number, (call, last) in enumerate(zip(calls, deepest, strict=True)):
-            if not last:
-                hook = _hand_over(sink, number, call.edge.output_nr, losses)
-                handles.append(call.edge.node.register_prehook(hook))
-        ends = [number for number, last in enumerate(deepest) if last]
+        ends = list(range(len(calls))) if at_once else [k for k, last in enumerate(deepest()) if last]
+        if len(ends) < len(calls):
+            streamed = set(range(len(calls))).difference(ends)
+            for number in sorted(streamed):
+                edge = calls[number].edge
+                handles.append(edge.node.register_prehook(_hand_over(sink, number, edge.output_nr, losses)))
         edges = [calls[number].edge for number in ends]
         gradients = torch.autograd.grad(losses, edges, cotangent, retain_graph=retain_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     with torch.no_grad():
-        for number, g in zip(ends, gradients, strict=True):
+        for number, g in zip(reversed(ends), reversed(gradients), strict=True):
             sink.take(number, g, losses)
 
 
@@ -334,8 +346,7 @@ class StreamedRows:
         self._layouts, self._predicted = layouts_by(layouts, merging), None
         if isinstance(layouts, Prediction):
             self._predicted = layouts
-        losses = reached.losses
-        self._cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
+        self._cotangent = cotangent_of(reached.losses, merging)
 
     def clipped_sum(
         self,
@@ -406,8 +417,15 @@ class StreamedRows:
         )
         collector.on_block = sums.add
         places = calls if predicted is None else predicted.calls
-        deepest = self._reached.deepest(places)
-        backward_into(collector, losses, self._cotangent, places, deepest, retain_graph=retain_graph)
+        backward_into(
+            collector,
+            losses,
+            self._cotangent,
+            places,
+            lambda: self._reached.deepest(places),
+            retain_graph=retain_graph,
+            at_once=budget.call_bytes <= AT_ONCE,
+        )
         if check is not None:
             check.conclude()
         return sums.sums

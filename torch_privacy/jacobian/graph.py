@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -19,16 +19,12 @@ class Graph:
         assert losses.grad_fn is not None
         self.root: Node = losses.grad_fn
         self.children: dict[Node, list[Node]] = {}
-        self._parents: dict[Node, list[Node]] = {}
-        stack = [self.root]
+        stack, found = [self.root], self.children
         while stack:
             node = stack.pop()
-            if node in self.children:
-                continue
-            children = self.children[node] = _children(node)
-            for child in children:
-                self._parents.setdefault(child, []).append(node)
-            stack += children
+            if node not in found:
+                children = found[node] = [n for n, _ in node.next_functions if n is not None]
+                stack += children
 
     def nodes(self) -> Iterator[Node]:
         """Yields all nodes, starting with that of the losses."""
@@ -56,14 +52,23 @@ class Graph:
 
     def above(self, nodes: Collection[Node]) -> set[Node]:
         """Returns the nodes that have one of ``nodes`` strictly below them."""
-        stack = [parent for node in nodes for parent in self._parents.get(node, ())]
+        parents = self._parents
+        stack = [parent for node in nodes for parent in parents.get(node, ())]
         found: set[Node] = set()
         while stack:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack += self._parents.get(node, ())
+                stack += parents.get(node, ())
         return found
+
+    @cached_property
+    def _parents(self) -> dict[Node, list[Node]]:
+        parents: dict[Node, list[Node]] = {}
+        for node, children in self.children.items():
+            for child in children:
+                parents.setdefault(child, []).append(node)
+        return parents
 
 
 def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:

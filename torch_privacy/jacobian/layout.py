@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops import AnyLayout, Layout, Ragged
-from .codes import fresh_generator
+from .codes import system_seed
 from .filled import FilledTensors
 from .measure import Measurement, NamesOf, OnLayout
 from .prediction import Expected, Irregular
@@ -58,7 +59,7 @@ class Layouts:
         self._batches: Counter[bool] = Counter()
         self._verified: Counter[tuple[tuple, bool]] = Counter()
         self._footprints: dict[tuple[int, bool], Footprint] = {}
-        self._generator = fresh_generator()
+        self._random = random.Random(system_seed())
         self.filled = FilledTensors()
         self._paths: dict[int, list[tuple[Sizes, int]]] = {}  # program -> sizes first seen on each path, its number
         self._numbers = count()
@@ -128,7 +129,7 @@ class Layouts:
 
     def spot_check_is_due(self) -> bool:
         """True if this batch was drawn at random to measure again what is known."""
-        return not torch.randint(SPOT_CHECK, (), generator=self._generator, device="cpu")
+        return not self._random.randrange(SPOT_CHECK)
 
     # What batches show
 

@@ -15,7 +15,7 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
 from ..support.torch_modes import exact
-from .blocks import Block, Direction, JoinedRows, disjoint
+from .blocks import Block, Direction, JoinedBlocks, disjoint
 from .norms import chunk_size
 from .plan import choices
 
@@ -39,7 +39,7 @@ class Jacobian:
         self._all = parameters  # also those of other columns, which lie behind the same weights
         self._parameters = parameters
         self._blocks = blocks
-        self._joined_rows: JoinedRows | None = None
+        self._joined_blocks: JoinedBlocks | None = None
         self._estimates: Tensor | None = None  # squared norms (n,) of whole rows, in place of the exact ones
 
     @property
@@ -67,9 +67,10 @@ class Jacobian:
         total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         separate, joint = self._split(wanted)
         joined = self._joined
-        if joined.blocks and len(joined.blocks) == sum([block.small_rows is not None for block in separate]):
+        others = [block for block in separate if block not in joined]
+        if joined.blocks and len(others) + len(joined.blocks) == len(separate):
             total += joined.squared_norms().to(total.device)
-            separate = [block for block in separate if block.small_rows is None]
+            separate = others
         for block in separate:
             total += block.first_squared_norms().to(total.device)
         if joint:
@@ -81,7 +82,7 @@ class Jacobian:
         """Computes norms again where a Gram matrix was inaccurate."""
         separate, _ = self._split(set(self._parameters if names is None else names))
         for block in separate:
-            if block.small_rows is None:
+            if not block.answers_jointly:
                 block.settle()
 
     @exact
@@ -220,10 +221,10 @@ class Jacobian:
     # How blocks are put together
 
     @property
-    def _joined(self) -> JoinedRows:
-        if self._joined_rows is None:
-            self._joined_rows = JoinedRows(self._blocks)
-        return self._joined_rows
+    def _joined(self) -> JoinedBlocks:
+        if self._joined_blocks is None:
+            self._joined_blocks = JoinedBlocks(self._blocks)
+        return self._joined_blocks
 
     @property
     def _sum_dtype(self) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -65,10 +66,15 @@ def held_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.itemsize
     if isinstance(value, Op):
-        return sum(held_bytes(getattr(value, field.name)) for field in fields(value))  # type: ignore[arg-type]
+        return sum([held_bytes(getattr(value, name)) for name in _fields_of(type(value))])
     if isinstance(value, (tuple, list)):
         return sum(map(held_bytes, value))
     return 0
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
 
 
 class Budget:
@@ -88,7 +94,7 @@ class Budget:
     def __init__(self, limit: float, activations: float, least: float, call_bytes: int, parameters: int):
         self._limit = limit * max(activations, parameters) if limit <= 100 else limit
         self._least = least
-        self._activations, self._call_bytes = activations, max(call_bytes, 1)
+        self._activations, self.call_bytes = activations, max(call_bytes, 1)
         self._passed, self._held, self._least_to_come = 0, 0, least
 
     @property
@@ -104,7 +110,7 @@ class Budget:
         """Returns the fastest choice that fits, counting what must still be held; else the one that holds least."""
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
-        left = self._activations * max(0.0, 1 - self._passed / self._call_bytes)
+        left = self._activations * max(0.0, 1 - self._passed / self.call_bytes)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
         if self.may_drop:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -45,12 +46,14 @@ class CallFinder:
         stack, above = [graph.root], {graph.root: graph.root}
         while stack:
             node = stack.pop()
-            self._check(node, above[node])
-            if node in by_node:
-                reached += by_node[node]
-                following = [n for call in by_node[node] for n in call.inputs]
-            else:
+            if node in self._unknown or _may_be_refused(type(node)):
+                self._check(node, above[node])
+            calls = by_node.get(node)
+            if calls is None:
                 following = graph.following(node)
+            else:
+                reached += calls
+                following = [n for call in calls for n in call.inputs]
             for n in following:
                 if n not in above:
                     above[n] = node
@@ -78,6 +81,12 @@ class CallFinder:
             )
         if isinstance(node, BackwardCFunction) and node.name().startswith("CheckpointFunction"):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
+
+
+@cache
+def _may_be_refused(kind: type) -> bool:
+    """True for the types of nodes that `CallFinder` looks at: leaves, and custom functions."""
+    return kind.__name__ == "AccumulateGrad" or issubclass(kind, BackwardCFunction)
 
 
 def _advice(node: Node) -> str:

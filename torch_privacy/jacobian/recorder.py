@@ -409,8 +409,11 @@ class Recorder(TorchFunctionMode):
     def _add_call(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
         if saves_elsewhere():
             self._saved_elsewhere = True
-        versions = [(t, t._version) for use in uses for t in (*use.saved(), use.weight)]
-        call = Call(op, output_of(y), inputs, uses, versions, self.code.place)
+        saved = [t for use in uses for t in use.saved()]
+        versions = [(t, t._version) for t in (*saved, *[use.weight for use in uses])]
+        output = output_of(y)
+        size = output.size + sum([t.numel() * t.itemsize for t in saved])
+        call = Call(op, output, inputs, uses, versions, self.code.place, size)
         self._calls.append(call)
         if y._base is not None and call.output.part is None and call.edge == edge_of(y):
             where = y.stride(), int(y.storage_offset())

@@ -20,7 +20,17 @@ from ..support.torch_modes import without_autocast
 from ..support.validate import Refused
 from .blocks import Block
 from .calls import Call, Reached
-from .clipped_sum import Clip, Collector, NormEstimates, Observe, StreamedRows, backward_into, layouts_by, make_op
+from .clipped_sum import (
+    Clip,
+    Collector,
+    NormEstimates,
+    Observe,
+    StreamedRows,
+    backward_into,
+    cotangent_of,
+    layouts_by,
+    make_op,
+)
 from .codes import Rounding
 from .graph import Graph, saved_bytes
 from .layout import Footprint, Layouts, Merging, kind_of_call
@@ -105,7 +115,7 @@ class Tape(Recorder):
             if not len(losses):
                 return Jacobian(0, losses.dtype, self.parameters, [])
             kinds = [kind_of_call(call) for call in reached.calls]
-            layouts = self._find_layouts(reached, torch.ones_like(losses))
+            layouts = self._find_layouts(reached)
             verify = verify and self.measured and not self.layouts.verified(kinds, len(losses))
             retain_graph = retain_graph or verify
             try:
@@ -168,8 +178,8 @@ class Tape(Recorder):
         with without_autocast(losses.device.type):
             if not len(losses):
                 return self._sum_of_none(losses, groups, clip)
-            kinds = [kind_of_call(call) for call in reached.calls]
             layouts = self._layouts_for_sum(reached, groups, memory_budget, merging)
+            kinds = [kind_of_call(call) for call in reached.calls] if self.measured else []
             unverified = self.measured and not self.layouts.verified(kinds, len(losses))
 
             def clipped(layouts: Sequence[AnyLayout] | Prediction) -> dict[str, Tensor]:
@@ -198,13 +208,11 @@ class Tape(Recorder):
         self, reached: Reached, groups: Mapping[str, Sequence[str]], memory_budget: float, merging: Merging | None
     ) -> Sequence[AnyLayout] | Prediction:
         """Returns the layouts; a prediction only if the backward that sums can also confirm it."""
-        losses = reached.losses
-        cotangent = torch.ones_like(losses) if merging is None else merging.weights().to(losses)
-        layouts = self._find_layouts(reached, cotangent)
-        budget = self._budget(reached, memory_budget)
-        if isinstance(layouts, Prediction) and (
-            len(groups) > 1 or budget.wants_second_backward or not self._may_keep_graph(reached)
-        ):
+        layouts = self._find_layouts(reached, merging)
+        if not isinstance(layouts, Prediction):
+            return layouts
+        wants_second = self._budget(reached, memory_budget).wants_second_backward
+        if len(groups) > 1 or wants_second or not self._may_keep_graph(reached):
             return self._confirm(reached, layouts)
         return layouts
 
@@ -305,11 +313,11 @@ class Tape(Recorder):
 
     # The layouts
 
-    def _find_layouts(self, reached: Reached, cotangent: Tensor) -> Sequence[AnyLayout] | Prediction:
+    def _find_layouts(self, reached: Reached, merging: Merging | None = None) -> Sequence[AnyLayout] | Prediction:
         """Returns the layouts of the calls' outputs, or a prediction of them from earlier batches. The graph stays.
 
         It is a prediction if the data or a new path may change the layouts: the coded backwards are then made, and the
-        backward to come, with this cotangent, must confirm it.
+        backward to come must confirm it.
         """
         layouts, n, calls = self.layouts, len(reached.losses), reached.calls
         places = reached.places
@@ -318,7 +326,7 @@ class Tape(Recorder):
         unseen = self._moved_unseen or (self._moved and reached.graph.has_custom_functions())
         if known is not None and n > 1 and (unseen or reached.cuts):
             if unseen or not reached.cuts_are_near():
-                return self._predict(reached, calls, known[: len(calls)], cotangent)
+                return self._predict(reached, calls, known[: len(calls)], merging)
             if self._cuts_hold(reached, known[len(calls) :]):
                 return known[: len(calls)]
         elif known is not None:
@@ -332,15 +340,15 @@ class Tape(Recorder):
             places = places if expected is not None else calls
             expected = expected or layouts.expect(calls, self._names_of, n)
             if expected is not None:
-                return self._predict(reached, places, expected, cotangent)
+                return self._predict(reached, places, expected, merging)
         return self._measure(reached)
 
     def _predict(
-        self, reached: Reached, places: Sequence[Call], expected: Sequence[Expected], cotangent: Tensor
+        self, reached: Reached, places: Sequence[Call], expected: Sequence[Expected], merging: Merging | None
     ) -> Prediction:
         """Returns the prediction of these layouts, with the coded backwards made."""
         self.measured = True
-        n = len(reached.losses)
+        n, cotangent = len(reached.losses), cotangent_of(reached.losses, merging)
         prediction = Prediction(places, expected, cotangent, Rounding.of(reached.dtypes()))
         is_new, least = self.layouts.footprint(reached.path, n) is None, 0.0
         activations = self._activations(reached) if is_new else 0
@@ -352,7 +360,7 @@ class Tape(Recorder):
 
         for k, coded in enumerate(prediction.coded):
             sink = _CodedSink(prediction, k, add_least if k == 0 else None)
-            backward_into(sink, reached.losses, coded, places, reached.deepest(places), retain_graph=True)
+            backward_into(sink, reached.losses, coded, places, lambda: reached.deepest(places), retain_graph=True)
         if is_new:
             self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
         return prediction
@@ -361,8 +369,10 @@ class Tape(Recorder):
         """Returns predicted layouts, confirmed by an additional backward; or measured ones, if they are wrong."""
         sink = _PlainSink(prediction)
         try:
-            deepest = reached.deepest(prediction.calls)
-            backward_into(sink, reached.losses, prediction.cotangent, prediction.calls, deepest, retain_graph=True)
+            calls = prediction.calls
+            backward_into(
+                sink, reached.losses, prediction.cotangent, calls, lambda: reached.deepest(calls), retain_graph=True
+            )
             prediction.conclude()
         except Disagreement:
             return self._measure(reached)

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._base import Method, Op
-from .dense import product
+from .dense import PIECE, product
 from .gram import norms_from_gram, squares_of_factor
+
+STACKED = 2**15  # numbers in the factors of an op, up to which copies are cheaper than calls of torch
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ class Linear(Op):
             Method("rows", Linear.rows, flops=2 * n * t * d * e, floats=n * d * e, rows=True),
         ]
 
+    @property
+    def is_short_outer_product(self) -> bool:
+        """True if every row is the outer product of two vectors whose norms are sums of few squares."""
+        return self.x.shape[1] == 1 and max(self.x.shape[2], self.b.shape[2]) < 2 * PIECE
+
     def rows(self) -> Tensor:
         return product(self.b.mT, self.x)
 
@@ -88,6 +98,51 @@ class Linear(Op):
 
     def _rows_norms(self) -> Tensor:
         return self.rows().square().sum((1, 2))
+
+
+class OuterProducts:
+    """Ops with short outer products that answer together; small ones of equal shapes are stacked into one tensor.
+
+    Args:
+        ops: with one position for each example, and of one type.
+    """
+
+    def __init__(self, ops: Sequence[Linear]):
+        alike: dict[Any, list[int]] = {}
+        for k, op in enumerate(ops):
+            small = op.x.numel() + op.b.numel() <= STACKED
+            alike.setdefault((op.x.shape, op.b.shape) if small else k, []).append(k)
+        self._numbers = [*alike.values()]
+        self._groups = [
+            (_stacked([ops[k].x for k in numbers]), _stacked([ops[k].b for k in numbers])) for numbers in self._numbers
+        ]
+
+    def squared_norms(self) -> Tensor:
+        """Returns (n,), the sum over the ops of ``‖b‖² ‖x‖²``; like `squares_of_factor`, it counts lost underflow."""
+        x, b = zip(*self._groups, strict=True)
+        squares = torch.cat([torch.linalg.vector_norm(factor, dim=2) for factor in (*x, *b)]).square_()
+        sizes = tuple(factor.shape[2] for factor in (*x, *b) for _ in range(len(factor)))
+        squares += _lost_squares(sizes, squares.dtype, squares.device)
+        of_x, of_b = squares.split(len(sizes) // 2)
+        return (of_x * of_b).sum(0)
+
+    def weighted_sums(self, c: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields the number of each op with its Jᵀ c."""
+        c = c[:, None]
+        for (x, b), numbers in zip(self._groups, self._numbers, strict=True):
+            totals = b.mT @ (x * c) if x.shape[2] < b.shape[2] else (b * c).mT @ x
+            yield from zip(numbers, totals, strict=True)
+
+
+@lru_cache
+def _lost_squares(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns (count, 1), what sums of so many squares may lose to underflow."""
+    return torch.tensor(sizes, dtype=dtype, device=device)[:, None] * torch.finfo(dtype).tiny
+
+
+def _stacked(factors: list[Tensor]) -> Tensor:
+    """Returns factors (n, 1, d) as (count, n, d)."""
+    return factors[0].transpose(0, 1) if len(factors) == 1 else torch.stack([factor.squeeze(1) for factor in factors])
 
 
 @dataclass(frozen=True)
