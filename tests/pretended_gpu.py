@@ -173,7 +173,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         out = _BY_HAND.get(name, func)(*args_there, **kwargs_there)
     if call.to_host or not (call.onto_us or call.ours):
         return out
-    out = _wrapped(out)
+    out = (_wrapped(out[0]), out[1]) if name == "_pack_padded_sequence" else _wrapped(out)  # sizes stay on the CPU
     return return_and_correct_aliasing(func, tuple(args), dict(kwargs), out) if call.ours else out
 
 
