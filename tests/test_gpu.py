@@ -266,6 +266,13 @@ def test_a_settled_step_waits_for_the_gpu_twice(case):
     assert found[-1] == found[-2] == expected
 
 
+def test_norms_and_sums_on_a_gpu_add_in_a_fixed_order():
+    with watched() as log:
+        trained(GPU, "transformer", clipping=tp.PerLayer(0.5))
+    assert log.ops["index_put_"]
+    assert not [op for op in log.ops if op.startswith(("index_add", "scatter_add"))]
+
+
 # What a GPU computes with 10 bits
 
 

@@ -279,8 +279,8 @@ class _EmbeddingAndResidual(Summation):
         whole = self._squared_norms(jacobian.first_squared_norms)
         finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if finite.device.type != "cpu":  # one wait for all that must be known before the sum
-            known = ({group: torch.where(finite, t, 0) for group, t in part.items()} for part in (inside, whole))
-            a, c = self._weigh(jacobian, w, *known, finite)
+            of_finite = [{group: torch.where(finite, t, 0) for group, t in part.items()} for part in (inside, whole)]
+            a, c = self._weigh(jacobian, w, of_finite[0], of_finite[1], finite)
             all_finite, *longest = torch.stack([finite.double().min(), *(b.longest() for b in self._bounds)]).tolist()
             if all_finite:
                 self._longest = longest

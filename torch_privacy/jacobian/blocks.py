@@ -280,7 +280,8 @@ class JoinedBlocks:
             for block, part in zip(self._of_rows, sums, strict=True):
                 yield block.names[0], part.view(block.weight.shape)
         if self._outer is not None:
-            for number, total in self._outer.weighted_sums(c.to(self._of_outer[0].ops[0].b)):
+            first = self._of_outer[0]
+            for number, total in self._outer.weighted_sums(c.to(first.weight.device, first.ops[0].dtype)):
                 yield self._of_outer[number].names[0], total
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:

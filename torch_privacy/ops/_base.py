@@ -177,6 +177,13 @@ class Use(ABC):
         return ()
 
 
+def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Adds rows (m, ..) in place to those of ``total`` with these indices (m,): on a GPU always in the same order."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)  # CUDA sorts; its index_add_ adds atomically, in any order
+
+
 def is_half(tensor: Tensor) -> bool:
     """Returns True if a tensor is in half precision."""
     return tensor.dtype in (torch.float16, torch.bfloat16)
