@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+DEVICE ?=
 BIN := $(VENV)/bin
 # Silences an advertisement of the theme, not a warning about these pages.
 export NO_MKDOCS_2_WARNING := 1
@@ -16,8 +17,8 @@ help:  ## show this list
 train: $(VENV)/.train  ## train on the Adult data privately; ARGS="--epsilon 2" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
 
-test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU
+	$(BIN)/python -m pytest $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)

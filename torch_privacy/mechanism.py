@@ -122,12 +122,14 @@ class BoundCheck:
         """Notes the factors and norms (rows,) of the rows in one group of parameters."""
         self._squares[group] = (factors.double() * norms.double()).square()
 
-    def check(self) -> None:
-        """Refuses a row that is longer than ``largest_norm``; called after all groups were noted."""
+    def longest(self) -> Tensor:
+        """Returns the norm of the longest clipped row so far, a number on the rows' device; 0 if there are none."""
         squares = torch.stack([*self._squares.values()]).sum(0)
-        if not len(squares):
-            return
-        bound, longest = self._rule.largest_norm(), float(squares.max().sqrt())
+        return squares.max().sqrt() if len(squares) else squares.sum()
+
+    def check(self, longest: float | None = None) -> None:
+        """Refuses a row longer than ``largest_norm``; called after all groups, with their `longest` if it was read."""
+        bound, longest = self._rule.largest_norm(), float(self.longest()) if longest is None else longest
         if not longest <= bound * (1 + ROUNDING):  # also refuses NaN
             raise Refused(
                 f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, but "
@@ -282,7 +284,7 @@ class ClippedSum(Mechanism):
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         complete = sums_or_zeros(sums, parameters)
         if isinstance(self.rule, Adaptive):
-            complete[COUNT] = sums.get(COUNT, torch.zeros(1))
+            complete[COUNT] = sums.get(COUNT, torch.zeros(1, device="cpu"))
         return complete
 
     def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
@@ -316,24 +318,26 @@ class _ClippedSummation(Summation):
         self._rule, self.merging, self._views = rule, merging, views
         self._non_finite: set[int] = set()
         self._bound_check = BoundCheck(rule)
+        self._longest: float | None = None  # of the clipped rows, if it was read from the device already
 
     @property
     def num_left_out(self) -> int:
         if self.merging is None:
             return len(self._non_finite)
-        left_out = torch.isin(self.merging.assignment, torch.tensor(sorted(self._non_finite)))
+        left_out = torch.isin(self.merging.assignment, self.merging.assignment.new_tensor(sorted(self._non_finite)))
         return int(left_out.sum()) // self._views
 
     @torch.no_grad()
     def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
-        norms = jacobian.squared_norms().sqrt()
-        count = {COUNT: self._rule.count(norms).reshape(1).cpu()} if isinstance(self._rule, Adaptive) else {}
-        factors, kept = self._factors_of_finite(norms, group)
-        return (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors) | count
+        if hasattr(jacobian, "measured_sum") and jacobian.device.type != "cpu":
+            return self._sum_before_reading(jacobian, group)
+        factors, kept, count = self._weigh(jacobian, group)
+        sums = (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors)
+        return sums if count is None else sums | {COUNT: count}
 
     @torch.no_grad()
     def compute_factors(self, jacobian: Any, group: str) -> None:
-        self._factors_of_finite(jacobian.squared_norms().sqrt(), group)
+        self._weigh(jacobian, group)
 
     @torch.no_grad()
     def responses(
@@ -346,6 +350,45 @@ class _ClippedSummation(Summation):
         finite = squares.isfinite()
         products, squares = (torch.where(finite, part.double(), 0) for part in (products, squares))
         return factors * products / stddev**2, factors.square() * squares / stddev**2
+
+    def _sum_before_reading(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        """Returns the sum where a factor of 0 leaves a row out: the host waits once, afterwards, for all to be checked.
+
+        The rule has one group and no count, because other rules have no price with estimated norms.
+        """
+        norms = jacobian.first_squared_norms().sqrt()
+        finite = norms.isfinite()
+        norms = torch.where(finite, norms, 0)
+        factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
+        self._note(group, factors, norms)
+        sums, measured = jacobian.measured_sum(factors)
+        asked = torch.cat([finite.double(), self._bound_check.longest().double()[None], measured]).tolist()
+        self._longest = asked[len(norms)]
+        self._non_finite.update(k for k, is_finite in enumerate(asked[: len(norms)]) if not is_finite)
+        jacobian.judge(sums, asked[len(norms) + 1 :])
+        return sums
+
+    def _weigh(self, jacobian: Any, group: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the factors, the indices of the finite rows as `_factors_of_finite` does, and the count, if wanted.
+
+        The host waits for a GPU once, for all that it must know before the sum; if some norm is not finite or must be
+        computed again, a few more times.
+        """
+        norms = jacobian.first_squared_norms().sqrt()
+        if norms.device.type != "cpu":
+            finite = norms.isfinite()
+            known = torch.where(finite, norms, 0)
+            factors = checked_factors(self._rule, known, group)
+            self._note(group, factors, known)
+            counts = [self._rule.count(norms)] if isinstance(self._rule, Adaptive) else []
+            asked = [finite.all(), self._bound_check.longest(), *counts]
+            read = torch.stack([number.double() for number in asked]).cpu()
+            if read[0]:
+                self._longest = float(read[1])
+                return factors, None, read[2:].to(counts[0].dtype) if counts else None
+            self._longest, norms = None, jacobian.squared_norms().sqrt()
+        count = self._rule.count(norms).reshape(1).cpu() if isinstance(self._rule, Adaptive) else None
+        return *self._factors_of_finite(norms, group), count
 
     def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
         """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""
@@ -366,7 +409,7 @@ class _ClippedSummation(Summation):
         self._bound_check.note(group, factors, norms)
 
     def check_bound(self) -> None:
-        self._bound_check.check()
+        self._bound_check.check(self._longest)
 
 
 def merging_of_views(size: int, views: int) -> Merging | None:

@@ -106,7 +106,7 @@ def test_more_iterations_come_closer_to_the_leading_directions(monkeypatch):
     assert left[2] < 1.05 * best
     monkeypatch.setattr(_anchors, "KEPT_BYTES", 0)
     again = explicit(tp.AnchorSubspace(x, 12, 1, power_iterations=4, labels=labels).basis(model))
-    torch.testing.assert_close(again, v, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(again.T @ again, v.T @ v, rtol=1e-9, atol=1e-10)  # the same space
 
 
 @pytest.mark.parametrize(("rows_kept", "forwards"), [(1682, 1), (1681, 3), (522, 3), (0, 3)])
@@ -121,7 +121,8 @@ def test_gradients_of_small_groups_are_kept_as_far_as_they_fit(monkeypatch, rows
     restricted = tp.Jacobian.restricted
     monkeypatch.setattr(_anchors, "KEPT_BYTES", 20 * 8 * rows_kept)
     monkeypatch.setattr(tp.Jacobian, "restricted", lambda self, names: made.append(names) or restricted(self, names))
-    torch.testing.assert_close(explicit(subspace.basis(model)), expected, rtol=1e-9, atol=1e-10)
+    found = explicit(subspace.basis(model))
+    torch.testing.assert_close(found.T @ found, expected.T @ expected, rtol=1e-9, atol=1e-10)  # the same space
     assert len(counted) == forwards
     again = {1682: 0, 1681: 1, 522: 1, 0: 4}[rows_kept]  # groups recomputed in every further iteration
     assert len(made) == 4 + 2 * again
@@ -182,8 +183,8 @@ def test_a_sketched_start_is_as_good_as_a_dense_normal_one():
     spectrum = torch.logspace(0, -2, 60)
     g = u * spectrum @ v.T
     b = RandomStart(4000, 20, generator(), g).coordinates((g[:, :1500], g[:, 1500:])).T @ g
-    basis = orthonormalize(b, generator()).matrix()
-    normal = orthonormalize((g @ torch.randn(4000, 20)).T @ g, generator()).matrix()
+    basis = orthonormalize({"": b}, generator())[""].matrix()
+    normal = orthonormalize({"": (g @ torch.randn(4000, 20)).T @ g}, generator())[""].matrix()
     left, by_normal, best = (
         (g - g @ basis.T @ basis).norm(),
         (g - g @ normal.T @ normal).norm(),
@@ -198,7 +199,7 @@ def test_orthonormalize_keeps_badly_conditioned_directions(decades):
     torch.set_default_dtype(torch.float32)
     u = torch.linalg.qr(torch.randn(9000, 30).double())[0]
     mixed = torch.linalg.qr(torch.randn(30, 30).double())[0] * torch.logspace(0, -decades, 30).double() @ u.T
-    v = orthonormalize(1e-12 * mixed.float(), generator()).matrix()
+    v = orthonormalize({"": 1e-12 * mixed.float()}, generator())[""].matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (v.double() @ u).norm() ** 2 == pytest.approx(30, abs=0.05)
 
@@ -209,7 +210,8 @@ def test_combinations_of_rows_in_chunks_are_orthonormal_and_span_those_of_the_wh
     u, v = (torch.linalg.qr(torch.randn(size, 30).double())[0] for size in (80, 9000))
     g = (1e-6 * (u * torch.logspace(0, -decades, 30).double()) @ v.T).float()
     rows = [(part[:, :100], part[:, 100:]) for part in g.split(32)]
-    found = orthonormal_combinations(rows, RandomStart(9000, 30, generator(), g), generator()).matrix()
+    start = {"": RandomStart(9000, 30, generator(), g)}
+    found = orthonormal_combinations({"": rows}, start, generator())[""].matrix()
     torch.testing.assert_close(found @ found.T, torch.eye(30), rtol=0, atol=2e-6)
     assert (found.double() @ v).norm() ** 2 == pytest.approx(30, abs=0.05)
 
@@ -217,7 +219,7 @@ def test_combinations_of_rows_in_chunks_are_orthonormal_and_span_those_of_the_wh
 def test_combinations_of_zeros_have_no_direction():
     rows = [(torch.zeros(5, 3), torch.zeros(5, 40))]
     start = RandomStart(43, 4, generator(), rows[0][0])
-    assert orthonormal_combinations(rows, start, generator()).matrix().shape == (0, 43)
+    assert orthonormal_combinations({"": rows}, {"": start}, generator())[""].matrix().shape == (0, 43)
 
 
 def test_directions_that_their_sketch_misjudges_become_orthonormal_as_well():
@@ -231,7 +233,7 @@ def test_directions_that_their_sketch_misjudges_become_orthonormal_as_well():
     vectors[0] = missed + 0.03 * torch.randn(400)
     assert sketch(vectors[:1]).norm() < 0.1 * vectors[0].norm()
     span = torch.linalg.qr(vectors.double().T)[0].T
-    v = orthonormalize(vectors, generator()).matrix()
+    v = orthonormalize({"": vectors}, generator())[""].matrix()
     torch.testing.assert_close(v @ v.T, torch.eye(5), rtol=0, atol=2e-6)
     torch.testing.assert_close((v.double() @ span.T).norm() ** 2, torch.tensor(5.0).double(), rtol=0, atol=1e-5)
 

@@ -257,9 +257,10 @@ class FactoredNorms(Estimates):
         """Raises unless the sketch agrees with projections, on two examples of each of the first batches."""
         if not self.forms.needs_check(names):
             return
-        some = torch.randperm(factored.num_examples, generator=fresh_generator())[:2]
+        some = torch.randperm(factored.num_examples, generator=fresh_generator(), device="cpu")[:2]
         shorter = min(factored.matrix[:2])
-        t = torch.randn(len(factored.directions), shorter, generator=fresh_generator()).to(factored.directions)
+        t = torch.randn(len(factored.directions), shorter, generator=fresh_generator(), device="cpu")
+        t = t.to(factored.directions)
         if not factored.select(some.to(t.device)).is_true(t):
             raise Refused(
                 f"Sketched: the sketch of parameter {', '.join(map(repr, names))} is not that of its rows. This is a "

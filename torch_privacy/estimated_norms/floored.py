@@ -23,6 +23,7 @@ from ..jacobian.blocks import Block
 from ..jacobian.norms import squared_norms
 from ..jacobian.operator import Jacobian
 from ..ops import Op
+from ..ops._base import add_at
 from ..ops.conv import Conv, by_group
 from ..ops.embedding import TiedEmbedding
 from ..ops.gram import lengths
@@ -58,7 +59,9 @@ def _(op: Bilinear) -> Tensor:
 @norm_bounds.register
 def _(op: RoutedLinear) -> Tensor:
     terms = lengths(op.x) * lengths(op.b)
-    return terms.new_zeros(len(terms), op.num_experts).scatter_add_(1, op.experts, terms).norm(dim=1)
+    places = op.experts + op.num_experts * torch.arange(len(terms), device=terms.device)[:, None]
+    total = add_at(terms.new_zeros(len(terms) * op.num_experts), places.flatten(), terms.flatten())
+    return total.view(len(terms), op.num_experts).norm(dim=1)
 
 
 @norm_bounds.register

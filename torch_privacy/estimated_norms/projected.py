@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from ..support.replay import RandomState
+from ..support.torch_modes import full_precision
 from ..support.validate import Refused, one_of
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
@@ -68,6 +69,11 @@ class SketchedJacobian:
         return len(self._kept)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the rows."""
+        return self._losses.device
+
+    @property
     def shapes(self) -> dict[str, torch.Size]:
         """Name and shape of every parameter."""
         return {name: p.shape for name, p in self._parameters.items()}
@@ -76,17 +82,28 @@ class SketchedJacobian:
         """Returns estimates of the rows' squared norms, (n,)."""
         return self._estimates[self._kept]
 
+    first_squared_norms = squared_norms  # no Gram matrix, so nothing is computed twice
+
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. Frees the graph."""
+        total, measured = self.measured_sum(c)
+        self.judge(total, measured.tolist())
+        return total
+
+    def measured_sum(self, c: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the same without waiting for a GPU, and what `judge` must know. A weight of 0 leaves a row out."""
         c = torch.zeros_like(self._losses).index_put((self._kept,), c.to(self._losses))
         total = vjp(self._losses, self._parameters, c, retain_graph=False)
-        self._check.compare(total, c)
-        return total
+        return total, self._check.measure(total, c)
+
+    def judge(self, total: Mapping[str, Tensor], measured: Sequence[float]) -> None:
+        """Raises unless the sum agrees with the projections, and is finite."""
+        self._check.judge(total, measured)
 
     def check_single_rows(self) -> None:
         """Raises unless the sum of all rows, and two rows drawn at random, agree with the projections."""
         n, finite = len(self._losses), bool(self._estimates.isfinite().all())
-        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
         single = [
             torch.zeros_like(self._losses).index_fill(0, torch.tensor(i, device=self._losses.device), 1) for i in some
         ]
@@ -315,6 +332,10 @@ class ProjectedRecording(TorchFunctionMode):
         if self._projector.needs_backends:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)
+        context.enter_context(self._full_precision())  # rounding would change the distribution of the estimates
+
+    def _full_precision(self) -> AbstractContextManager:
+        return full_precision(next(iter(self.parameters.values())).device)
 
     def _prefetch_tangents(self, call: ForwardCall) -> None:
         strategy = self._projector.strategy
@@ -361,11 +382,14 @@ class ProjectedRecording(TorchFunctionMode):
         self._check_reached(graph, set(may_miss))
         if self._projector.is_new(graph, len(losses)):
             self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
-        jacobian = self._projector.jacobian(losses, self.parameters, self._calls, self._directions, self._prefetched)
         (label,) = groups  # `SketchedSum` accepts no rule with several groups
-        if observe is not None:
-            observe(jacobian, label)
-        return {} if clip is None else clip(jacobian, label)
+        with self._full_precision():
+            jacobian = self._projector.jacobian(
+                losses, self.parameters, self._calls, self._directions, self._prefetched
+            )
+            if observe is not None:
+                observe(jacobian, label)
+            return {} if clip is None else clip(jacobian, label)
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
         leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}

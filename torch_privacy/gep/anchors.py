@@ -46,8 +46,8 @@ def random_labels(batch: Any, outputs: Tensor, generator: torch.Generator) -> Te
             f"random labels need outputs (m, ..., classes) with at least 2 classes; the model's have {got}. Pass "
             "labels= and loss= as in the model's training."
         )
-    labels = torch.randint(outputs.shape[-1], outputs.shape[:-1], generator=generator)
-    return labels.to(outputs.device)
+    labels = torch.randint(outputs.shape[-1], outputs.shape[:-1], generator=generator, device="cpu")
+    return labels.to(outputs.device, non_blocking=True)
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -237,20 +237,18 @@ class Anchors:
         for left in reversed(range(iterations)):
             made = self._gradients(model, tensors, step, columns, excluded=set(kept))
             products = self._product(_keep_some(made, to_keep, kept), directions)
-            for group in self.groups:
-                if group in products:
-                    orthonormal[group] = orthonormalize(products.pop(group), draw)
-                else:
-                    rows = kept[group] if left else kept.pop(group)
-                    orthonormal[group] = orthonormal_combinations(rows, directions[group], draw)
-                    del rows
-            directions = orthonormal
+            rows, kept = kept, kept if left else {}
+            found = orthonormalize(products, draw) | orthonormal_combinations(rows, directions, draw)
+            directions = orthonormal = {group: found[group] for group in self.groups}
         return Basis(columns, orthonormal)
 
     def _random_basis(self, draw: torch.Generator) -> Basis:
-        drawn = {g: torch.randn(self.quotas[g], size, generator=draw) for g, size in self._sizes.items()}
+        drawn = {
+            group: torch.randn(self.quotas[group], size, generator=draw, device="cpu").to(self._like)
+            for group, size in self._sizes.items()
+        }
         columns = {g: Columns({name: self._shapes[name] for name in names}) for g, names in self.groups.items()}
-        return Basis(columns, {group: orthonormalize(v.to(self._like), draw) for group, v in drawn.items()})
+        return Basis(columns, orthonormalize(drawn, draw))
 
     def _groups_to_keep(self) -> set[str]:
         """Returns the groups, largest first, with anchor gradients that fit in memory."""
@@ -287,7 +285,7 @@ class Anchors:
         groups = {group: names for group, names in self.groups.items() if group not in excluded}
         if not groups:
             return
-        order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step))
+        order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step), device="cpu")
         chosen = order[: self._setting.count].sort().values
         for number, part in enumerate(chosen.split(self._setting.chunk_size)):
             jacobian = self._jacobian(model, tensors, part, (step, number))
@@ -304,7 +302,8 @@ class Anchors:
         draw = BatchRequest(examples.numpy(), 1, seed)
         batch = self._fetch.collate(self._fetch.items(draw), draw)
         seed_random_numbers(seed)  # for dropout
-        batch = tree_map(lambda t: t.to(self._like.device) if isinstance(t, Tensor) else t, batch)
+        there = self._like.device
+        batch = tree_map(lambda t: t.to(there, non_blocking=True) if isinstance(t, Tensor) else t, batch)
         with Tape(tensors.trained, tensors.constants, self._layouts, len(examples)) as tape:
             outputs = _forward(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
         labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
@@ -359,4 +358,8 @@ def _forward(model: nn.Module, inputs: Any) -> Any:
 def _finite(rows: Rows) -> Rows:
     """Returns the rows, with zeros for every example that has an entry that is not finite."""
     finite = torch.stack([part.sum(1).isfinite() for part in rows]).all(0)
-    return rows if finite.all() else [torch.where(finite[:, None], part, 0) for part in rows]
+    return (
+        rows
+        if finite.device.type == "cpu" and finite.all()
+        else [torch.where(finite[:, None], part, 0) for part in rows]
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class EmbeddedSum(Mechanism):
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
         total = basis.expand(coordinates)
         for name, residual in release.items():
-            total[name] = residual + total[name]
+            total[name] = residual + total[name].to(residual.device)
         return {name: part.div_(self.expected_batch_size) for name, part in total.items()}
 
     def explain(self) -> str:
@@ -225,8 +225,11 @@ class _EmbeddingAndResidual(Summation):
         self.basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
         self._bounds: list[BoundCheck] = []
+        self._longest: list[float] | None = None  # of the rows of each bound, if they were read already
         self._left_out = 0
-        self._finite = torch.ones(0, dtype=torch.bool)  # the rows of the last group that were clipped and summed
+        self._finite = torch.ones(
+            0, dtype=torch.bool, device="cpu"
+        )  # the rows of the last group that were clipped and summed
 
     @property
     def num_left_out(self) -> int:
@@ -244,7 +247,8 @@ class _EmbeddingAndResidual(Summation):
     ) -> tuple[Tensor, Tensor]:
         count = jacobian.num_examples
         jacobian, w, a, c = self._clip(jacobian)
-        products, squares = torch.zeros(2, jacobian.num_examples, dtype=torch.float64)
+        device = next(iter(w.values())).device
+        products, squares = torch.zeros(2, jacobian.num_examples, dtype=torch.float64, device=device)
         for label, part in w.items():
             key, factors = self._keys[label], a[label].double() / stddevs[self._keys[label]]
             products += factors * (part @ release[key].to(part)).double() / stddevs[key]
@@ -272,28 +276,52 @@ class _EmbeddingAndResidual(Summation):
         """Returns the finite rows, their embeddings, and the clip factors of embeddings and residuals by group."""
         w = {group: self.basis.embed(jacobian, group) for group in self.basis.groups}
         inside = {group: part.double().square().sum(1) for group, part in w.items()}
-        whole = {}
-        if self._residual is not None:
-            whole = {group: jacobian.squared_norms(names).double() for group, names in self.basis.groups.items()}
-        finite = self._finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
+        whole = self._squared_norms(jacobian.first_squared_norms)
+        finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
+        if finite.device.type != "cpu":  # one wait for all that must be known before the sum
+            of_finite = [{group: torch.where(finite, t, 0) for group, t in part.items()} for part in (inside, whole)]
+            a, c = self._weigh(jacobian, w, of_finite[0], of_finite[1], finite)
+            all_finite, *longest = torch.stack([finite.double().min(), *(b.longest() for b in self._bounds)]).tolist()
+            if all_finite:
+                self._longest = longest
+                return jacobian, w, a, c
+            self._bounds, whole = [], self._squared_norms(jacobian.squared_norms)
+            finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if not finite.all():
             kept = finite.nonzero().flatten()
             self._left_out = len(finite) - len(kept)
             jacobian = jacobian.select(kept)
             w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
+        return jacobian, w, *self._weigh(jacobian, w, inside, whole, finite)
+
+    def _squared_norms(self, of: Callable[[tuple[str, ...]], Tensor]) -> dict[str, Tensor]:
+        """Returns the squared norms of the rows in each group of the subspace, if residuals are wanted."""
+        groups = {} if self._residual is None else self.basis.groups
+        return {group: of(names).double() for group, names in groups.items()}
+
+    def _weigh(
+        self,
+        jacobian: Jacobian,
+        w: Mapping[str, Tensor],
+        inside: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor],
+        finite: Tensor,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+        """Returns the clip factors of embeddings and residuals by group, from squared norms of embeddings and rows."""
+        self._finite = finite
         a = self._factors(self._embedding, inside)
         self._note("embedding", a, finite)
         if self._residual is None:
-            return jacobian, w, a, None
+            return a, None
         slack = {group: _slack(jacobian.rounding(names), w[group]) for group, names in self.basis.groups.items()}
         outside = {group: (whole[group] - inside[group]).clamp(min=0) + slack[group] * whole[group] for group in w}
         c = self._factors(self._residual, outside)
         self._note("residual", c, finite)
-        return jacobian, w, a, c
+        return a, c
 
     def check_bound(self) -> None:
-        for bound in self._bounds:
-            bound.check()
+        for number, bound in enumerate(self._bounds):
+            bound.check(None if self._longest is None else self._longest[number])
 
     def _factors(self, part: ReleasedSum, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._bounds.append(BoundCheck(part.rule))
@@ -301,8 +329,10 @@ class _EmbeddingAndResidual(Summation):
 
     def _note(self, part: str, factors: Mapping[str, Tensor], finite: Tensor) -> None:
         for group, values in factors.items():
-            zeros = torch.zeros(len(finite), dtype=values.dtype, device=values.device)
-            self.factors[f"{part} {group}"] = zeros.masked_scatter(finite, values)
+            if len(values) < len(finite):
+                zeros = torch.zeros(len(finite), dtype=values.dtype, device=values.device)
+                values = zeros.masked_scatter(finite, values)
+            self.factors[f"{part} {group}"] = values
 
     def _residual_sum(self, jacobian: Jacobian, w: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns Σᵢ cᵢ gᵢ - Vᵀ Σᵢ cᵢ wᵢ by name."""
@@ -312,7 +342,7 @@ class _EmbeddingAndResidual(Summation):
         for groups in self._residual.members.values():
             names = [name for group in groups for name in self.basis.groups[group]]
             total |= jacobian.restricted(names).weighted_sum(c[groups[0]])
-        return {name: part - inside[name] for name, part in total.items()}
+        return {name: part - inside[name].to(part.device) for name, part in total.items()}
 
 
 def _slack(rounding: float, embedding: Tensor) -> float:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops._base import CHUNK_FLOATS
-from ..support.torch_modes import without_autocast
+from ..support.torch_modes import full_precision, without_autocast
 
 OVERSAMPLING = 16  # entries of a count sketch per direction
 MAX_PASSES = 5  # over directions until they are orthonormal; one or two suffice
@@ -30,7 +30,7 @@ class CountSketch:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self.width = min(p, OVERSAMPLING * k)
-        self._signs = (torch.randint(0, 2, (p,), generator=generator) * 2 - 1).to(like.device, like.dtype)
+        self._signs = _like(torch.randint(0, 2, (p,), generator=generator, device="cpu") * 2 - 1, like)
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, width)."""
@@ -54,7 +54,7 @@ class RandomStart:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self._sketch = CountSketch(p, k, generator, like)
-        self._directions = torch.randn(self._sketch.width, k, generator=generator).to(like.device, like.dtype)
+        self._directions = _like(torch.randn(self._sketch.width, k, generator=generator, device="cpu"), like)
 
     def coordinates(self, parts: Sequence[Tensor]) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, k)."""
@@ -92,51 +92,81 @@ class OrthonormalBasis:
 
 
 @torch.no_grad()
-def orthonormalize(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
-    """Returns orthonormal directions that span the vectors (k, p), overwriting them; there may be fewer than k.
+def orthonormalize(vectors: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, OrthonormalBasis]:
+    """Returns orthonormal directions that span each group's vectors (k, p), overwriting them; there may be fewer.
 
     Whitens by the Gram matrix, T V with T = Λ^-½ Qᵀ: first by the Gram matrix of sketched vectors, which is cheap and
     computed in float64, then by that of the vectors themselves, until their lengths are alike; the last T remains a
-    factor. Directions that are shorter than rounding errors are dropped.
+    factor. Directions that are shorter than rounding errors are dropped. Eigenvalues are computed on the CPU, for all
+    groups at once, so that the host waits for a GPU once for each pass.
 
     Guarantees:
-        - The Gram matrix of the directions is the identity up to 1e-6 in float32.
+        - The Gram matrix of a group's directions is the identity up to 1e-6 in float32.
         - Never NaN for finite vectors; there may be no direction.
 
     Source: Cholesky QR, twice, with randomized preconditioning (Balabanov 2022, arXiv:2210.09953); here by
         eigenvalues, so that no rank is assumed.
     """
-    with without_autocast(vectors.device.type):
-        return _orthonormalized(vectors, generator)
+    if not vectors:
+        return {}
+    device = next(iter(vectors.values())).device
+    with without_autocast(device.type), full_precision(device):
+        return _orthonormalized(dict(vectors), generator)
 
 
-def _orthonormalized(vectors: Tensor, generator: torch.Generator) -> OrthonormalBasis:
-    largest = _max_magnitude(vectors)
-    if not largest > 0:
-        return _empty_basis(vectors)
-    sketched = CountSketch(vectors.shape[1], len(vectors), generator, vectors)(vectors.div_(largest))
-    mixing, _ = _whitening(_gram(sketched.double()), _least_of_sketch(vectors.dtype))
-    return _polished(_mix_in_place(mixing.to(vectors.dtype), vectors))
+def _orthonormalized(vectors: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, OrthonormalBasis]:
+    scales: dict[str, Tensor] = {}
+    grams: dict[str, Tensor] = {}
+    for group, v in vectors.items():
+        scales[group] = _max_magnitude(v)
+        v.div_(torch.where(scales[group] > 0, scales[group], 1))
+        grams[group] = _gram(CountSketch(v.shape[1], len(v), generator, v)(v).double())
+    mixing = _mixing_by_sketches(scales, grams, {group: v.dtype for group, v in vectors.items()})
+    mixed = {group: _mix_in_place(_like(t, vectors[group]), vectors[group]) for group, t in mixing.items()}
+    return {group: _empty_basis(v) for group, v in vectors.items()} | _polished(mixed)
 
 
 @torch.no_grad()
 def orthonormal_combinations(
-    rows: Sequence[Sequence[Tensor]], directions: RandomStart | OrthonormalBasis, generator: torch.Generator
-) -> OrthonormalBasis:
-    """Returns orthonormal directions that span ``Eᵀ G`` with ``E = G Vᵀ``, for rows G given chunk by chunk in parts.
+    rows: Mapping[str, Sequence[Sequence[Tensor]]],
+    directions: Mapping[str, RandomStart | OrthonormalBasis],
+    generator: torch.Generator,
+) -> dict[str, OrthonormalBasis]:
+    """Returns, for each group, directions that span ``Eᵀ G`` with ``E = G Vᵀ``, for rows G chunk by chunk in parts.
 
     E is whitened before the product, by a sketch of it: that spares a pass over the k directions, and rounds less.
     Guarantees: those of `orthonormalize`.
     """
-    with without_autocast(rows[0][0].device.type):
-        e = torch.cat([directions.coordinates(parts) for parts in rows]).double()
-        p, like, largest = sum([part.shape[1] for part in rows[0]]), rows[0][0], _max_magnitude(e)
-        if not largest > 0:
-            return _empty_basis(like.new_empty(0, p))
-        sketch = CountSketch(p, e.shape[1], generator, like)
-        sketched = e.div_(largest).mT @ torch.cat([sketch(*parts) for parts in rows]).double()
-        mixing, _ = _whitening(_gram(sketched), _least_of_sketch(like.dtype))
-        return _polished(_combined((e @ mixing.mT).to(like.dtype), rows, p))
+    if not rows:
+        return {}
+    likes = {group: chunks[0][0] for group, chunks in rows.items()}
+    sizes = {group: sum([part.shape[1] for part in chunks[0]]) for group, chunks in rows.items()}
+    device = next(iter(likes.values())).device
+    with without_autocast(device.type), full_precision(device):
+        es, scales, grams = {}, {}, {}
+        for group, chunks in rows.items():
+            e = es[group] = torch.cat([directions[group].coordinates(parts) for parts in chunks]).double()
+            scales[group] = _max_magnitude(e)
+            e.div_(torch.where(scales[group] > 0, scales[group], 1))
+            sketch = CountSketch(sizes[group], e.shape[1], generator, likes[group])
+            grams[group] = _gram(e.mT @ torch.cat([sketch(*parts) for parts in chunks]).double())
+        mixing = _mixing_by_sketches(scales, grams, {group: like.dtype for group, like in likes.items()})
+        combined = {
+            group: _combined((es[group] @ _like(t, es[group]).mT).to(likes[group].dtype), rows[group], sizes[group])
+            for group, t in mixing.items()
+        }
+        empty = {group: _empty_basis(like.new_empty(0, sizes[group])) for group, like in likes.items()}
+        return empty | _polished(combined)
+
+
+def _mixing_by_sketches(
+    scales: Mapping[str, Tensor], grams: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """Returns the matrix that whitens each group's sketch, for the groups that are not zero; by one read of a GPU."""
+    on_host = _on_host([*scales.values(), *grams.values()])
+    known = [group for group, scale in zip(scales, on_host, strict=False) if scale > 0]
+    of_group = dict(zip(grams, on_host[len(scales) :], strict=True))
+    return {group: _whitening(of_group[group], _least_of_sketch(dtypes[group]))[0] for group in known}
 
 
 def _combined(e: Tensor, rows: Sequence[Sequence[Tensor]], p: int) -> Tensor:
@@ -148,15 +178,32 @@ def _combined(e: Tensor, rows: Sequence[Sequence[Tensor]], p: int) -> Tensor:
     return total
 
 
-def _polished(vectors: Tensor) -> OrthonormalBasis:
-    """Returns the basis of well-conditioned vectors, which are mixed again as long as they are not."""
-    mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
-    for _ in range(MAX_PASSES - 1):
-        if spread <= WELL_CONDITIONED:
+def _polished(vectors: dict[str, Tensor]) -> dict[str, OrthonormalBasis]:
+    """Returns the basis of each group's vectors, which are mixed again as long as they are not well-conditioned."""
+    found: dict[str, OrthonormalBasis] = {}
+    for passes in range(MAX_PASSES):
+        grams = zip(vectors, _on_host([_gram(v) for v in vectors.values()]), strict=True)
+        whitening = {group: _whitening(gram, _rounding(vectors[group].dtype)) for group, gram in grams}
+        for group, (mixing, _) in whitening.items():
+            found[group] = OrthonormalBasis(vectors[group], _like(mixing, vectors[group]))
+        rough = [group for group, (_, spread) in whitening.items() if spread > WELL_CONDITIONED]
+        if not rough or passes == MAX_PASSES - 1:
             break
-        vectors = _mix_in_place(mixing.to(vectors.dtype), vectors)
-        mixing, spread = _whitening(_gram(vectors), _rounding(vectors.dtype))
-    return OrthonormalBasis(vectors, mixing.to(vectors.dtype))
+        vectors = {g: _mix_in_place(_like(whitening[g][0], vectors[g]), vectors[g]) for g in rough}
+    return found
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors on the CPU; those of a GPU come in one copy, in float64."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return list(tensors)
+    parts = torch.cat([t.double().flatten() for t in tensors]).cpu().split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _like(t: Tensor, vectors: Tensor) -> Tensor:
+    """Returns t with the type and on the device of the vectors, without waiting for a GPU."""
+    return t.to(vectors.device, vectors.dtype, non_blocking=True)
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
 from ..ops.linear import Linear, OuterProducts
-from .norms import chunk_size, projections, rows_and_norms, squared_norms
+from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
 from .plan import Budget, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
@@ -127,7 +127,7 @@ class Block:
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
         else:
-            self.norms = squared_norms(op, choice.method)
+            self.norms = first_squared_norms(op, choice.method)
         if choice.keeps == "nothing":
             self.ops, self.native = [], native
             native.expect(self.names[0])
@@ -150,16 +150,23 @@ class Block:
         """Returns the same block for some of the examples only."""
         if self.dropped:
             raise NothingKept
+        if isinstance(index, Tensor) and index.device != self.weight.device:
+            index = index.to(self.ops[0].device)
         norms = None if self.norms is None else self.norms[index]
         return replace(self, ops=[op.select(index) for op in self.ops], norms=norms)
 
     # Answers
 
-    def squared_norms(self) -> Tensor:
-        """Returns the squared norms (n,) of a block that stands alone."""
-        if self.norms is None:
-            self.norms = squared_norms(self.ops[0])
-        return self.norms
+    def first_squared_norms(self) -> Tensor:
+        """Returns the squared norms (n,) of a block that stands alone; NaN where they must be settled."""
+        return first_squared_norms(self.ops[0]) if self.norms is None else self.norms
+
+    def settle(self) -> None:
+        """Computes the norms of a block that stands alone again where they are NaN, from the rows."""
+        if self.dropped:
+            raise NothingKept
+        if not self.estimated:
+            self.norms = settled(self.ops[0], self.first_squared_norms())
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (n, *shape), the rows in the parameters behind the weight."""
@@ -174,7 +181,7 @@ class Block:
             return {self.names[0]: self.native(c, self.names[0])}
         if self.rounds:
             return self._sum_of_rows(c, parameters)
-        first, *others = (op.weighted_sum(c.to(op.dtype)) for op in self.ops)
+        first, *others = (op.weighted_sum(c.to(op.device, op.dtype)) for op in self.ops)
         total = sum(others, first)
         return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
 
@@ -193,10 +200,10 @@ class Block:
             raise NothingKept
         if self.rounds:  # the rounded rows, because their lengths and projections are compared
             parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
-            found = ([Rows(r).project(v[name].to(r.dtype)) for name, r in rows.items()] for _, rows in parts)
+            found = ([Rows(r).project(v[name].to(r)) for name, r in rows.items()] for _, rows in parts)
             return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
         pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
-        first, *others = (projections(op, pushed.to(op.dtype)) for op in self.ops)
+        first, *others = (projections(op, pushed.to(op.device, op.dtype)) for op in self.ops)
         return sum(others, first)
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
@@ -210,7 +217,7 @@ class Block:
         total: dict[str, Tensor] = {}
         for part, rows in self._rows_in_parts(len(c), parameters):
             for name, of_name in rows.items():
-                add = Rows(of_name).weighted_sum(c[part].to(of_name.dtype))
+                add = Rows(of_name).weighted_sum(c[part].to(of_name))
                 total[name] = total[name] + add if name in total else add
         return total
 
@@ -240,7 +247,7 @@ class Block:
         with torch.enable_grad():
             u = torch.zeros_like(self.weight, requires_grad=True)
             pulled = torch.autograd.grad(self.weight, leaves, u, create_graph=True)
-            directions = zip(*(v[name] for name in self.names), strict=True)
+            directions = zip(*(v[name].to(p.device) for name, p in zip(self.names, leaves, strict=True)), strict=True)
             pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
         return torch.stack(pushed)
 
@@ -249,12 +256,13 @@ class JoinedBlocks:
     """Blocks that answer together, because for small ones every call of torch costs more than its arithmetic.
 
     Args:
-        blocks: of one Jacobian; those that answer jointly are joined if there are several, all of one type.
+        blocks: of one Jacobian; those that answer jointly are joined if there are several, all of one type
+            and on one device.
     """
 
     def __init__(self, blocks: Sequence[Block]):
         joint = [block for block in blocks if block.answers_jointly]
-        joins = len(joint) > 1 and len({block.ops[0].dtype for block in joint}) == 1
+        joins = len(joint) > 1 and len({(block.ops[0].dtype, block.weight.device) for block in joint}) == 1
         self.blocks = joint if joins else []
         self._ids = {id(block) for block in self.blocks}
         self._of_rows = [block for block in self.blocks if type(block.ops[0]) is Rows]
@@ -277,11 +285,12 @@ class JoinedBlocks:
     def weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the name of each block's parameter with Jᵀ c in it."""
         if self._rows is not None:
-            sums = (c.to(self._rows.dtype) @ self._rows).split([block.weight.numel() for block in self._of_rows])
+            sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])
             for block, part in zip(self._of_rows, sums, strict=True):
                 yield block.names[0], part.view(block.weight.shape)
         if self._outer is not None:
-            for number, total in self._outer.weighted_sums(c.to(self._of_outer[0].ops[0].dtype)):
+            first = self._of_outer[0]
+            for number, total in self._outer.weighted_sums(c.to(first.weight.device, first.ops[0].dtype)):
                 yield self._of_outer[number].names[0], total
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:

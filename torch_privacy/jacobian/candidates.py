@@ -165,7 +165,7 @@ def _not_finite(layout: Layout, b: Tensor) -> Tensor:
     """Returns a mask (n,) of the examples with a b that is not finite."""
     first = layout.examples_first(b)
     if not first.numel():
-        return torch.zeros(len(first)) > 0
+        return torch.zeros(len(first), dtype=torch.bool, device="cpu")
     return ~_largest_entry(first.reshape(len(first), -1)).isfinite().cpu()
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..ops._base import is_half
+from ..support.torch_modes import full_precision
 from ..support.validate import Refused
 from .blocks import Block, NothingKept
 from .operator import Jacobian
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
+NORMAL = nullcontext()
 # Calls with inputs and outputs of at most this many bytes get every b of one backward at once.
 AT_ONCE = 2**24
 LayoutOf = Callable[[int, Tensor | None, Tensor], "AnyLayout"]  # (number of a call, its b, losses)
@@ -82,6 +85,7 @@ class Collector:
         native: computes the sum of blocks of which nothing is kept; with a budget only.
         frees_inputs: whether the calls' inputs may be freed.
         estimates: take the place of exact norms.
+        precision: of the products for norms and sums.
     """
 
     def __init__(
@@ -94,8 +98,10 @@ class Collector:
         *,
         frees_inputs: bool = False,
         estimates: NormEstimates | None = None,
+        precision: AbstractContextManager = NORMAL,
     ):
         self._native, self._frees_inputs, self._estimates = native, frees_inputs, estimates
+        self._precision = precision
         self.blocks: list[Block] = []
         self._calls, self._layouts, self._sources = calls, layouts, sources
         self._budget = budget
@@ -106,6 +112,10 @@ class Collector:
         self._sharing = Counter(name for names in self.names for name in names)
 
     def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        with self._precision:  # not the backward itself, which is the user's
+            self._take(number, g, like)
+
+    def _take(self, number: int, g: Tensor | None, like: Tensor) -> None:
         if number >= len(self._calls):
             self._layouts(number, g, like)
             return
@@ -361,7 +371,8 @@ class StreamedRows:
         try:
             dropping = budget()
             dropping.may_drop = True
-            return self._run(groups, clip, dropping, retain_graph=True)
+            with full_precision(self._reached.losses.device):  # both backwards, which must give the same b
+                return self._run(groups, clip, dropping, retain_graph=True)
         except NothingKept:  # some rows are to be left out
             return self._run(groups, clip, budget())
 
@@ -391,6 +402,7 @@ class StreamedRows:
             native,
             frees_inputs=not retain_graph,
             estimates=self._estimates,
+            precision=full_precision(losses.device),
         )
         sums = GroupSums(
             groups,

@@ -65,7 +65,7 @@ class Codes:
         self.num_digits = 1
         while self._base**self.num_digits < n:
             self.num_digits += 1
-        self._codes = torch.randperm(self._base**self.num_digits, generator=self._generator)[:n]
+        self._codes = torch.randperm(self._base**self.num_digits, generator=self._generator, device="cpu")[:n]
         self._in_order, self._order = self._codes.sort()
 
     def cotangent(self, k: int) -> Tensor:
@@ -74,7 +74,7 @@ class Codes:
 
     def independent(self) -> Tensor:
         """Returns (n,), random factors that are independent of the codes."""
-        return self.value(torch.randint(self._base, self._codes.shape, generator=self._generator))
+        return self.value(torch.randint(self._base, self._codes.shape, generator=self._generator, device="cpu"))
 
     def value(self, digit: Tensor) -> Tensor:
         """Returns the factor that encodes a digit."""

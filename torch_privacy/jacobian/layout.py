@@ -245,7 +245,7 @@ class Merging:
     @classmethod
     def views(cls, count: int, views: int) -> Merging:
         """Groups the ``views`` consecutive augmentations of each of ``count`` examples."""
-        return cls(torch.arange(count).repeat_interleave(views), count, views)
+        return cls(torch.arange(count, device="cpu").repeat_interleave(views), count, views)
 
     def of_views(self, views: int) -> Merging:
         """Returns the same groups for members with ``views`` consecutive augmentations each."""
@@ -255,7 +255,9 @@ class Merging:
         """Returns the layout of the groups, given that of the members."""
         if self.together is not None and isinstance(layout, Layout):
             return Layout(layout.dim, layout.before, self.count, self.together * layout.after)
-        numbers = torch.cat([self.assignment.cpu(), torch.tensor([-1])])  # -1, no example, maps to -1 as an index
+        numbers = torch.cat(
+            [self.assignment.cpu(), self.assignment.new_tensor([-1], device="cpu")]
+        )  # -1, no example, maps to -1 as an index
         return Ragged(layout.dim, self.count, numbers[layout.owners()])
 
     def weights(self) -> Tensor:

@@ -77,7 +77,7 @@ class Measurement:
 
     def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]]) -> bool:
         """True if one random portion of the calls has the layouts that are known."""
-        portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator()))]
+        portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator(), device="cpu"))]
         self.run(portion)
         regular = {
             number: [option for option in options if isinstance(option, Layout)]

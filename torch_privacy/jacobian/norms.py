@@ -23,9 +23,25 @@ def cheapest(op: Op) -> Method:
 
 def squared_norms(op: Op, method: Method | None = None) -> Tensor:
     """Returns the squared norms (n,) of an op's rows by a method, by default the cheapest, chunk by chunk."""
+    norms = first_squared_norms(op, method)
+    return norms if norms.device.type == "cpu" else settled(op, norms)
+
+
+def first_squared_norms(op: Op, method: Method | None = None) -> Tensor:
+    """Returns the same without waiting for a GPU: NaN where a Gram matrix is inaccurate, until they are `settled`."""
     method = method or cheapest(op)
     parts = [_norms_of(part, method, method.compute(part)) for part in _chunks(op, method)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def settled(op: Op, norms: Tensor) -> Tensor:
+    """Returns squared norms (n,), with those that are NaN computed from the rows."""
+    unknown = norms.isnan().nonzero().flatten()
+    if not len(unknown):
+        return norms
+    size = chunk_size(len(unknown), len(unknown) * op.shape.numel())
+    found = [_norms_from(op, op.select(some).rows()) for some in unknown.split(size)]
+    return norms.index_copy(0, unknown, torch.cat(found))
 
 
 def rows_and_norms(op: Op, method: Method) -> tuple[Rows, Tensor]:

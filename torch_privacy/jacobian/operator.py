@@ -49,9 +49,17 @@ class Jacobian:
 
     # The three questions
 
-    @exact
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
+        total = self.first_squared_norms(names)
+        if total.device.type != "cpu" and self._estimates is None and total.isnan().any():
+            self._settle(names)
+            total = self.first_squared_norms(names)
+        return total
+
+    @exact
+    def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
+        """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
         if self._estimates is not None:
             assert names is None
             return self._estimates
@@ -61,13 +69,21 @@ class Jacobian:
         joined = self._joined
         others = [block for block in separate if block not in joined]
         if joined.blocks and len(others) + len(joined.blocks) == len(separate):
-            total += joined.squared_norms()
+            total += joined.squared_norms().to(total.device)
             separate = others
         for block in separate:
-            total += block.squared_norms()
+            total += block.first_squared_norms().to(total.device)
         if joint:
             total += self._joint_squared_norms(joint, wanted)
         return total
+
+    @exact
+    def _settle(self, names: tuple[str, ...] | None) -> None:
+        """Computes norms again where a Gram matrix was inaccurate."""
+        separate, _ = self._split(set(self._parameters if names is None else names))
+        for block in separate:
+            if not block.answers_jointly:
+                block.settle()
 
     @exact
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -80,7 +96,7 @@ class Jacobian:
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
         for block in self._blocks:
-            total = total + block.project(directions, self._all)
+            total = total + block.project(directions, self._all).to(total.device)
         return total
 
     @exact
@@ -117,14 +133,14 @@ class Jacobian:
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
         others = (part for block in self._blocks if block not in self._joined for part in block.project_on(direction))
         for part in chain(others, self._joined.project_on(direction)):
-            total = total + part
+            total = total + part.to(total.device)
         return total
 
     @exact
     def squared_bounds(self, bounds: Callable[[Op], Tensor]) -> Tensor:
         """Returns bounds (n,) on the rows' squared norms, from ``bounds`` on the norms of ops that stand alone."""
         separate, joint = self._split(set(self._parameters))
-        squares = [bounds(block.ops[0]).square() for block in separate]
+        squares = [bounds(block.ops[0]).square().to(self._device) for block in separate]
         if joint:
             squares.append(self._joint_squared_norms(joint, set(self._parameters)))
         return torch.stack(squares).sum(0)
@@ -218,7 +234,8 @@ class Jacobian:
 
     @property
     def _device(self) -> torch.device:
-        return next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        """Returns the device of what has one number for each example, wherever the parameters are."""
+        return next((p.device for p in self._all.values()), torch.device("cpu"))
 
     def _used(self) -> set[str]:
         """Returns the parameters that some op used."""
@@ -250,7 +267,8 @@ class Jacobian:
                 for name, part in block.select(slice(i, i + size)).rows(self._all).items():
                     part = in_sum_dtype(part)
                     rows[name] = rows[name] + part if name in rows else part
-            parts.append(torch.stack([Rows(rows[name]).squared_norms() for name in names & wanted]).sum(0))
+            squares = [Rows(rows[name]).squared_norms().to(self._device) for name in names & wanted]
+            parts.append(torch.stack(squares).sum(0))
         return torch.cat(parts)
 
 

@@ -104,11 +104,12 @@ class Prediction:
         """Returns masks (calls, n) of the parts that agree, are not finite in either backward, and are not zero."""
         numbers = list(self._plain)
         if not numbers:
-            empty = torch.ones(0) > 0
+            empty = torch.zeros(0, dtype=torch.bool, device="cpu")
             return empty, empty, empty
         plain, coded = (_stacked([sketches[k] for k in numbers]) for sketches in (self._plain, self._coded[0]))
-        absolute = torch.tensor([self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers])
-        return *self._agree(plain, coded, self._factors[0].double(), absolute.double()[:, None]), plain[:, 1] > 0
+        sizes = [self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers]
+        absolute = torch.tensor(sizes, dtype=torch.float64, device="cpu")[:, None]
+        return *self._agree(plain, coded, self._factors[0].double(), absolute), plain[:, 1] > 0
 
     def _absolute(self, size: float) -> float:
         return self._rounding.absolute * size**0.5
@@ -165,4 +166,4 @@ def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _stacked(sketches: Sequence[Tensor]) -> Tensor:
     """Returns the sketches as (calls, 2, n) in float64."""
     widest = torch.float64 if any(sketch.dtype == torch.float64 for sketch in sketches) else torch.float32
-    return torch.stack([sketch.to(widest) for sketch in sketches]).cpu().double()
+    return torch.stack([sketch.to(sketches[0].device, widest) for sketch in sketches]).cpu().double()

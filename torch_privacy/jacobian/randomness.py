@@ -84,7 +84,9 @@ _MEANS: dict[str, Callable] = {
     "multinomial": lambda func, args, kwargs: args[0].topk(args[1] if len(args) > 1 else kwargs["num_samples"]).indices,
     "normal": _normal,
     "poisson": lambda func, args, kwargs: args[0].clone(),
-    "randperm": lambda func, args, kwargs: (found := func(*args, **kwargs)).copy_(torch.arange(len(found))),
+    "randperm": lambda func, args, kwargs: (found := func(*args, **kwargs)).copy_(
+        torch.arange(len(found), device=found.device)
+    ),
     **dict.fromkeys(("randint", "randint_like", "random_"), _whole_numbers),
     **dict.fromkeys(("randn", "randn_like"), _made(0.0)),
     **dict.fromkeys(("rand", "rand_like"), _made(0.5)),

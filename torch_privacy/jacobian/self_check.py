@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..support.torch_modes import product_rounding
 from ..support.validate import Refused
 from .codes import fresh_generator
 from .layout import Merging
@@ -40,14 +41,17 @@ class RowCheck:
         merging: Merging | None = None,
     ):
         n = len(losses) if merging is None else merging.count
-        some = torch.randperm(n, generator=fresh_generator())[:2].tolist()
+        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
         self._weights = [
             losses.new_ones(n),
             *(losses.new_zeros(n).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
         ]
-        self._tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+        products = product_rounding(losses.device)
+        self._tolerance = max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
-        self._seeds = {name: int(torch.randint(2**62, (), generator=fresh_generator())) for name in parameters}
+        self._seeds = {
+            name: int(torch.randint(2**62, (), generator=fresh_generator(), device="cpu")) for name in parameters
+        }
         self._squares: Tensor | float = 0.0
         self._differences = [self._native(losses, parameters, c, merging) for c in self._weights]
 
@@ -76,7 +80,7 @@ class RowCheck:
         assert isinstance(self._squares, Tensor)
         norms = self._squares.sqrt()
         for c, difference in zip(self._weights, self._differences, strict=True):
-            scale = (c * norms.to(c.dtype)).sum()
+            scale = (c * norms.to(c)).sum()
             if not scale.isfinite():
                 continue
             most = self._tolerance * float(scale)
@@ -130,19 +134,30 @@ class ProjectionCheck:
         Raises:
             Refused: the model's backward is not the derivative of its forward, is not linear, or is undefined.
         """
-        length = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in total.values()))
+        self.judge(total, self.measure(total, c).tolist())
+
+    def measure(self, total: Mapping[str, Tensor], c: Tensor) -> Tensor:
+        """Returns (3,) what `judge` must know: the sum's length, the largest difference, and what it is relative to."""
+        lengths = [torch.linalg.vector_norm(part).double().to(c.device) for part in total.values()]
+        length = torch.stack(lengths).norm()
+        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1).to(c.device) for name, v in self._v.items())
+        used = c != 0
+        projections = torch.where(used[:, None], self._projections.to(c), 0)
+        difference = (ours - c @ projections).abs().max()
+        scale = length + torch.where(used, c * self._norms.to(c), 0).sum()
+        return torch.stack([length, difference.double(), scale.double()])
+
+    def judge(self, total: Mapping[str, Tensor], measured: Sequence[float]) -> None:
+        """Raises as `compare` does."""
+        length, difference, scale = measured
         if not math.isfinite(length) and not all(bool(part.isfinite().all()) for part in total.values()):
             raise Refused(
                 "Sketched: the sum of the clipped gradients is not finite, and with one backward for all examples the "
                 "example that caused it cannot be left out. Keep losses and their gradients finite, e.g. by "
                 "log_softmax in place of log(softmax), or by clamping the model's inputs."
             )
-        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1) for name, v in self._v.items())
-        used = c != 0
-        expected = c[used] @ self._projections[used].to(c)
-        scale = length + float((c[used] * self._norms[used].to(c)).sum())
         tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
-        if not float((ours - expected).abs().max()) <= tolerance * scale:
+        if not difference <= tolerance * scale:
             raise Refused(
                 "Sketched: the model's ordinary gradient is not what its projections say. Possible causes: a custom "
                 "backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "

@@ -74,7 +74,7 @@ def vmapped_jacobian(
     _refuse_batch_norm(where, model)
     num_examples = _num_examples(where, batch)
     rows = _Rows(model, losses_of, tree_map(Tensor.detach, batch), num_examples, chunk_size)
-    return VmappedJacobian(rows, torch.arange(num_examples))
+    return VmappedJacobian(rows, torch.arange(num_examples, device="cpu"))
 
 
 class VmappedJacobian:
@@ -158,7 +158,7 @@ class VmappedJacobian:
             at = ((inside >= 0) & (inside < self._rows.chunk_size)).nonzero().flatten()
             if len(at):
                 rows, index = self._rows(start), inside[at]
-                whole_chunk = torch.equal(index, torch.arange(self._rows.length(start)))
+                whole_chunk = torch.equal(index, torch.arange(self._rows.length(start), device="cpu"))
                 device = self._rows.device
                 yield at.to(device), rows if whole_chunk else {k: r[index.to(device)] for k, r in rows.items()}
 
@@ -175,7 +175,7 @@ class _Rows:
         self._losses = _Losses(model, losses_of)
         self._batch = batch
         self._num_examples = num_examples
-        self._seed = int(torch.randint(2**62, ()))
+        self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._versions = self._losses.versions()
         self._kept: dict[str, Tensor] | None = None
         self._verified = False

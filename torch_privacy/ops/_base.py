@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ class Op(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the op's tensors."""
-        held = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return next(value.device for value in held if isinstance(value, Tensor | Op))
+        return next(value.device for value in vars(self).values() if isinstance(value, (Tensor, Op)))
 
     @abstractmethod
     def methods(self) -> list[Method]:
@@ -119,7 +118,9 @@ class Layout:
 
     def owners(self) -> Tensor:
         """Returns (before·n·after,): the index of the example that each entry along the dimension belongs to."""
-        return torch.arange(self.num_examples).view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+        return (
+            torch.arange(self.num_examples, device="cpu").view(1, -1, 1).expand(self.before, -1, self.after).flatten()
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Ragged:
         """Rearranges (d0, .., size, ..) to (n, d0, .., longest, ..): each example's entries in order, zero-padded."""
         rows = tensor.movedim(self.dim, 0)
         padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-        return padded[self._slots().to(tensor.device)].movedim(1, self.dim + 1)
+        return padded[self._slots().to(tensor.device, non_blocking=True)].movedim(1, self.dim + 1)
 
     def owners(self) -> Tensor:
         """Returns (size,): the index of the example that each entry along the dimension belongs to, or -1."""
@@ -148,8 +149,8 @@ class Ragged:
         counts = torch.bincount(self.owner + 1, minlength=self.num_examples + 1)
         order = self.owner.argsort(stable=True)[int(counts[0]) :]
         longest = max(1, int(counts[1:].max())) if self.num_examples else 1
-        slots = torch.full((self.num_examples, longest), len(self.owner))
-        rank = torch.arange(len(order)) - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
+        slots = torch.full((self.num_examples, longest), len(self.owner), device="cpu")
+        rank = torch.arange(len(order), device="cpu") - (counts[1:].cumsum(0) - counts[1:])[self.owner[order]]
         slots[self.owner[order], rank] = order
         return slots
 
@@ -174,6 +175,13 @@ class Use(ABC):
     def saved(self) -> tuple[Tensor, ...]:
         """Returns the tensors that must not be changed in place before the backward."""
         return ()
+
+
+def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Adds rows (m, ..) in place to those of ``total`` with these indices (m,): on a GPU always in the same order."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)  # CUDA sorts; its index_add_ adds atomically, in any order
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -182,16 +183,21 @@ def reversed_divide(y: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
     yield from divide(y, other, input)
 
 
+def _tensor(value: Any, y: Tensor) -> Tensor:
+    """Returns a tensor as it is, and a number as a tensor beside y."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device=y.device)
+
+
 def where(y: Tensor, condition: Tensor, input: Tensor, other: Tensor) -> Iterator[Use]:
     """Records ``y = input where condition, else other``."""
-    yield ChosenUse(torch.as_tensor(input), condition)
-    yield ChosenUse(torch.as_tensor(other), ~condition)
+    yield ChosenUse(_tensor(input, y), condition)
+    yield ChosenUse(_tensor(other, y), ~condition)
 
 
 def masked_fill(y: Tensor, input: Tensor, mask: Tensor, value: Tensor) -> Iterator[Use]:
     """Records ``y = value where mask, else input``."""
     yield ChosenUse(input, ~mask)
-    yield ChosenUse(torch.as_tensor(value), mask)
+    yield ChosenUse(_tensor(value, y), mask)
 
 
 def cat(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:

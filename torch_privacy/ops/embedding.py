@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.validate import Refused
-from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from ._base import AnyLayout, Method, Op, Use, add_at, in_one_dtype, in_sum_dtype
 from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight
 from .gram import checked_sums
@@ -71,8 +71,7 @@ class Embedding(Op):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         total = self.b.new_zeros(self._vocabulary, self.b.shape[2])
-        total.index_add_(0, self.ids.flatten(), (self.b * c[:, None, None]).flatten(0, 1))
-        return total.view(self.table)
+        return add_at(total, self.ids.flatten(), (self.b * c[:, None, None]).flatten(0, 1)).view(self.table)
 
     def select(self, index: Tensor | slice) -> Embedding:
         return replace(self, ids=self.ids[index], b=self.b[index])
@@ -99,7 +98,7 @@ class Embedding(Op):
         n, _, e = self.b.shape
         slots = slots + count * torch.arange(n, device=slots.device)[:, None]
         total = self.b.new_zeros(n * count, e)
-        return total.index_add_(0, slots.flatten(), self.b.flatten(0, 1)).view(n, count, e)
+        return add_at(total, slots.flatten(), self.b.flatten(0, 1)).view(n, count, e)
 
 
 @dataclass(frozen=True)

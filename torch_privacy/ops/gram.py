@@ -39,9 +39,12 @@ def norms_from_gram(grams: Sequence[Tensor], sizes: Sequence[int], op: Op, twice
 def checked_sums(squares: Tensor, size: Tensor, lost: Tensor | float, op: Op) -> Tensor:
     """Returns the sums ``squares`` (n,); recomputes them from the rows of ``op`` where they may be inaccurate.
 
-    ``size`` is the sum of the terms' magnitudes; ``lost`` bounds the error by underflow.
+    ``size`` is the sum of the terms' magnitudes; ``lost`` bounds the error by underflow. On a GPU, where asking costs a
+    wait for the device, inaccurate ones become NaN, and the caller recomputes those.
     """
     inaccurate = ~(torch.finfo(squares.dtype).eps * size + lost <= GRAM_TOLERANCE * squares)  # also where NaN
+    if squares.device.type != "cpu":
+        return torch.where(inaccurate, torch.nan, squares)
     for some in inaccurate.nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
         if len(some):
             squares[some] = Rows(op.select(some).rows()).squared_norms()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Steps:
         """Yields steps, in reverse order or forward, in chunks with their rows, for rows of ``width`` entries."""
         order = self.order() if forward else self.order()[::-1]
         count = max(1, CHUNK_ENTRIES // max(1, width * self.sizes[0]))
-        starts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
+        starts = [0, *accumulate(self.sizes)]
         for i in range(0, len(order), count):
             steps = order[i : i + count]
             yield steps, slice(starts[min(steps)], starts[max(steps) + 1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._base import AnyLayout, Method, Op, Use, in_one_dtype
+from ._base import AnyLayout, Method, Op, Use, add_at, in_one_dtype
 from .linear import Linear
 
 
@@ -102,7 +102,7 @@ class RoutedLinear(Op):
 def _over_pairs(norms: Callable[[Linear], Tensor]) -> Callable[[RoutedLinear], Tensor]:
     def compute(op: RoutedLinear) -> Tensor:
         owners, _, pairs = op._pairs()
-        return op.b.new_zeros(op.num_examples).index_add_(0, owners, norms(pairs))
+        return add_at(op.b.new_zeros(op.num_examples), owners, norms(pairs))
 
     return compute
 

@@ -75,7 +75,7 @@ class CanaryScores:
         self._entries: dict[str, Tensor] = {}  # (m,) each gradient canary's entry of a parameter
         self._steps: list[tuple[Tensor, Tensor]] = []
         if self.by_releases:
-            self.observed.log_ratio = torch.zeros(self.data.num_canaries, dtype=torch.float64)
+            self.observed.log_ratio = torch.zeros(self.data.num_canaries, dtype=torch.float64, device="cpu")
 
     # Losses
 
@@ -147,7 +147,7 @@ class CanaryScores:
         μ with weights 1 - q and q. For records that disturb each other, the variance is that seen among them.
         """
         unknown = {name: total - self._known[name] if name in self._known else total for name, total in release.items()}
-        products = torch.zeros(self.data.num_canaries, dtype=torch.float64)
+        products = torch.zeros(self.data.num_canaries, dtype=torch.float64, device="cpu")
         squares = torch.zeros_like(products)
         for (first, group), rows in self._rows.items():
             size = rows.num_examples
@@ -159,7 +159,7 @@ class CanaryScores:
         variance = self._variance(projections[signals > 0])
         q = sampling_probability
         exponent = (projections * signals - squares / 2) / variance
-        ratio = torch.logaddexp(torch.tensor(np.log1p(-q) if q < 1 else -np.inf), np.log(q) + exponent)
+        ratio = torch.logaddexp(torch.tensor(np.log1p(-q) if q < 1 else -np.inf, device="cpu"), np.log(q) + exponent)
         assert self.observed.log_ratio is not None
         self.observed.log_ratio += torch.where(signals > 0, ratio, 0)
         if self.keeps_steps:
@@ -190,7 +190,7 @@ class CanaryScores:
         entries = {name: part[chosen] for name, part in self._entries_of(parameters).items()}
         with torch.enable_grad(), tape:
             values = [F.embedding(part, parameters[name].reshape(-1, 1)).squeeze(1) for name, part in entries.items()]
-            return length * torch.stack(values).sum(0)
+            return length * torch.stack([value.to(values[0].device) for value in values]).sum(0)
 
     def _entries_of(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._entries:
@@ -199,8 +199,9 @@ class CanaryScores:
         large = [name for name, p in parameters.items() if p.numel() >= m]
         if large:
             self._entries = {
-                name: torch.randperm(parameters[name].numel(), generator=generator)[:m].to(parameters[name].device)
-                for name in large
+                name: torch.randperm(p.numel(), generator=generator, device="cpu")[:m].to(p.device)
+                for name, p in parameters.items()
+                if name in large
             }
             return self._entries
         total = sum(p.numel() for p in parameters.values())

@@ -747,7 +747,7 @@ class PrivateTraining:
                 p.grad = None
         gradient = self._mechanism.gradient(release)
         for name, p in parameters.items():
-            p.grad = gradient[name].to(p.dtype)
+            p.grad = gradient[name].to(p)
             if name in self._padding:  # the gradient of padding is noise alone
                 p.grad[self._padding[name]] = 0
         del release, gradient

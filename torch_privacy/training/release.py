@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -115,8 +115,8 @@ class Releases:
         digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
         digest.update(self.indices(step).tobytes())
         tag = Poly1305(self.secret(b"fingerprint", step))
-        for total in release.values():
-            tag.update(total.view(-1).cpu().view(torch.uint8).numpy().data)
+        for part in _bytes_of(release.values()):
+            tag.update(part.numpy().data)
         digest.update(tag.finalize())
         return digest.hexdigest()
 
@@ -134,3 +134,14 @@ class Releases:
                 "this training or from the same state: the difference of the two would have no noise. Go on with that "
                 "training, or begin a new one, with the releases so far as prior_releases."
             )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the bytes of each tensor on the CPU, in order; those of one GPU come in one copy, for which it waits."""
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    gathered: dict[torch.device, Iterator[Tensor]] = {}
+    for device in {part.device for part in parts if part.device.type != "cpu"}:
+        there = [part for part in parts if part.device == device]
+        gathered[device] = iter(torch.cat(there).cpu().split([len(part) for part in there]))
+    for part in parts:
+        yield next(gathered[part.device]) if part.device in gathered else part

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ class WeightMarks:
         for name, p in parameters.items():
             view = _sampled(p)
             self._views.setdefault((view.dtype, view.device), []).append((name, view))
+        devices = {device for _, device in self._views}
+        self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
+        self._late: tuple[Tensor, Tensor] | None = None  # step after which entries had changed, -1 if none; which had
         self.renew()
 
     def renew(self) -> None:
@@ -48,15 +51,33 @@ class WeightMarks:
         now = self._present_entries()
         if self._are_in_place() and all(map(torch.equal, now, self._entries)):
             return []
-        moved = {
+        elsewhere = {
             name
             for (name, p), address in zip(self._parameters.items(), self._addresses, strict=True)
             if p.data_ptr() != address
         }
-        for views, entries, before in zip(self._views.values(), now, self._entries, strict=True):
-            sizes = [len(view) for _, view in views]
-            parts = zip(views, entries.split(sizes), before.split(sizes), strict=True)
-            moved |= {name for (name, _), part, old in parts if not torch.equal(part, old)}
+        return self._names_of([a != b for a, b in zip(now, self._entries, strict=True)], elsewhere)
+
+    def look(self, step: int) -> None:
+        """Notes what has changed, for `seen_late`, without reading it; on one device only."""
+        changed = torch.cat([a != b for a, b in zip(self._present_entries(), self._entries, strict=True)])
+        first, which = self._late or (torch.full((), -1, device=changed.device), torch.zeros_like(changed))
+        is_first = changed.any() & (first < 0)
+        self._late = torch.where(is_first, step, first), torch.where(is_first, changed, which)
+
+    def seen_late(self) -> tuple[int, list[str]]:
+        """Returns the first step after which `look` noted changes, and the names; -1 and none if it did not."""
+        if self._late is None:
+            return -1, []
+        first, which = self._late
+        return int(first), self._names_of(which.split([len(entries) for entries in self._entries]))
+
+    def _names_of(self, changed: Sequence[Tensor], others: Collection[str] = ()) -> list[str]:
+        """Returns the names, in order, of the parameters with changed entries, and the others."""
+        moved = set(others)
+        for views, of_kind in zip(self._views.values(), changed, strict=True):
+            parts = of_kind.cpu().split([len(view) for _, view in views])
+            moved |= {name for (name, _), part in zip(views, parts, strict=True) if part.any()}
         return [name for name in self._parameters if name in moved]
 
     def untouched(self) -> bool:
@@ -128,36 +149,44 @@ class WeightGuard:
     def moved_otherwise(self, steps_made: int) -> str:
         """Returns when other code was first seen to have moved the weights; empty if it did not."""
         if self._marks is not None and not self._moved_otherwise:
-            moved = self._marks.moved()
-            if moved:
-                self._moved_otherwise = f"first seen after step {steps_made}, in {moved[0]!r}"
+            step, moved = self._marks.seen_late()
+            self._note(*((step, moved) if moved else (steps_made, self._marks.moved())))
         return self._moved_otherwise
+
+    def _note(self, step: int, moved: list[str]) -> bool:
+        if moved and not self._moved_otherwise:
+            self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
+        return bool(moved)
 
     def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
         """Makes the training's own step, which must move the weights."""
-        moved = self.moved_otherwise(steps_made)
-        if self._marks is None or not self._marks.holds(parameters):
-            self._marks = WeightMarks(parameters)
-        elif moved:
-            self._marks.renew()
+        marks = self._marks
+        if marks is None or not marks.holds(parameters):
+            self.moved_otherwise(steps_made)
+            marks = self._marks = WeightMarks(parameters)
+        elif marks.asks_late:
+            marks.look(steps_made)
+            marks.renew()
+        elif self._note(steps_made, marks.moved()):
+            marks.renew()
         else:
-            self._marks.renew_versions()
+            marks.renew_versions()
         self._is_own_step = True
         try:
             optimizer.step()
         except BaseException:  # the weights may be moved in part, by this step
-            self._marks.renew()
+            marks.renew()
             raise
         finally:
             self._is_own_step = False
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if self._marks.untouched() and any(rates):
+        if marks.untouched() and any(rates):
             raise Refused(
                 f"PrivateTraining: {type(optimizer).__name__}.step() made no update, like a wrapper that "
                 "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
                 "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
             )
-        self._marks.renew()
+        marks.renew()
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_own_step:
