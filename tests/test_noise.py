@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_privacy.noise import ChunkMemory, Noise, box_muller, key_from_test_seed
+from torch_privacy.noise import Noise, key_from_test_seed
 
 MILLION = 10**6
 DRAWS = {  # the same million numbers, in differently shaped tensors
