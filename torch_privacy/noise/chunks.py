@@ -76,7 +76,7 @@ def places_of(where: str, tensors: Mapping[str, Tensor], places: Mapping[str, in
     for (first, size, name), (other, _, other_name) in pairwise(ordered):
         if other < first + size:
             raise ValueError(
-                f"{where}: places {first} to {first + size - 1} of {name!r} and {other} of {other_name!r} overlap: both "
-                "would have the same noise. Give every number of a step a place of its own."
+                f"{where}: places {first} to {first + size - 1} of {name!r} and {other} of {other_name!r} overlap: "
+                "both would have the same noise. Give every number of a step a place of its own."
             )
     return places

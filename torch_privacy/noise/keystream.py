@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-KEY_BYTES = 32
+KEY_BYTES, MAX_STEP = 32, 2**64 - 1
 WORD = np.dtype("<i8")
-_PLACE_BITS = 15
+_PLACE_BITS = np.uint64(15)
 _ZEROS = memoryview(bytes(2**20))
 
 
@@ -29,17 +29,23 @@ class Keystream:
     def words(self, step: int, first: int, count: int, memory: bytearray) -> np.ndarray:
         """Returns one word for each of ``count`` places from ``first`` on: (count,) int64, in this memory.
 
-        The memory has room for ``8 count + 32`` bytes.
+        The memory has room for ``8 count + 32`` bytes; ``count`` is at most 131,000.
         """
         skip = first % 2
         counter = ((step << 64) + first // 2).to_bytes(16, "big")
-        Cipher(self._aes, modes.CTR(counter)).encryptor().update_into(_ZEROS[: 8 * (count + skip)], memory)
+        zeros = _ZEROS[: 8 * (count + skip)]
+        assert len(zeros) == 8 * (count + skip)
+        Cipher(self._aes, modes.CTR(counter)).encryptor().update_into(zeros, memory)
         return np.frombuffer(memory, WORD, count, 8 * skip)
 
     def further_words(self, step: int, places: np.ndarray, attempt: int) -> np.ndarray:
         """Returns four further words for this attempt at each place (n,) int64: (n, 4) uint64."""
-        counters = np.empty((len(places), 2, 2), ">i8")
+        counters = np.empty((len(places), 2, 2), ">u8")
         counters[:, :, 0] = step
-        counters[:, :, 1] = (places[:, None] << _PLACE_BITS) + (2 * attempt - 2**63, 2 * attempt + 1 - 2**63)
+        counters[:, :, 1] = (places.view(np.uint64)[:, None] << _PLACE_BITS) + self._halves(attempt)
         encrypted = Cipher(self._aes, modes.ECB()).encryptor().update(counters.data.cast("B"))
         return np.frombuffer(encrypted, "<u8").reshape(-1, 4)
+
+    @staticmethod
+    def _halves(attempt: int) -> np.ndarray:
+        return np.array([2**63 + 2 * attempt, 2**63 + 2 * attempt + 1], np.uint64)

@@ -54,7 +54,8 @@ class ProcessorNormals:
         scales = [chunk.scale / unit for chunk, unit in zip(chunks, units, strict=True)]
         for chunk, unit, noise in zip(chunks, units, self._draw(step, chunks, scales, memory), strict=True):
             values = [_on_processor(piece) for piece in chunk.pieces]
-            add_on_grid([value.numpy() for value in values], noise, unit, memory.counts[: chunk.size])
+            with np.errstate(over="ignore"):  # a number beyond the range of its type is infinite, as in torch
+                add_on_grid([value.numpy() for value in values], noise, unit, memory.counts[: chunk.size])
             for piece, value in zip(chunk.pieces, values, strict=True):
                 if value is not piece:
                     piece.copy_(value)

@@ -9,8 +9,8 @@ a point is drawn uniformly in boxes that cover the pieces (for the tail, under a
 curve, so that the law is exact.
 
 Source: C. D. McFarland (2016), "A modified ziggurat algorithm for generating exponentially and normally distributed
-    pseudorandom numbers", J. Stat. Comput. Simul. 86 (arXiv:1403.6870), for the rectangles; G. Marsaglia (1964), "Generating
-    a variable from the tail of the normal distribution". We draw what is left by rejection from boxes.
+    pseudorandom numbers", arXiv:1403.6870, for the rectangles; G. Marsaglia (1964), "Generating a variable from the tail
+    of the normal distribution". We draw what is left by rejection from boxes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tables() -> Tables:
 
 
 def edges() -> list[float]:
-    """Returns x₁ > x₂ > ..., the right edges of rectangles ``xᵢ (f(xᵢ) - f(xᵢ₋₁)) = √(π/2) / PARTS`` under the curve."""
+    """Returns the right edges x₁ > x₂ > ... of the rectangles: ``xᵢ (f(xᵢ) - f(xᵢ₋₁)) = √(π/2) / PARTS``."""
     area, found, x, bottom = math.sqrt(math.pi / 2) / PARTS, [], 8.0, 0.0
     while True:
         while True:  # from the right to the largest solution of f(x) = bottom + area / x

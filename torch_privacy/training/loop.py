@@ -510,7 +510,7 @@ class PrivateTraining:
         """
         return {
             "format": 1,
-            "machine": Machine.here().state(),
+            "machine": Machine.here(self._tensors.trained.values()).state(),
             "num_lost": self.num_lost,
             "settings": self._resume_settings(),
             "step_count": self.step_count,
@@ -772,7 +772,7 @@ class PrivateTraining:
         self._repetition.close()
         step, num_steps = self.step_count, self.settings.num_steps
         num_lost = len(self.ledger) - len(self.settings.prior_releases) - step
-        found = "" if self._machine is None else self._machine.differences(Machine.here())
+        found = "" if self._machine is None else self._machine.differences(Machine.here(self._tensors.trained.values()))
         self._releases = self._rehearsals.releases = Releases(
             self.settings, self.event, self.ledger, num_lost=num_lost, canaries=self._canaries
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -115,8 +115,8 @@ class Releases:
         digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
         digest.update(self.indices(step).tobytes())
         tag = Poly1305(self.secret(b"fingerprint", step))
-        for total in release.values():
-            tag.update(total.view(-1).cpu().view(torch.uint8).numpy().data)
+        for part in _bytes_of(release.values()):
+            tag.update(part.data)
         digest.update(tag.finalize())
         return digest.hexdigest()
 
@@ -134,3 +134,17 @@ class Releases:
                 "this training or from the same state: the difference of the two would have no noise. Go on with that "
                 "training, or begin a new one, with the releases so far as prior_releases."
             )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:
+    """Yields the bytes of each tensor, in order; those of one GPU come in one copy, for which it waits."""
+    tensors = list(tensors)
+    gathered: dict[torch.device, Iterator[Tensor]] = {}
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        there = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.device == device]
+        gathered[device] = iter(torch.cat(there).cpu().split([len(part) for part in there]))
+    for tensor in tensors:
+        if tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64):
+            yield tensor.numpy().reshape(-1).view(np.uint8)  # views of numpy cost less than those of torch
+        else:
+            yield (tensor.view(-1).view(torch.uint8) if tensor.is_cpu else next(gathered[tensor.device])).numpy()
