@@ -140,11 +140,11 @@ def test_its_key_is_not_that_of_the_other_generator():
 def test_the_device_of_a_tensor_chooses_its_generator(monkeypatch):
     """Here a GPU's tensors are those in float64."""
     monkeypatch.setattr(gaussian, "_has_generator", lambda tensor: tensor.dtype == torch.float64)
-    sums = {"a": torch.zeros(9), "b": torch.zeros(11, dtype=torch.float64), "c": torch.zeros(5)}
+    sums = {"a": torch.zeros(9).float(), "b": torch.zeros(11).double(), "c": torch.zeros(5).float()}
     filled = {name: total.clone() for name, total in sums.items()}
     Noise(bytes(32)).add_to(0, sums, 1.0)
     Noise(bytes(32)).fill(0, filled)
-    here = torch.zeros(25)
+    here = torch.zeros(25).float()
     Noise(bytes(32)).add_to(0, {"w": here}, 1.0)
     there = device_noise(25)
     for found, tolerance in ((sums, 0.0), (filled, 1e-6)):

@@ -166,7 +166,7 @@ def test_noise_refuses_a_bad_deviation_and_adds_nothing(stddev):
 
 
 def test_noise_beyond_the_range_of_a_type_is_infinite_without_a_warning():
-    total = torch.full((99,), 3e38)
+    total = torch.full((99,), 3e38, dtype=torch.float32)
     Noise(bytes(32)).add_to(0, {"w": total}, stddev=1e38)
     assert total.isinf().any()
 

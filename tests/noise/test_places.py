@@ -27,7 +27,7 @@ by_each_generator = pytest.mark.parametrize("name", ["processor", "device"])
 
 
 def whole():
-    total = {"w": torch.linspace(-1, 1, SIZE)}
+    total = {"w": torch.linspace(-1, 1, SIZE, dtype=torch.float32)}
     Noise(KEY).add_to(3, total, 0.3)
     return total["w"]
 
@@ -35,14 +35,14 @@ def whole():
 @pytest.mark.parametrize("ends", [[1], [2, 3], [65_536], [65_535, 65_537, 100_000], list(range(0, SIZE, 777))])
 def test_slices_have_the_noise_of_the_whole(ends):
     starts, ends = [0, *ends], [*ends, SIZE]
-    parts = torch.linspace(-1, 1, SIZE)
+    parts = torch.linspace(-1, 1, SIZE, dtype=torch.float32)
     for start, end in zip(reversed(starts), reversed(ends), strict=True):  # each rank on its own, in any order
         Noise(KEY).add_to(3, {"slice": parts[start:end]}, 0.3, {"slice": start})
     assert torch.equal(parts, whole())
 
 
 def test_slices_of_several_tensors_find_their_places_in_one_call():
-    parts = torch.linspace(-1, 1, SIZE)
+    parts = torch.linspace(-1, 1, SIZE, dtype=torch.float32)
     bounds = {"b": (100, 70_001), "a": (0, 100), "d": (80_000, SIZE), "c": (70_001, 80_000)}
     slices = {name: parts[start:end] for name, (start, end) in bounds.items()}
     Noise(KEY).add_to(3, slices, 0.3, {name: start for name, (start, _) in bounds.items()})
@@ -50,9 +50,9 @@ def test_slices_of_several_tensors_find_their_places_in_one_call():
 
 
 def test_a_tensor_without_noise_keeps_its_places():
-    sums = {"a": torch.zeros(5), "b": torch.zeros(7), "c": torch.zeros(SIZE - 12)}
+    sums = {"a": torch.zeros(5).float(), "b": torch.zeros(7).float(), "c": torch.zeros(SIZE - 12).float()}
     Noise(KEY).add_to(3, sums, {"a": 0.3, "b": 0.0, "c": 0.3})
-    expected = whole() - torch.linspace(-1, 1, SIZE)
+    expected = whole() - torch.linspace(-1, 1, SIZE, dtype=torch.float32)
     assert not sums["b"].any()
     torch.testing.assert_close(torch.cat([sums["a"], sums["c"]]), torch.cat([expected[:5], expected[12:]]))
 
@@ -128,6 +128,21 @@ def test_words_of_steps_places_and_attempts_are_all_different():
             found.append(keystream.further_words(step, np.arange(0, 2**46, 2**40), attempt).flatten().tolist())
     words = [word for part in found for word in part]
     assert len(set(words)) == len(words)
+
+
+def test_words_do_not_depend_on_what_was_asked_for_before():
+    keystream, memory = Keystream(KEY), bytearray(1000)
+    for first, count in [(0, 7), (0, 7), (5, 2), (4, 3), (0, 1), (7, 11)]:
+        expected = Keystream(KEY).words(2, 0, 40, bytearray(1000))[first : first + count]
+        assert keystream.words(2, first, count, memory).tolist() == expected.tolist()
+        keystream.further_words(2, np.arange(3), 1)
+
+
+def test_more_words_than_there_is_room_for_are_never_returned():
+    with pytest.raises(AssertionError):
+        Keystream(KEY).words(0, 0, 2**17 + 1, bytearray(2**21))
+    with pytest.raises(ValueError, match="at least 800 bytes"):
+        Keystream(KEY).words(0, 0, 100, bytearray(700))
 
 
 def test_words_are_aes_in_counter_mode():

@@ -117,13 +117,15 @@ def test_every_part_is_equally_likely():
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_numbers_between_two_grid_points_are_as_likely_as_the_normal_law_says():
-    """Counts the words of every rectangle in a cell of the grid, 2^-32 wide: exact to 1 in 10^6, and no cell is empty."""
-    width = 2.0**-32
-    right = np.array(edges())
-    for cell in np.array([0.3, 1.1, 2.7, 4.1]):
-        reaching = right[right > cell + width]
-        counts = np.floor((cell + width) / reaching * 2.0**49) - np.floor(cell / reaching * 2.0**49)
-        rectangles = counts.sum() / 2.0**50 / PARTS
-        density = under_the_rectangles(np.array([cell + 1e-7])) - under_the_rectangles(np.array([cell]))
-        assert rectangles == pytest.approx(float(density[0]) / 1e-7 * width / AREA / 2, rel=1e-4)
+@pytest.mark.parametrize(("magnitude", "error"), [(0.5, 1e-7), (1.5, 2e-7), (2.5, 6e-7), (3.5, 4e-6)])
+def test_points_of_the_grid_have_their_probability_to_the_documented_error(magnitude, error):
+    """Counts the words of every rectangle that fall between two points, for 100 points of the grid of 2^-32."""
+    right, unit, errors = np.array(edges()), 2.0**-32, []
+    for point in np.random.default_rng(2).uniform(magnitude - 0.5, magnitude + 0.5, 100):
+        reaching = right[right > point + unit]
+        upper_bits = 64 - int(math.log2(PARTS))  # with sign; the others choose the part
+        counts = np.floor((point + unit) / reaching * 2.0 ** (upper_bits - 1))
+        counts -= np.floor(point / reaching * 2.0 ** (upper_bits - 1))
+        expected = curve(reaching[-1]) * unit / (2 * AREA)
+        errors.append(counts.sum() / 2.0**upper_bits / PARTS / expected - 1)
+    assert np.square(errors).mean() ** 0.5 < error

@@ -105,7 +105,7 @@ class Noise:
         for part in parts:
             if part[2]:
                 (there if _has_generator(part[0]) else here).append(part)
-        return [(self._device, there), (self._processor, here)]
+        return [(g, its) for g, its in ((self._device, there), (self._processor, here)) if its]
 
 
 def generators(tensors: Iterable[Tensor]) -> str:

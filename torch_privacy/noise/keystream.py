@@ -12,12 +12,13 @@ The first kind is AES in counter mode (NIST SP 800-38A).
 from __future__ import annotations
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 KEY_BYTES, MAX_STEP = 32, 2**64 - 1
 WORD = np.dtype("<i8")
 _PLACE_BITS = np.uint64(15)
 _ZEROS = memoryview(bytes(2**20))
+_CTR, _ECB = modes.CTR(bytes(16)), modes.ECB()
 
 
 class Keystream:
@@ -25,6 +26,9 @@ class Keystream:
 
     def __init__(self, key: bytes):
         self._aes = algorithms.AES(key)
+        # Contexts that no thread uses now. To make one takes as long as the words of a small network.
+        self._counter_mode: list[CipherContext] = []
+        self._single_blocks: list[CipherContext] = []
 
     def words(self, step: int, first: int, count: int, memory: bytearray) -> np.ndarray:
         """Returns one word for each of ``count`` places from ``first`` on: (count,) int64, in this memory.
@@ -32,10 +36,12 @@ class Keystream:
         The memory has room for ``8 count + 32`` bytes; ``count`` is at most 131,000.
         """
         skip = first % 2
-        counter = ((step << 64) + first // 2).to_bytes(16, "big")
         zeros = _ZEROS[: 8 * (count + skip)]
         assert len(zeros) == 8 * (count + skip)
-        Cipher(self._aes, modes.CTR(counter)).encryptor().update_into(zeros, memory)
+        context = self._idle(self._counter_mode, _CTR)
+        context.reset_nonce(((step << 64) + first // 2).to_bytes(16, "big"))
+        context.update_into(zeros, memory)
+        self._counter_mode.append(context)
         return np.frombuffer(memory, WORD, count, 8 * skip)
 
     def further_words(self, step: int, places: np.ndarray, attempt: int) -> np.ndarray:
@@ -43,8 +49,16 @@ class Keystream:
         counters = np.empty((len(places), 2, 2), ">u8")
         counters[:, :, 0] = step
         counters[:, :, 1] = (places.view(np.uint64)[:, None] << _PLACE_BITS) + self._halves(attempt)
-        encrypted = Cipher(self._aes, modes.ECB()).encryptor().update(counters.data.cast("B"))
+        context = self._idle(self._single_blocks, _ECB)
+        encrypted = context.update(counters.data.cast("B"))
+        self._single_blocks.append(context)
         return np.frombuffer(encrypted, "<u8").reshape(-1, 4)
+
+    def _idle(self, contexts: list[CipherContext], mode: modes.CTR | modes.ECB) -> CipherContext:
+        try:
+            return contexts.pop()
+        except IndexError:
+            return Cipher(self._aes, mode).encryptor()
 
     @staticmethod
     def _halves(attempt: int) -> np.ndarray:

@@ -8,9 +8,14 @@ no test. The other 3 parts are what is left under the curve: a piece over each r
 a point is drawn uniformly in boxes that cover the pieces (for the tail, under an exponential) until one is under the
 curve, so that the law is exact.
 
+Resolution: 50 bits of a word are left for the number. So the probability of a point of the grid (see grid.py) differs
+from the normal law's by a relative error of 1.3e-7 (root mean square; 4e-8 below one standard deviation, 2e-6 between 3
+and 4). In the privacy loss of p numbers that is a deviation of at most 1.8e-7 √p, added in squares: 2.4e-4 for 1.8
+million numbers.
+
 Source: C. D. McFarland (2016), "A modified ziggurat algorithm for generating exponentially and normally distributed
-    pseudorandom numbers", arXiv:1403.6870, for the rectangles; G. Marsaglia (1964), "Generating a variable from the tail
-    of the normal distribution". We draw what is left by rejection from boxes.
+    pseudorandom numbers", arXiv:1403.6870, for the rectangles; G. Marsaglia (1964), "Generating a variable from the
+    tail of the normal distribution". We draw what is left by rejection from boxes.
 """
 
 from __future__ import annotations
