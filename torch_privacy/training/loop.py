@@ -29,6 +29,7 @@ from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import PRICED_ROUNDING, ClippedSum, Recording, Summation
 from ..model_check.requirements import check_model, check_no_gradient_hooks, model_tensors
+from ..noise import generators
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
@@ -814,6 +815,7 @@ class PrivateTraining:
             self._stop_reason,
             self._weight_guard.moved_otherwise(self.step_count),
             frozenset(self._rehearsals.not_compared),
+            generators(self._tensors.trained.values()),
         )
 
     def _find_tensors(self) -> ModelTensors:
