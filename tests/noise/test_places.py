@@ -7,6 +7,8 @@ import torch
 
 from torch_privacy.noise import Noise, chacha, processor
 from torch_privacy.noise.keystream import Keystream
+from torch_privacy.noise.processor import ProcessorNormals
+from torch_privacy.noise.ziggurat import in_the_rest
 
 SIZE = 150_001
 KEY = bytes(range(32))
@@ -128,6 +130,15 @@ def test_words_of_steps_places_and_attempts_are_all_different():
             found.append(keystream.further_words(step, np.arange(0, 2**46, 2**40), attempt).flatten().tolist())
     words = [word for part in found for word in part]
     assert len(set(words)) == len(words)
+
+
+def test_a_place_outside_of_the_rectangles_has_the_number_of_its_first_accepted_attempt():
+    places, keystream = np.arange(7, 2007), Keystream(KEY)
+    numbers = ProcessorNormals(KEY)._in_the_rest(3, places)
+    attempts = [in_the_rest(keystream.further_words(3, places, attempt)) for attempt in range(4)]
+    first = np.argmax([accepted for _, accepted in attempts], axis=0)
+    assert set(first) >= {0, 1, 2}
+    np.testing.assert_array_equal(numbers, np.choose(first, [tried for tried, _ in attempts]))
 
 
 def test_words_do_not_depend_on_what_was_asked_for_before():
