@@ -41,7 +41,8 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
     for (x,) in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         step, before = training.step_count, parameters_of(training).clone()
         rows = one_backward_per_example(copy.deepcopy(model), x, losses_of)
-        training.step(losses_of(model, x))
+        if not training.step(losses_of(model, x)):
+            continue  # the weights took the model to new code: the batch is rehearsed, and handed out again
         if isinstance(rule, tp.MicroBatches):
             groups = groups_of(training, step, len(x), 2)
             total, divisor, stddev = clipped_means(rows, groups), 2, 1.0

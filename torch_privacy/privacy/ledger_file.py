@@ -113,10 +113,11 @@ class LedgerFile:
         size, digest = self._end
         texts = []
         for line in lines:
+            text = _compact(line)
             if self._chained:
-                digest = _next_digest(digest, line)
-                line = {**line, CHECK: digest.hex()}
-            texts.append(_compact(line) + b"\n")
+                digest = _next_digest(digest, text)
+                text = b'%s,"%s":"%s"}' % (text[:-1], CHECK.encode(), digest.hex().encode())  # the line's last key
+            texts.append(text + b"\n")
         data = b"".join(texts)
         return data, (size + len(data), digest)
 
@@ -234,7 +235,7 @@ class LedgerFile:
             if number == 1:
                 self._chained = line.get("ledger") != UNCHAINED_FORMAT
             if self._chained:
-                digest = _next_digest(digest, line)
+                digest = _next_digest(digest, _compact(line))
             known = number > 1 or line.get("ledger") in KNOWN_FORMATS  # else the ledger says what it cannot read
             if known and found != (digest.hex() if self._chained else None):
                 raise ValueError("its digest does not fit, so that this line or one before it was changed")
@@ -262,12 +263,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 def _compact(line: Line) -> bytes:
-    return json.dumps(line, separators=(",", ":")).encode()
+    return _ENCODER.encode(line).encode()
 
 
-def _next_digest(digest: bytes, line: Line) -> bytes:
-    return hashlib.blake2b(digest + _compact(line), digest_size=DIGEST_BYTES).digest()
+def _next_digest(digest: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(digest + text, digest_size=DIGEST_BYTES).digest()
 
 
 def _sync_directory(directory: Path) -> None:

@@ -29,6 +29,7 @@ from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.turns import Answers, Turn
 from ..mechanism import PRICED_ROUNDING, ClippedSum, Recording, Summation
 from ..model_check.requirements import TensorsOf, check_model, check_no_gradient_hooks
+from ..noise import generators
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
@@ -510,7 +511,7 @@ class PrivateTraining:
         """
         return {
             "format": 1,
-            "machine": Machine.here().state(),
+            "machine": Machine.here(self._tensors.trained.values()).state(),
             "num_lost": self.num_lost,
             "settings": self._resume_settings(),
             "step_count": self.step_count,
@@ -772,7 +773,7 @@ class PrivateTraining:
         self._repetition.close()
         step, num_steps = self.step_count, self.settings.num_steps
         num_lost = len(self.ledger) - len(self.settings.prior_releases) - step
-        found = "" if self._machine is None else self._machine.differences(Machine.here())
+        found = "" if self._machine is None else self._machine.differences(Machine.here(self._tensors.trained.values()))
         self._releases = self._rehearsals.releases = Releases(
             self.settings, self.event, self.ledger, num_lost=num_lost, canaries=self._canaries
         )
@@ -814,6 +815,7 @@ class PrivateTraining:
             self._stop_reason,
             self._weight_guard.moved_otherwise(self.step_count),
             frozenset(self._rehearsals.not_compared),
+            generators(self._tensors.trained.values()),
         )
 
     def _find_tensors(self) -> ModelTensors:

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ..noise import generators
+
+_FIRST_GENERATOR = "AES-256-CTR, Box-Muller"  # of states that do not name theirs
 
 
 class NotRepeated(Exception):
@@ -18,23 +23,28 @@ class NotRepeated(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds what may change the last bits of a sum: the number of torch's threads, its version, the processor."""
+    """Holds what may change a release: the number of torch's threads, its version, the processor, and the noise.
+
+    The first three may change the last bits of a sum. Another generator makes other noise from the same key.
+    """
 
     threads: int
     torch: str
     processor: str
+    generator: str
 
     @classmethod
-    def here(cls) -> Machine:
-        """Returns the machine on which this process runs."""
+    def here(cls, tensors: Iterable[Tensor]) -> Machine:
+        """Returns the machine on which this process runs, with the generators of these tensors' noise."""
         processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-        return cls(torch.get_num_threads(), str(torch.__version__), processor)
+        return cls(torch.get_num_threads(), str(torch.__version__), processor, generators(tensors))
 
     @classmethod
     def from_state(cls, state: Any) -> Machine | None:
         """Returns the machine that a state was saved on, or None if the state does not say it."""
-        names = {"threads": int, "torch": str, "processor": str}
-        if not isinstance(state, Mapping) or not all(type(state.get(name)) is kind for name, kind in names.items()):
+        names = {"threads": int, "torch": str, "processor": str, "generator": str}
+        state = {"generator": _FIRST_GENERATOR, **state} if isinstance(state, Mapping) else {}
+        if not all(type(state.get(name)) is kind for name, kind in names.items()):
             return None
         return cls(**{name: state[name] for name in names}) if state["threads"] >= 1 else None
 
@@ -44,7 +54,12 @@ class Machine:
 
     def differences(self, other: Machine) -> str:
         """Returns in words how the other machine differs from this one."""
-        names = {"threads": "torch's number of threads", "torch": "torch", "processor": "the processor"}
+        names = {
+            "threads": "torch's number of threads",
+            "torch": "torch",
+            "processor": "the processor",
+            "generator": "the noise's generator",
+        }
         pairs = [(text, getattr(self, name), getattr(other, name)) for name, text in names.items()]
         return ", ".join(f"{text} was {before} and is {now}" for text, before, now in pairs if before != now)
 

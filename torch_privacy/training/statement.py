@@ -34,6 +34,7 @@ class Progress:
     stop_reason: str | None  # reason for stopping, if declared to be independent of the data
     moved_otherwise: str  # when other code was first seen to have moved the weights; empty if it did not
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
+    generator: str  # of the noise
 
 
 class Account:
@@ -128,7 +129,7 @@ class Account:
             "clipping": mechanism.statement(),
             "sensitivity": mechanism.sensitivity,
             "noise_multiplier": settings.noise_multiplier,
-            "noise": "Gaussian, float32, AES-256-CTR keyed by the operating system, Box-Muller",
+            "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
             "delta": settings.delta,

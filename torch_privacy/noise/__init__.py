@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian noise from cryptographic generators, on a grid: a function of key, step and place."""
+
+from .gaussian import Noise as Noise
+from .gaussian import generators as generators
+from .gaussian import key_from_test_seed as key_from_test_seed
+from .grid import MIN_STDDEV as MIN_STDDEV
+from .grid import grid_unit as grid_unit
+from .keystream import KEY_BYTES as KEY_BYTES
