@@ -86,13 +86,14 @@ def non_private(problem: Problem) -> Step:
 def ours_without_noise(problem: Problem, memory_budget: float = MEMORY_BUDGET) -> Step:
     model, x, y = problem
     optimizer, clipping, layouts = sgd(model), tp.Flat(1.0), Layouts()
-    parameters, buffers = trained(model), list(model.buffers())
+    parameters = trained(model)
+    constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
 
     def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
         return jacobian.weighted_sum(clipping.factors(jacobian.squared_norms().sqrt()) / len(x))
 
     def step() -> int:
-        with Tape(parameters, buffers, layouts, len(x)) as tape:
+        with Tape(parameters, constants, layouts, len(x)) as tape:
             losses = per_example(model(x), y)
         clipped_sum = tape.clipped_sum(losses, {"all": tuple(parameters)}, clip, memory_budget=memory_budget)
         for name, p in parameters.items():
