@@ -14,7 +14,8 @@ float32. A contender that fails on a network prints the reason, and the others c
 ``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
 sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
 the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
-same. Other programs on the machine disturb the numbers, especially with several threads.
+same. Other programs on the machine disturb the numbers, especially with several threads; with one
+(``OMP_NUM_THREADS=1``), times are processor times.
 
 Under glibc, malloc returns memory to the system and requests it again at random times, which costs some contender
 up to a third of its time: so the script restarts itself with malloc configured to keep memory. ``--malloc``
@@ -217,6 +218,13 @@ def in_new_process(model: str, contender: str, place: Place) -> float | str:
             return "its process was killed (out of memory?)"
 
 
+def now() -> float:
+    """Returns seconds: with one thread of the processor, which other programs disturb less."""
+    return (
+        time.process_time() if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter()
+    )
+
+
 @dataclass
 class Clock:
     """A contender's step and its rounds: (seconds, examples)."""
@@ -226,10 +234,10 @@ class Clock:
     taken: list[tuple[float, int]]
 
     def run(self) -> None:
-        start = time.perf_counter()
+        start = now()
         examples = self.step()
         self.place.wait()
-        self.taken.append((time.perf_counter() - start, examples))
+        self.taken.append((now() - start, examples))
 
     def least(self, batch: int) -> float:
         """Shortest step with a full batch."""
@@ -276,16 +284,18 @@ def _is_hopeless(clock: Clock, base: Clock | None) -> bool:
     return min(clock.taken)[0] > HOPELESS * min(base.taken)[0]
 
 
-def measure(model: str, contenders: list[str], place: Place, seconds: float) -> list[Result]:
+def measure(
+    model: str, contenders: list[str], place: Place, seconds: float, *, with_memory: bool = True
+) -> list[Result]:
     """Measures memory first, in separate processes; contenders that fail there are excluded from the timing."""
-    memory = {name: in_new_process(model, name, place) for name in contenders}
-    able = [name for name in contenders if isinstance(memory[name], float)]
+    memory = {name: in_new_process(model, name, place) if with_memory else None for name in contenders}
+    able = [name for name in contenders if not isinstance(memory[name], str)]
     timed = clocks(lambda: place.load(model), able, place, seconds)
     batch = len(load(model).x)
     return [_result(model, name, memory[name], timed.get(name), batch) for name in contenders]
 
 
-def _result(model: str, contender: str, memory: float | str, clock: Clock | str | None, batch: int) -> Result:
+def _result(model: str, contender: str, memory: float | str | None, clock: Clock | str | None, batch: int) -> Result:
     if isinstance(memory, str):
         return Result(model, contender, fails=memory)
     if not isinstance(clock, Clock) or not clock.taken:
@@ -295,10 +305,9 @@ def _result(model: str, contender: str, memory: float | str, clock: Clock | str 
 
 def ratio(base: Result, result: Result) -> float | None:
     """Returns the smaller of the ratio of medians and that of minima to ``base``; None if one of the two failed."""
-    times = [base.median_s, base.least_s, result.median_s, result.least_s]
-    if any(time is None or time != time for time in times[::2]):
+    if None in (base.median_s, base.least_s, result.median_s, result.least_s):
         return None
-    ratios = [result.median_s / base.median_s, result.least_s / base.least_s]  # type: ignore[operator]
+    ratios = (result.median_s / base.median_s, result.least_s / base.least_s)  # type: ignore[operator]
     return min(r for r in ratios if r == r)
 
 
@@ -327,7 +336,8 @@ def report(results: list[Result]) -> str:
         else:
             ratios = f"{r.median_s / base.median_s:17.2f} {r.least_s / base.least_s:10.2f}"
             goal = GOALS.get(r.model, {}).get(r.contender, "")
-            lines.append(f"{r.contender:18} {ratios} {goal:>6} {r.peak_mib:9.0f} {r.rounds:7d}")
+            peak = "-" if r.peak_mib is None else f"{r.peak_mib:.0f}"
+            lines.append(f"{r.contender:18} {ratios} {goal:>6} {peak:>9} {r.rounds:7d}")
     return "\n".join(lines)
 
 
@@ -349,6 +359,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--json", type=Path, help="file to which the results are appended, one JSON object a line")
+    parser.add_argument("--no-memory", action="store_true", help="measure times only")
     parser.add_argument("--malloc", action="store_true", help="leave malloc as it is")
     chosen = parser.parse_args()
     chosen.models = chosen.models or [make.__name__ for make in ON_CPU]
@@ -369,7 +380,7 @@ def main() -> None:
     print(place.describe(), flush=True)
     below: list[str] = []
     for model in chosen.models:
-        results = measure(model, chosen.contenders, place, chosen.seconds)
+        results = measure(model, chosen.contenders, place, chosen.seconds, with_memory=not chosen.no_memory)
         print(f"\n{report(results)}", flush=True)
         below += missed(results) if place == Place() else []
         if chosen.json:

@@ -132,7 +132,9 @@ def sum_of_positions(terms: Tensor) -> Tensor:
 
 
 def _far_apart(matrices: Tensor) -> bool:
-    """Returns True if the lines of the matrices (n, m, k) leave gaps and are at least a page of memory apart."""
+    """Returns True if, on a CPU, the lines of the matrices (n, m, k) leave gaps and are at least a page apart."""
+    if matrices.device.type != "cpu":
+        return False
     (_, m, k), (_, down, across) = matrices.shape, matrices.stride()
     apart, length = (down, k) if across == 1 else (across, m)
     return apart * matrices.itemsize >= PAGE and apart >= 2 * length
