@@ -112,12 +112,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     far_apart = _far_apart(a) or _far_apart(b)
     if a.shape[2] <= SUMMED and not far_apart:
         return a @ b
-    total = a.new_empty(len(a), a.shape[1], b.shape[2])
     step = len(a) if a.shape[2] <= SUMMED else CACHED // max(1, a.shape[1] * b.shape[2])
     if far_apart:
         step = min(step, COPIED // max(1, a.shape[1:].numel() + b.shape[1:].numel()))
-    for i in range(0, len(a), max(1, step)):
-        part = slice(i, i + max(1, step))
+    step = max(1, step)
+    if step >= len(a):
+        return _in_pieces(_together(a), _together(b))
+    total = a.new_empty(len(a), a.shape[1], b.shape[2])
+    for i in range(0, len(a), step):
+        part = slice(i, i + step)
         total[part] = _in_pieces(_together(a[part]), _together(b[part]))
     return total
 
