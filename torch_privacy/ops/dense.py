@@ -115,13 +115,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     step = len(a) if a.shape[2] <= SUMMED else CACHED // max(1, a.shape[1] * b.shape[2])
     if far_apart:
         step = min(step, COPIED // max(1, a.shape[1:].numel() + b.shape[1:].numel()))
-    step = max(1, step)
-    if step >= len(a):
-        return _in_pieces(_together(a), _together(b))
-    total = a.new_empty(len(a), a.shape[1], b.shape[2])
-    for i in range(0, len(a), step):
-        part = slice(i, i + step)
-        total[part] = _in_pieces(_together(a[part]), _together(b[part]))
+    total, step = a.new_empty(len(a), a.shape[1], b.shape[2]), max(1, step)
+    with torch.no_grad():
+        for i in range(0, len(a), step):
+            part = slice(i, i + step)
+            _in_pieces(_together(a[part]), _together(b[part]), total[part])
     return total
 
 
@@ -150,18 +148,20 @@ def _together(matrices: Tensor) -> Tensor:
     return matrices.contiguous() if matrices.stride(2) == 1 else matrices.mT.contiguous().mT
 
 
-def _in_pieces(a: Tensor, b: Tensor) -> Tensor:
+def _in_pieces(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Writes ``a @ b`` to ``out``."""
     k = a.shape[2]
-    if k <= SUMMED:
-        return a @ b
     if k > RUN * SUMMED:
         half = k // 2 // SUMMED * SUMMED
-        return _in_pieces(a[:, :, :half], b[:, :half]).add_(_in_pieces(a[:, :, half:], b[:, half:]))
-    step = -(-k // -(-k // SUMMED))
-    total = a[:, :, :step] @ b[:, :step]
+        other = torch.empty_like(out)
+        _in_pieces(a[:, :, :half], b[:, :half], out)
+        _in_pieces(a[:, :, half:], b[:, half:], other)
+        out += other
+        return
+    step = max(1, -(-k // max(1, -(-k // SUMMED))))
+    torch.bmm(a[:, :, :step], b[:, :step], out=out)
     for i in range(step, k, step):
-        total += a[:, :, i : i + step] @ b[:, i : i + step]
-    return total
+        out += a[:, :, i : i + step] @ b[:, i : i + step]
 
 
 def sum_rows(ops: list[Op]) -> Rows:
