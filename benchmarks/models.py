@@ -92,9 +92,35 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Returns the normalized output of the blocks, (n, t, width)."""
         # Positions are looked up for every example, because Opacus cannot attribute a broadcast sum to examples.
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(positions))))
+        return self.norm(self.blocks(self.tokens(ids) + self.positions(positions)))
+
+
+class LastTokenGPT(GPT):
+    """A GPT that classifies texts of different lengths by their last tokens; id 0 is padding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = (ids != 0).sum(1)
+        return self.head(self.hidden(ids)[torch.arange(len(ids), device=ids.device), lengths - 1])
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained product of low rank added to it (Hu et al. 2021, arXiv:2106.09685)."""
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
 
 
 def gpt(batch: int = 8, positions: int = 128, width: int = 256, layers: int = 4) -> Problem:
@@ -103,10 +129,35 @@ def gpt(batch: int = 8, positions: int = 128, width: int = 256, layers: int = 4)
     return Problem(model, torch.randint(1000, (batch, positions)), torch.randint(1000, (batch, positions)))
 
 
+def gpt_tied(batch: int = 8, positions: int = 128) -> Problem:
+    """Returns the same GPT with its output layer tied to the embedding of tokens."""
+    model = GPT(1000, positions, 256, heads=4, layers=4, tied=True)
+    return Problem(model, torch.randint(1000, (batch, positions)), torch.randint(1000, (batch, positions)))
+
+
+def gpt_last_token(batch: int = 8, positions: int = 128) -> Problem:
+    """Returns a GPT of the same size that sorts texts of 32 to 128 tokens into 1,000 classes."""
+    model = LastTokenGPT(1000, positions, 256, heads=4, layers=4, tied=False)
+    lengths = torch.randint(positions // 4, positions + 1, (batch, 1))
+    ids = torch.where(torch.arange(positions) < lengths, torch.randint(1, 1000, (batch, positions)), 0)
+    return Problem(model, ids, torch.randint(1000, (batch,)))
+
+
 def gpt2_small(batch: int = 2, positions: int = 512) -> Problem:
     """Returns GPT-2 small: 12 layers, width 768, tied embedding, 124 million parameters (at 1024 positions)."""
     model = GPT(50257, positions, 768, heads=12, layers=12, tied=True)
     return Problem(model, torch.randint(50257, (batch, positions)), torch.randint(50257, (batch, positions)))
+
+
+def gpt2_small_lora(batch: int = 2, positions: int = 512, rank: int = 8) -> Problem:
+    """Returns GPT-2 small, frozen, with adapters of rank 8 at the qkv and output layers of attention."""
+    problem = gpt2_small(batch, positions)
+    for p in problem.model.parameters():
+        p.requires_grad_(False)
+    for module in problem.model.modules():
+        if isinstance(module, Attention):
+            module.qkv, module.out = LoRA(module.qkv, rank), LoRA(module.out, rank)
+    return problem
 
 
 def gpt2_small_1024(batch: int = 8) -> Problem:
@@ -140,6 +191,33 @@ def vit_b16(batch: int = 64) -> Problem:
     return Problem(model, torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
 
 
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with GroupNorm; a 1x1 convolution in the shortcut if the shape changes."""
+
+    def __init__(self, before: int, after: int, stride: int):
+        super().__init__()
+        self.path = nn.Sequential(
+            *(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.GroupNorm(32, after), nn.ReLU()),
+            *(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.GroupNorm(32, after)),
+        )
+        shortcut = [nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(32, after)]
+        self.shortcut = nn.Sequential(*shortcut) if stride != 1 or before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+def resnet18_gn(batch: int = 32) -> Problem:
+    """Returns ResNet-18 for CIFAR (a 3x3 stem without pooling) with GroupNorm, 11.2 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+    before = 64
+    for width, stride in [(64, 1), (128, 2), (256, 2), (512, 2)]:
+        layers += [BasicBlock(before, width, stride), BasicBlock(width, width, 1)]
+        before = width
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return Problem(nn.Sequential(*layers, *head), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+
+
 class Bottleneck(nn.Module):
     """1x1, 3x3, 1x1 convolutions with GroupNorm; a 1x1 convolution in the shortcut if the shape changes."""
 
@@ -171,7 +249,10 @@ def resnet50_gn(batch: int = 64) -> Problem:
     return Problem(nn.Sequential(*stem, *blocks, *head), torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
 
 
-ON_CPU = (adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, gpt, bilstm_imdb, gpt2_small)  # at most seconds per step
+ON_CPU = (  # at most seconds per step
+    *(adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, resnet18_gn),
+    *(gpt, gpt_tied, gpt_last_token, bilstm_imdb, gpt2_small, gpt2_small_lora),
+)
 ON_GPU = (gpt2_small_1024, vit_b16, resnet50_gn)
 MODELS: dict[str, Callable[[], Problem]] = {make.__name__: make for make in (*ON_CPU, *ON_GPU)}
 DTYPES = {"float32": "all in float32", "bf16": "all in bfloat16", "autocast": "float32 under autocast to bfloat16"}

@@ -3,16 +3,19 @@
 
     python benchmarks/step.py                        # all networks that suit a CPU
     python benchmarks/step.py adult mlp --seconds 20
+    python benchmarks/step.py gpt resnet20_gn --contenders non-private --budgets 1.05,1.2,1.5,2
     python benchmarks/step.py vit_b16 gpt2_small_1024 --device cuda --dtype autocast --json results.jsonl
 
 Prints for every network the median milliseconds of a non-private step, and for every contender the ratio of medians
-to it, the ratio of minima, and its peak memory above the loaded network (measured in a separate process; on a
-GPU, its allocations). A contender that fails on a network prints the reason, and the others continue.
+to it, the ratio of minima, the goal, and its peak memory above the loaded network (measured in a separate process;
+on a GPU, its allocations). It exits with 1 if the smaller of the two ratios misses a goal: goals are those for a CPU in
+float32. A contender that fails on a network prints the reason, and the others continue.
 
 ``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
 sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
 the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
-same. Other programs on the machine disturb the numbers, especially with several threads.
+same. Other programs on the machine disturb the numbers, especially with several threads; with one
+(``OMP_NUM_THREADS=1``), times are processor times.
 
 Under glibc, malloc returns memory to the system and requests it again at random times, which costs some contender
 up to a third of its time: so the script restarts itself with malloc configured to keep memory. ``--malloc``
@@ -31,27 +34,34 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from models import DTYPES, MODELS, ON_CPU, Problem, load, per_example
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from peers import Maker, Step, apply, backpack_norms, backpack_rows, opacus, sgd, trained, vmap
+from torch import Tensor
+from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.tape import MEMORY_BUDGET, Tape
 
-Step = Callable[[], int]  # runs one step, returns its number of examples
-Maker = Callable[[Problem], Step]
-
-VMAP_BYTES = 8 * 2**30  # vmap processes the batch in chunks if it would need more
-VMAP_COPIES = 2.5  # ratio of a step's peak memory to the bytes of the rows, measured on the MLP
 DATA_BYTES = 2**28  # size of the dataset that ``ours`` samples from
 WARM_UP = 4  # number of steps; our first ones measure layouts
 FEW, HOPELESS = 5, 20  # after 5 rounds a contender that is 20 times slower than non-private drops out
-
+GOALS: dict[str, dict[str, float]] = {  # network -> contender -> ratio to the non-private step, at most
+    "mlp": {"ours-no-noise": 1.10, "ours": 1.7},
+    "mnist_cnn": {"ours-no-noise": 1.3, "ours": 1.35},
+    "cifar_cnn": {"ours-no-noise": 1.1, "ours": 1.15},
+    "resnet20_gn": {"ours-no-noise": 1.2, "ours": 1.3},
+    "gpt": {"ours-no-noise": 1.2, "ours": 1.3},
+    "gpt_tied": {"ours": 1.4},
+    "gpt_last_token": {"ours": 1.6},
+    "bilstm_imdb": {"ours-no-noise": 1.3, "ours": 1.4},
+    "gpt2_small": {"ours": 1.12},
+    "gpt2_small_lora": {"ours": 1.15},
+}
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # options of glibc, ignored elsewhere
 
@@ -60,20 +70,6 @@ def keep_memory() -> None:
     """Restarts this program with malloc configured to keep memory, unless it is already."""
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
-
-
-def apply(optimizer: torch.optim.Optimizer) -> None:
-    """Updates the weights and frees the gradients, so that no contender keeps memory between its steps."""
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def clip_factors(norms: Tensor) -> Tensor:
-    return (1 / norms).clamp(max=1)
 
 
 def non_private(problem: Problem) -> Step:
@@ -91,13 +87,14 @@ def non_private(problem: Problem) -> Step:
 def ours_without_noise(problem: Problem, memory_budget: float = MEMORY_BUDGET) -> Step:
     model, x, y = problem
     optimizer, clipping, layouts = sgd(model), tp.Flat(1.0), Layouts()
-    parameters, buffers = dict(model.named_parameters()), list(model.buffers())
+    parameters = trained(model)
+    constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
 
     def clip(jacobian: tp.Jacobian, group: str) -> dict[str, Tensor]:
         return jacobian.weighted_sum(clipping.factors(jacobian.squared_norms().sqrt()) / len(x))
 
     def step() -> int:
-        with Tape(parameters, buffers, layouts, len(x)) as tape:
+        with Tape(parameters, constants, layouts, len(x)) as tape:
             losses = per_example(model(x), y)
         clipped_sum = tape.clipped_sum(losses, {"all": tuple(parameters)}, clip, memory_budget=memory_budget)
         for name, p in parameters.items():
@@ -124,133 +121,6 @@ def ours(problem: Problem) -> Step:
     return step
 
 
-def vmap(problem: Problem) -> Step:
-    from torch.func import functional_call, grad
-    from torch.func import vmap as over
-
-    model, x, y = problem
-    optimizer, parameters = sgd(model), dict(model.named_parameters())
-    row_bytes = sum(p.nbytes for p in parameters.values())
-    chunk = max(1, int(VMAP_BYTES / VMAP_COPIES / row_bytes))
-
-    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return per_example(functional_call(model, values, (x[None],)), y[None])[0]
-
-    rows_of = over(grad(loss), in_dims=(None, 0, 0))
-
-    def add_clipped(values: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
-        rows = rows_of(values, x, y)
-        c = clip_factors(norms_of(rows.values()))
-        for name, p in parameters.items():
-            part = torch.einsum("n,n...->...", c.to(p.dtype), rows.pop(name)) / len(problem.x)
-            p.grad = part if p.grad is None else p.grad.add_(part)
-
-    def step() -> int:
-        values = {
-            name: p.detach() for name, p in parameters.items()
-        }  # without requires_grad, to record no second graph
-        for part in zip(x.split(chunk), y.split(chunk), strict=True):
-            add_clipped(values, *part)
-        apply(optimizer)
-        return len(x)
-
-    return step
-
-
-def norms_of(rows: Iterable[Tensor]) -> Tensor:
-    return torch.stack([part.flatten(1).float().square().sum(1) for part in rows]).sum(0).sqrt()
-
-
-class Loss(nn.Module):
-    """The loss as required by Opacus's ghost mode: a module with a ``reduction`` that Opacus switches."""
-
-    reduction = "mean"
-
-    def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        losses = per_example(out, y)
-        return losses.mean() if self.reduction == "mean" else losses
-
-
-def opacus(mode: str) -> Maker:
-    def make(problem: Problem) -> Step:
-        from opacus import PrivacyEngine
-        from opacus.validators import ModuleValidator
-
-        x, y = problem.x, problem.y
-        model = ModuleValidator.fix(problem.model).to(x.device)  # replaces nn.LSTM by its own layer
-        made: Any = PrivacyEngine().make_private(
-            module=model,
-            optimizer=sgd(model),
-            criterion=Loss(),  # type: ignore[arg-type]
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-        )
-        private_model, private_optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else Loss()
-
-        def step() -> int:
-            criterion(private_model(x), y).backward()
-            apply(private_optimizer)
-            return len(x)
-
-        return step
-
-    return make
-
-
-def backpack_rows(problem: Problem) -> Step:
-    """Returns a step with rows by ``BatchGrad``, clipped and summed explicitly."""
-    from backpack import backpack, extend
-    from backpack.extensions import BatchGrad
-
-    model, x, y = extend(problem.model), problem.x, problem.y
-    optimizer, parameters = sgd(model), list(model.parameters())
-
-    def step() -> int:
-        with backpack(BatchGrad()):
-            per_example(model(x), y).sum().backward()
-        check_all_have("grad_batch", model)
-        c = clip_factors(norms_of(p.grad_batch for p in parameters))  # type: ignore[attr-defined]
-        for p in parameters:
-            p.grad = torch.einsum("n,n...->...", c.to(p.dtype), p.grad_batch) / len(x)  # type: ignore[attr-defined]
-            del p.grad_batch  # type: ignore[attr-defined]
-        apply(optimizer)
-        return len(x)
-
-    return step
-
-
-def check_all_have(field: str, model: nn.Module) -> None:
-    """Raises for layers that BackPACK silently ignores, because it has no rule for them."""
-    without = {type(m).__name__ for m in model.modules() for p in m.parameters(False) if not hasattr(p, field)}
-    if without:
-        raise NotImplementedError(f"no {field} for {', '.join(sorted(without))}")
-
-
-def backpack_norms(problem: Problem) -> Step:
-    """Returns a step with norms by ``BatchL2Grad``, then a second backward of the weighted losses."""
-    from backpack import backpack, extend
-    from backpack.extensions import BatchL2Grad
-
-    model, x, y = extend(problem.model), problem.x, problem.y
-    optimizer, parameters = sgd(model), list(model.parameters())
-
-    def step() -> int:
-        with backpack(BatchL2Grad()):
-            losses = per_example(model(x), y)
-            losses.sum().backward(retain_graph=True)
-        check_all_have("batch_l2", model)
-        squared = torch.stack([p.batch_l2.float() for p in parameters])  # type: ignore[attr-defined]
-        optimizer.zero_grad()
-        (clip_factors(squared.sum(0).sqrt()) * losses).sum().div(len(x)).backward()
-        apply(optimizer)
-        return len(x)
-
-    return step
-
-
 CONTENDERS: dict[str, Maker] = {
     "non-private": non_private,
     "ours-no-noise": ours_without_noise,
@@ -261,6 +131,12 @@ CONTENDERS: dict[str, Maker] = {
     "backpack-rows": backpack_rows,
     "backpack-norms": backpack_norms,
 }
+
+
+def maker(contender: str) -> Maker:
+    """Returns the maker of a contender's step; ``ours-no-noise@1.5`` has a ``memory_budget`` of 1.5."""
+    name, _, budget = contender.partition("@")
+    return partial(ours_without_noise, memory_budget=float(budget)) if budget else CONTENDERS[name]
 
 
 @dataclass(frozen=True)
@@ -300,7 +176,7 @@ def peak_memory(model: str, contender: str, place: Place) -> float | str:
     """Returns peak MiB above the loaded model during three steps, in this process; or the reason of its failure."""
     warnings.simplefilter("ignore")
     try:
-        step = CONTENDERS[contender](place.load(model))
+        step = maker(contender)(place.load(model))
         before = _reset_peak(place)
         for _ in range(3):
             step()
@@ -342,6 +218,13 @@ def in_new_process(model: str, contender: str, place: Place) -> float | str:
             return "its process was killed (out of memory?)"
 
 
+def now() -> float:
+    """Returns seconds: with one thread of the processor, which other programs disturb less."""
+    return (
+        time.process_time() if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter()
+    )
+
+
 @dataclass
 class Clock:
     """A contender's step and its rounds: (seconds, examples)."""
@@ -351,10 +234,10 @@ class Clock:
     taken: list[tuple[float, int]]
 
     def run(self) -> None:
-        start = time.perf_counter()
+        start = now()
         examples = self.step()
         self.place.wait()
-        self.taken.append((time.perf_counter() - start, examples))
+        self.taken.append((now() - start, examples))
 
     def least(self, batch: int) -> float:
         """Shortest step with a full batch."""
@@ -386,7 +269,7 @@ def clocks(
 
 def _warmed_up(problem: Callable[[], Problem], contender: str, place: Place) -> Clock | str:
     try:
-        clock = Clock(CONTENDERS[contender](problem()), place, [])
+        clock = Clock(maker(contender)(problem()), place, [])
         for _ in range(WARM_UP):
             clock.run()
     except Exception as error:
@@ -401,21 +284,41 @@ def _is_hopeless(clock: Clock, base: Clock | None) -> bool:
     return min(clock.taken)[0] > HOPELESS * min(base.taken)[0]
 
 
-def measure(model: str, contenders: list[str], place: Place, seconds: float) -> list[Result]:
+def measure(
+    model: str, contenders: list[str], place: Place, seconds: float, *, with_memory: bool = True
+) -> list[Result]:
     """Measures memory first, in separate processes; contenders that fail there are excluded from the timing."""
-    memory = {name: in_new_process(model, name, place) for name in contenders}
-    able = [name for name in contenders if isinstance(memory[name], float)]
+    memory = {name: in_new_process(model, name, place) if with_memory else None for name in contenders}
+    able = [name for name in contenders if not isinstance(memory[name], str)]
     timed = clocks(lambda: place.load(model), able, place, seconds)
     batch = len(load(model).x)
     return [_result(model, name, memory[name], timed.get(name), batch) for name in contenders]
 
 
-def _result(model: str, contender: str, memory: float | str, clock: Clock | str | None, batch: int) -> Result:
+def _result(model: str, contender: str, memory: float | str | None, clock: Clock | str | None, batch: int) -> Result:
     if isinstance(memory, str):
         return Result(model, contender, fails=memory)
     if not isinstance(clock, Clock) or not clock.taken:
         return Result(model, contender, fails=clock if isinstance(clock, str) else "no time left", peak_mib=memory)
     return Result(model, contender, None, clock.median(), clock.least(batch), len(clock.taken), memory)
+
+
+def ratio(base: Result, result: Result) -> float | None:
+    """Returns the smaller of the ratio of medians and that of minima to ``base``; None if one of the two failed."""
+    if None in (base.median_s, base.least_s, result.median_s, result.least_s):
+        return None
+    ratios = (result.median_s / base.median_s, result.least_s / base.least_s)  # type: ignore[operator]
+    return min(r for r in ratios if r == r)
+
+
+def missed(results: list[Result]) -> list[str]:
+    """Returns a line for each goal that the results of one network miss."""
+    base, lines = results[0], []
+    for r in results:
+        goal, reached = GOALS.get(r.model, {}).get(r.contender), ratio(base, r)
+        if goal is not None and (reached is None or reached > goal):
+            lines.append(f"{r.model}: {r.contender} {'fails' if reached is None else f'{reached:.2f}'}, goal {goal}")
+    return lines
 
 
 def report(results: list[Result]) -> str:
@@ -425,14 +328,16 @@ def report(results: list[Result]) -> str:
         return f"{base.model}: non-private fails: {base.fails}"
     lines = [
         f"{base.model}: non-private step {base.median_s * 1e3:.2f} ms (median of {base.rounds})",
-        f"{'':15} {'ratio of medians':>17} {'of minima':>10} {'peak MiB':>9} {'rounds':>7}",
+        f"{'':18} {'ratio of medians':>17} {'of minima':>10} {'goal':>6} {'peak MiB':>9} {'rounds':>7}",
     ]
     for r in results:
         if r.median_s is None or r.least_s is None:
-            lines.append(f"{r.contender:15} fails: {r.fails}")
+            lines.append(f"{r.contender:18} fails: {r.fails}")
         else:
             ratios = f"{r.median_s / base.median_s:17.2f} {r.least_s / base.least_s:10.2f}"
-            lines.append(f"{r.contender:15} {ratios} {r.peak_mib:9.0f} {r.rounds:7d}")
+            goal = GOALS.get(r.model, {}).get(r.contender, "")
+            peak = "-" if r.peak_mib is None else f"{r.peak_mib:.0f}"
+            lines.append(f"{r.contender:18} {ratios} {goal:>6} {peak:>9} {r.rounds:7d}")
     return "\n".join(lines)
 
 
@@ -449,10 +354,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time and memory of one training step.")
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names with commas between")
+    parser.add_argument("--budgets", help="also ours-no-noise with these memory budgets, such as 1.05,1.2,1.5,2")
     parser.add_argument("--seconds", type=float, default=40, help="of timing per network, behind the warm-up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--json", type=Path, help="file to which the results are appended, one JSON object a line")
+    parser.add_argument("--no-memory", action="store_true", help="measure times only")
     parser.add_argument("--malloc", action="store_true", help="leave malloc as it is")
     chosen = parser.parse_args()
     chosen.models = chosen.models or [make.__name__ for make in ON_CPU]
@@ -460,6 +367,7 @@ def arguments() -> argparse.Namespace:
     for kind, names, known in [("model", chosen.models, MODELS), ("contender", chosen.contenders, CONTENDERS)]:
         if unknown := [name for name in names if name not in known]:
             parser.error(f"unknown {kind} {', '.join(map(repr, unknown))}; must be of {', '.join(known)}")
+    chosen.contenders += [f"ours-no-noise@{budget}" for budget in (chosen.budgets or "").split(",") if budget]
     return chosen
 
 
@@ -470,11 +378,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     place = Place(chosen.device, chosen.dtype)
     print(place.describe(), flush=True)
+    below: list[str] = []
     for model in chosen.models:
-        results = measure(model, chosen.contenders, place, chosen.seconds)
+        results = measure(model, chosen.contenders, place, chosen.seconds, with_memory=not chosen.no_memory)
         print(f"\n{report(results)}", flush=True)
+        below += missed(results) if place == Place() else []
         if chosen.json:
             append_json(chosen.json, results, place, chosen.seconds)
+    if below:
+        print("\nGoals missed:\n" + "\n".join(below))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,15 @@ def test_products_equal_those_of_torch(k):
     torch.testing.assert_close(product(a.mT.contiguous().mT, b), a @ b)
 
 
+@pytest.mark.parametrize("k", [0, 3, SUMMED + 1])
+def test_products_equal_those_of_torch_if_lines_are_far_apart(k):
+    a, b = torch.randn(k, 70, 40), torch.randn(k, 70, 50)  # positions first, so that a line follows after 70 others
+    halves = torch.randn(k, 70, 100)[:, :, 50:]
+    for left, right in ((a, b), (b, a), (a, halves), (a.transpose(0, 1).contiguous().transpose(0, 1), b)):
+        left, right = left.transpose(0, 1), right.transpose(0, 1)
+        torch.testing.assert_close(product(left.mT, right), left.mT @ right)
+
+
 @pytest.mark.parametrize("places", [16, 64])
 def test_rows_of_many_places_are_as_long_as_they_should_be(places):
     torch.set_default_dtype(torch.float32)

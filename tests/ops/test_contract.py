@@ -83,6 +83,12 @@ class TestConv(OpContract):
         "stride leaves cells over": (1, 2, 3, (8, 9), Geometry((2, 2), (3, 3), (0, 0), (1, 1), 1)),
         "stride shares factors with dilation": (1, 2, 3, (12, 11), Geometry((3, 2), (4, 2), (2, 1), (2, 4), 1)),
         "native blocks": (1, 16, 16, (4, 4), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)),
+        "narrow signals": (2, 16, 3, (9,), Geometry((3,), (2,), (1,), (1,), 1)),
+        "narrow, all options": (2, 32, 6, (9, 8), Geometry((3, 2), (2, 1), (1, 2), (1, 2), 2)),
+        "narrow, kernel of several strides": (1, 16, 3, (8, 9), Geometry((4, 4), (2, 2), (1, 0), (1, 1), 1)),
+        "narrow volume": (2, 16, 3, (3, 4, 4), Geometry((2, 3, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1)),
+        "kernel of several strides": (2, 4, 6, (7, 10), Geometry((3, 4), (1, 2), (2, 1), (2, 1), 2)),
+        "volume of several strides": (2, 2, 3, (4, 4, 7), Geometry((2, 1, 6), (1, 2, 3), (1, 0, 1), (2, 1, 1), 1)),
         "volume": (2, 2, 3, (3, 4, 4), Geometry((2, 1, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1)),
     }
     forms: ClassVar = list(geometries)

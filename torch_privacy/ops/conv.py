@@ -16,6 +16,7 @@ from torch import Tensor
 from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
 from .dense import Rows, product
 from .gram import norms_from_gram
+from .unfold import Geometry, by_group, half_unfolded, padded, unfolded, unfolded_channels_last
 
 # Costs of the methods' steps, in matrix-product operations that take the same time (measured on one core of a CPU).
 NATIVE = 0.8  # one operation of the native convolution
@@ -26,23 +27,8 @@ KEPT = 30  # one entry of a row kept for the sum
 SUM = 40_000_000  # overhead of one more native weight gradient
 CALL = 120_000  # overhead of one matrix product among many
 NATIVE_BLOCK = 16  # the native convolution is fastest if channels are a multiple of this
+VECTOR = 16  # float32 numbers in the largest vector registers
 NARROW = 16  # a line of fewer places is copied faster with the channels innermost
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Options of a convolution: one number per spatial dimension each, and the number of groups."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def covered(self, places: Sequence[int]) -> list[int]:
-        """Returns the size of the padded input that the kernel covers for an output of this size."""
-        steps = zip(self.kernel, self.stride, self.dilation, places, strict=True)
-        return [(place - 1) * stride + dilation * (size - 1) + 1 for size, stride, dilation, place in steps]
 
 
 @dataclass(frozen=True)
@@ -182,12 +168,15 @@ class Conv(Op):
         return _weight_gradient(b, x, shape, replace(self.geometry, groups=n * groups)).view(n, *self.shape)
 
     def _unfolded_rows(self) -> Tensor:
-        """Computes one matrix product per example and group, in the faster order for the patches' memory layout."""
+        """Computes one matrix product per example and group, in the order that fills the processor's vectors best."""
         patches, b = self.patches(), by_group(self.b, self.geometry.groups).flatten(2)
-        if not self._channels_last:
-            return product(patches, b.mT).mT.reshape(self.num_examples, *self.shape)
-        rows = product(b, patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1]))
-        return rows.movedim(-1, 2).reshape(self.num_examples, *self.shape)
+        if self._channels_last:
+            rows = product(b, patches.mT).unflatten(2, (*self.geometry.kernel, self.shape[1])).movedim(-1, 2)
+        elif _unfilled(b.shape[1]) < _unfilled(patches.shape[1]):
+            rows = product(patches, b.mT).mT
+        else:
+            rows = product(b, patches.mT)
+        return rows.reshape(self.num_examples, *self.shape)
 
     def _shifted_norms(self) -> Tensor:
         """Computes norms from rows, for one offset of the kernel's first dimension at a time.
@@ -197,7 +186,7 @@ class Conv(Op):
         """
         g, b = self.geometry, by_group(self.b, self.geometry.groups)
         step, dilation, length = g.stride[0], g.dilation[0], b.shape[3:].numel()
-        spacing, b, lines = math.gcd(step, dilation), b.flatten(2), self._unfolded_lines()
+        spacing, b, lines = math.gcd(step, dilation), b.flatten(2), half_unfolded(self.x, self.b.shape[3:], g)
         total = b.new_zeros(self.num_examples)
         for line, together in groupby(range(0, g.kernel[0] * dilation, dilation), lambda offset: offset // step):
             first, *others = (offset % step // spacing for offset in together)
@@ -206,38 +195,10 @@ class Conv(Op):
             total += _by_example(products, g.groups).square_().sum(1)
         return total
 
-    def _unfolded_lines(self) -> Tensor:
-        """Returns the half-unfolded input by remainder, (n·groups, remainders, d·kernel[1:], lines·m·places[1:])."""
-        g, (_, m, _, _, *places) = self.geometry, self.b.shape
-        step, spacing = g.stride[0], math.gcd(g.stride[0], g.dilation[0])
-        x = self._padded()
-        x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, -x.shape[2] % step)) if x.shape[2] % step else x
-        (outer, channel, line, image), steps = x.stride()[:4], x.stride()[4:]
-        inner = [step * dilation for step, dilation in zip(steps, g.dilation[1:], strict=True)]
-        across = [step * stride for step, stride in zip(steps, g.stride[1:], strict=True)]
-        sizes = (x.shape[0], step // spacing, x.shape[1], *g.kernel[1:], x.shape[2] // step, m, *places)
-        strides = (outer, line * spacing, channel, *inner, line * step, image, *across)
-        lines = x.as_strided(sizes, strides, x.storage_offset())
-        return lines.reshape(*sizes[:2], math.prod(sizes[2 : 2 + len(g.kernel)]), math.prod(sizes[2 + len(g.kernel) :]))
-
     def patches(self) -> Tensor:
-        """Returns the patch under the kernel at every place, (n·groups, d·kernel, t), by one copy of a strided view.
-
-        ``F.unfold`` computes the same for images without groups, in twice the time on a CPU. With ``_channels_last``
-        the order is (n·groups, kernel·d, t), and t changes slowest in memory.
-        """
-        g, (_, m, _, first, *others), dims = self.geometry, self.b.shape, len(self.geometry.kernel)
-        x = self._padded(channels_last=self._channels_last)
-        (outer, channel, line, image), steps = x.stride()[:4], (x.stride()[2], *x.stride()[4:])
-        inner = [step * dilation for step, dilation in zip(steps, g.dilation, strict=True)]
-        across = [step * stride for step, stride in zip(steps, g.stride, strict=True)]
-        sizes, strides = (*g.kernel, first, m, *others), (*inner, line * g.stride[0], image, *across[1:])
-        view = x.as_strided((*x.shape[:2], *sizes), (outer, channel, *strides), x.storage_offset())
-        t, d = first * m * math.prod(others), self.shape[1:].numel()
-        if not self._channels_last:
-            return view.reshape(x.shape[0], d, t)
-        order = (0, *range(2 + dims, view.ndim), *range(2, 2 + dims), 1)
-        return view.permute(order).reshape(x.shape[0], t, d).mT
+        """Returns the patches, (n·groups, d·kernel, t); with ``_channels_last`` (n·groups, kernel·d, t)."""
+        unfold = unfolded_channels_last if self._channels_last else unfolded
+        return unfold(self.x, self.b.shape[3:], self.geometry)
 
     @property
     def _channels_last(self) -> bool:
@@ -245,28 +206,13 @@ class Conv(Op):
         narrow = self.b.shape[-1] < NARROW <= self.shape[1]
         return not self._pointwise and (narrow or self.x.stride(2) == 1)
 
-    def _padded(self, *, channels_last: bool = False) -> Tensor:
-        """Returns the part of the padded input that the kernel covers: (n·groups, d, *size), images after size[0].
-
-        ``channels_last`` determines the memory order, not the order of the returned dimensions.
-        """
-        x, g = by_group(self.x, self.geometry.groups), self.geometry
-        sides: list[int] = []
-        for size, padding, covered in zip(self.x.shape[3:], g.padding, g.covered(self.b.shape[3:]), strict=True):
-            sides = [padding, covered - size - padding, *sides]
-        sides = [*sides[:-2], 0, 0, *sides[-2:]]
-        if not channels_last:
-            return F.pad(x, sides) if any(sides) else x
-        x = x.movedim(1, -1)
-        return (F.pad(x, [0, 0, *sides]) if any(sides) else x.contiguous()).movedim(-1, 1)
-
     def _gram(self) -> Tensor:
         patches = self.patches()
         return self._norms_of(product(patches.mT, patches))
 
     def _boxed_gram(self) -> Tensor:
         """Computes the same without patches: their inner products sum those of input cells along the diagonals."""
-        x = self._padded()
+        x = padded(self.x, self.b.shape[3:], self.geometry)
         cells = x.flatten(2)
         gram, g = product(cells.mT, cells).view(x.shape[0], *x.shape[2:], *x.shape[2:]), self.geometry
         for dim, (kernel, stride, dilation) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
@@ -298,10 +244,9 @@ def _methods_of_one(x: torch.Size, b: torch.Size, geometry: Geometry) -> list[Me
     return [*one._row_methods(), *one._norm_methods()]
 
 
-def by_group(tensor: Tensor, groups: int) -> Tensor:
-    """Rearranges (n, m, channels, first, *others) to (n·groups, channels/groups, first, m, *others)."""
-    n, _, channels = tensor.shape[:3]
-    return tensor.movedim(1, 3).reshape(n * groups, channels // groups, *tensor.movedim(1, 3).shape[2:])
+def _unfilled(size: int) -> float:
+    """Returns the share of a vector register's numbers that a line of this size leaves empty."""
+    return -size % VECTOR / max(1, size)
 
 
 def _by_example(products: Tensor, groups: int) -> Tensor:

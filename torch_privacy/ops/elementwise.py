@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..support.validate import Refused
 from ._base import AnyLayout, Op, Use, in_sum_dtype
-from .dense import Rows
+from .dense import Rows, sum_of_positions
 
 MAX_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with separate entries for every example
 
@@ -127,7 +127,11 @@ def sum_to_weight(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
         return _rows_of_entries_per_example(terms, weight, layout)
     first = layout.examples_first(terms)
     summed = [dim + 1 for dim, size in enumerate(broadcast) if size == 1 and first.shape[dim + 1] != 1]
-    return (first.sum(summed) if summed else first).reshape(first.shape[0], *weight.shape)
+    if summed == [1] and first.stride(0) < first.stride(1):
+        first = sum_of_positions(first.flatten(2))
+    elif summed:
+        first = first.sum(summed)
+    return first.reshape(first.shape[0], *weight.shape)
 
 
 def _rows_of_entries_per_example(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:

@@ -167,8 +167,8 @@ class LSTM(Cell):
         hidden = h.after if self.w_hr is None else torch.empty_like(c.after)
         hiddens, wholes, i_f = steps.split(hidden), steps.split(gates), steps.split(gates[:, : 2 * d])
         i, f, g, o = (steps.split(part) for part in gates.chunk(4, 1))
-        scratch = c.after.new_empty(steps.sizes[0], d)
-        tanhs = [scratch[:size] for size in steps.sizes]
+        tanh = torch.empty_like(c.after)
+        tanhs = steps.split(tanh)
         for t in steps.order():
             wholes[t].addmm_(h.enter(t), w)
             i_f[t].sigmoid_()
@@ -178,19 +178,19 @@ class LSTM(Cell):
             torch.mul(o[t], torch.tanh(c.afters[t], out=tanhs[t]), out=hiddens[t])
             if self.w_hr is not None:
                 torch.mm(hiddens[t], self.w_hr.t(), out=h.afters[t])
-        return gates, c.before, c.after, hidden
+        return gates, c.before, tanh, hidden
 
     def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
         assert dc is not None
-        gates, before, after, _ = saved
-        d = after.shape[1]
+        gates, before, tanh, _ = saved
+        d = tanh.shape[1]
         f = steps.split(gates[:, d : 2 * d])
         da = torch.empty_like(gates)
         das, das_o = steps.split(da), steps.split(da[:, 3 * d :])
         das_ifg = [part.unflatten(1, (3, d)) for part in steps.split(da[:, : 3 * d])]
         projected: list[Tensor] = []
         for chunk, rows in steps.chunks(4 * d):
-            h_to_c = steps.split_chunk(lstm_factors(gates[rows], before[rows], after[rows], da[rows]), chunk)
+            h_to_c = steps.split_chunk(lstm_factors(gates[rows], before[rows], tanh[rows], da[rows]), chunk)
             for t in chunk:
                 dm = dh.enter_step(t)
                 if self.w_hr is not None:
@@ -204,14 +204,17 @@ class LSTM(Cell):
         return (da, da) if self.w_hr is None else (da, da, torch.cat(projected if steps.backward else projected[::-1]))
 
 
-def lstm_factors(gates: Tensor, before: Tensor, after: Tensor, out: Tensor, h_to_c: Tensor | None = None) -> Tensor:
-    """Writes the derivatives of c in a_i, a_f, a_g and of h in a_o to ``out``; returns that of h in c, ``h_to_c``."""
-    (i, f, g, o), (to_i, to_f, to_g, to_o), tanh = gates.chunk(4, 1), out.chunk(4, 1), after.tanh()
+def lstm_factors(gates: Tensor, before: Tensor, tanh: Tensor, out: Tensor, h_to_c: Tensor | None = None) -> Tensor:
+    """Writes the derivatives of c in a_i, a_f, a_g and of h in a_o to ``out``; returns that of h in c, ``h_to_c``.
+
+    ``before`` is the previous c, and ``tanh`` that of the next c.
+    """
+    (i, f, g, o), (to_i, to_f, to_g, to_o) = gates.chunk(4, 1), out.chunk(4, 1)
     aten.sigmoid_backward(g, i, grad_input=to_i)
     aten.sigmoid_backward(before, f, grad_input=to_f)
     aten.tanh_backward(i, g, grad_input=to_g)
     aten.sigmoid_backward(tanh, o, grad_input=to_o)
-    return aten.tanh_backward(o, tanh, grad_input=tanh if h_to_c is None else h_to_c)
+    return aten.tanh_backward(o, tanh, grad_input=torch.empty_like(tanh) if h_to_c is None else h_to_c)
 
 
 class GRU(Cell):

@@ -42,10 +42,10 @@ def _values(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Any], sizes: Sequ
         steps, bias = Steps(tuple(sizes), j == 1), sum((b for b in biases if b is not None), start=x.new_zeros(4 * d))
         gates = F.linear(x, w_ih, bias)
         hs, cs = (Track(steps, first, first.new_empty(n + len(x) + n, d)) for first in (h[j], c[j]))
-        LSTM(w_hh, None, None).forward(steps, gates, hs, cs)
+        tanh = LSTM(w_hh, None, None).forward(steps, gates, hs, cs)[2]
         factors, h_to_c = torch.empty_like(gates), torch.empty_like(cs.after)
         for _, rows in steps.chunks(4 * d):
-            lstm_factors(gates[rows], cs.before[rows], cs.after[rows], factors[rows], h_to_c[rows])
+            lstm_factors(gates[rows], cs.before[rows], tanh[rows], factors[rows], h_to_c[rows])
         y[:, j * d : (j + 1) * d] = hs.after
         lasts.append((hs.finish(), cs.finish()))
         kept += [_concatenated(x, hs.before, x.new_ones(len(x))), factors, gates[:, d : 2 * d].contiguous(), h_to_c]
