@@ -269,10 +269,12 @@ def backward_into(
     deepest: Sequence[bool],
     *,
     retain_graph: bool = False,
-) -> None:
+    leaves: Sequence[Tensor] = (),
+) -> list[Tensor | None]:
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
-    ``deepest`` marks the calls that have no other below them: the backward ends at these.
+    ``deepest`` marks the calls that have no other below them: the backward ends at these, and at ``leaves``, whose
+    gradients are returned.
     """
     handles = []
     try:
@@ -282,13 +284,15 @@ def backward_into(
                 handles.append(call.edge.node.register_prehook(hook))
         ends = [number for number, last in enumerate(deepest) if last]
         edges = [calls[number].edge for number in ends]
-        gradients = torch.autograd.grad(losses, edges, cotangent, retain_graph=retain_graph, allow_unused=True)
+        inputs = [*edges, *leaves]
+        gradients = torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     with torch.no_grad():
-        for number, g in zip(ends, gradients, strict=True):
+        for number, g in zip(ends, gradients[: len(ends)], strict=True):
             sink.take(number, g, losses)
+    return [*gradients[len(ends) :]]
 
 
 def _hand_over(sink: GradientSink, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:

@@ -46,6 +46,7 @@ class Irregular:
 
 
 Expected = Layout | Irregular
+Options = tuple[Expected, ...]  # several regular layouts, or one of either kind
 
 
 class Prediction:
@@ -56,19 +57,33 @@ class Prediction:
 
     Args:
         calls: the calls with gradients to compare.
-        expected: the layout of each.
+        options: for each, the layouts that it may have, of which exactly one must agree.
         cotangent: (n,) of the plain backward.
         rounding: how much gradients may differ between two backwards.
+        guessed: True if no earlier batches had these layouts; then gradients must be finite to confirm them.
     """
 
-    def __init__(self, calls: Sequence[Call], expected: Sequence[Expected], cotangent: Tensor, rounding: Rounding):
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        options: Sequence[Options],
+        cotangent: Tensor,
+        rounding: Rounding,
+        *,
+        guessed: bool = False,
+    ):
         self.calls, self.cotangent = calls, cotangent
-        self.expected, self._rounding = expected, rounding
+        self.options, self._rounding, self._guessed = [*options], rounding, guessed
         self._codes = Codes(len(cotangent), rounding.exponents)
-        digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in expected) else 1
+        digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in self.expected) else 1
         self._factors = [self._codes.cotangent(k) for k in range(digits)]
-        self._coded: list[dict[int, Tensor]] = [{} for _ in self._factors]
+        self._coded: list[dict[int, list[Tensor]]] = [{} for _ in self._factors]
         self._plain: dict[int, Tensor] = {}
+
+    @property
+    def expected(self) -> list[Expected]:
+        """Returns the first of each call's layouts; the only one, once its plain gradient was seen."""
+        return [options[0] for options in self.options]
 
     @property
     def coded(self) -> list[Tensor]:
@@ -77,21 +92,37 @@ class Prediction:
 
     def note(self, k: int, number: int, s: Tensor) -> None:
         """Adds the gradient in a call's output, of the backward with the k-th cotangent."""
-        if k == 0 or isinstance(self.expected[number], Irregular):
-            self._coded[k][number] = self._sketch(number, s)
+        options = self.options[number]
+        if k == 0 or isinstance(options[0], Irregular):
+            self._coded[k][number] = [self._sketch(option, s) for option in options]
 
     def layout(self, number: int, b: Tensor) -> AnyLayout:
         """Returns the layout of a call, given its gradient of the plain backward; not yet confirmed."""
-        sketch, expected = self._sketch(number, b), self.expected[number]
-        if isinstance(expected, Irregular):
-            return Ragged(expected.dim, len(self.cotangent), self._owner(number, sketch, b))
-        self._plain[number] = sketch
-        return expected
+        options = self.options[number]
+        plain = [self._sketch(option, b) for option in options]
+        if isinstance(options[0], Irregular):
+            return Ragged(options[0].dim, len(self.cotangent), self._owner(number, plain[0], b))
+        k = self._one_that_agrees(number, plain) if len(options) > 1 else 0
+        self.options[number], self._plain[number] = (options[k],), plain[k]
+        self._coded[0][number] = [self._coded[0][number][k]]
+        return options[k]
+
+    def _one_that_agrees(self, number: int, plain: Sequence[Tensor]) -> int:
+        """Returns which of several layouts agrees; any, if there is no gradient."""
+        coded = self._coded[0][number]
+        if not (plain[0].any() or coded[0].any()):
+            return 0
+        factor, absolute = self._factors[0].double(), self._absolute(self.calls[number].shape.numel() / len(plain[0][0]))
+        both = (tuple(sketch.cpu().double() for sketch in pair) for pair in zip(plain, coded, strict=True))
+        agreeing = [k for k, pair in enumerate(both) if self._agree(*pair, factor, absolute)[0].all()]
+        if len(agreeing) != 1:
+            raise Disagreement
+        return agreeing[0]
 
     def conclude(self) -> None:
         """Raises ``Disagreement`` unless all gradients so far confirm the layouts."""
         agree, not_finite, _ = self._verdicts()
-        if not (agree | not_finite).all():
+        if not (agree if self._guessed else agree | not_finite).all():
             raise Disagreement
 
     @property
@@ -106,7 +137,8 @@ class Prediction:
         if not numbers:
             empty = torch.ones(0) > 0
             return empty, empty, empty
-        plain, coded = (_stacked([sketches[k] for k in numbers]) for sketches in (self._plain, self._coded[0]))
+        plain = _stacked([self._plain[k] for k in numbers])
+        coded = _stacked([self._coded[0][k][0] for k in numbers])
         absolute = torch.tensor([self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers])
         return *self._agree(plain, coded, self._factors[0].double(), absolute.double()[:, None]), plain[:, 1] > 0
 
@@ -129,7 +161,7 @@ class Prediction:
         absolute = self._absolute(b.numel() / max(1, b.shape[expected.dim]))
         digits = []
         for sketches in self._coded:
-            coded = sketches[number].cpu().double()
+            coded = sketches[number][0].cpu().double()
             without = (plain[1] == 0) & (coded[1] == 0)
             digit = self._codes.digit(coded[1] / plain[1] * (coded[0] * plain[0]).sign())
             agree, _ = self._agree(plain, coded, self._codes.value(digit.clamp(min=0)).double(), absolute)
@@ -140,9 +172,9 @@ class Prediction:
             raise Disagreement
         return owner
 
-    def _sketch(self, number: int, gradient: Tensor) -> Tensor:
+    def _sketch(self, expected: Expected, gradient: Tensor) -> Tensor:
         """Returns (2, m): product with the random direction, and length, of each example's part or of each entry's."""
-        expected, gradient = self.expected[number], gradient.detach()
+        gradient = gradient.detach()
         if isinstance(expected, Irregular):
             rows = entries(gradient, expected.dim)
         else:
