@@ -367,7 +367,7 @@ def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | 
 def draw_few(count: int, generator: np.random.Generator) -> np.ndarray:
     """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them."""
     keep = np.zeros(count, bool)
-    keep[generator.permutation(count)[: min(FEW, count // 2)]] = True
+    keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
     return without_ends(keep) if count > 2 else keep
 
 

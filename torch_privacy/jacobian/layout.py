@@ -154,6 +154,10 @@ class Layouts:
         """Remembers the bytes that a batch of n needed."""
         self._footprints[path, n == 1] = Footprint(footprint.activations / n, footprint.least / n)
 
+    def forget_footprint(self, path: int, n: int) -> None:
+        """Forgets the bytes that batches need on a path."""
+        self._footprints.pop((path, n == 1), None)
+
     def note_verified(self, calls: Iterable[CallKind], n: int) -> None:
         """Remembers that a batch of n with calls of these kinds agreed with native backwards."""
         self._verified.update({(kind, n == 1) for kind in calls})

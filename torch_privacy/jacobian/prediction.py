@@ -74,6 +74,7 @@ class Prediction:
     ):
         self.calls, self.cotangent = calls, cotangent
         self.options, self._rounding, self._guessed = [*options], rounding, guessed
+        self._first = self.expected
         self._codes = Codes(len(cotangent), rounding.exponents)
         digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in self.expected) else 1
         self._factors = [self._codes.cotangent(k) for k in range(digits)]
@@ -89,6 +90,11 @@ class Prediction:
     def coded(self) -> list[Tensor]:
         """Returns the cotangents of the coded backwards; one, if all layouts are regular."""
         return [factor.to(self.cotangent) * self.cotangent for factor in self._factors]
+
+    @property
+    def surprised(self) -> bool:
+        """True if a call has another layout than the first that was expected of it."""
+        return self.expected != self._first
 
     def note(self, k: int, number: int, s: Tensor) -> None:
         """Adds the gradient in a call's output, of the backward with the k-th cotangent."""

@@ -426,6 +426,8 @@ class Tape(Recorder):
 
     def _note_confirmed(self, reached: Reached, prediction: Prediction) -> None:
         """Remembers a confirmed prediction for the path, if it covers every example and all calls and cuts."""
+        if prediction.surprised:  # what must be held was computed for other layouts
+            self.layouts.forget_footprint(reached.path, len(reached.losses))
         if prediction.teaches and len(prediction.calls) == len(reached.places):
             self.layouts.note_confirmed(reached.path, reached.places, prediction.expected, self._names_of)
 
