@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from models import GPT, MODELS, Problem, per_example
 from step import keep_memory
 from torch import Tensor, nn

@@ -571,3 +571,60 @@ def test_native_backwards_are_compared_on_the_first_batches_only(groups, monkeyp
         taken.append(len(count))
     confirmed = 2 if groups == 1 else 3  # coded and native in one, that of the sum, and for groups one before it
     assert taken == [confirmed] * PROOFS + [1] * 3
+
+
+@pytest.mark.parametrize("merging", [None, Merging(torch.tensor([0, 1, 1, 0, 2, 1]), 4)], ids=["rows", "micro-batches"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rows_that_differ_from_the_native_gradient_are_refused_before_a_sum(groups, merging):
+    model = Model(lambda h: h)
+    names = tuple(trained(model))
+    model.first.weight.register_hook(lambda g: 1.01 * g)
+    with pytest.raises(tp.Refused, match=r"'first.weight' do not add up"):
+        clipped(
+            model,
+            Counted(),
+            torch.randn(N, T, 3),
+            groups={str(k): names[k::groups] for k in range(groups)},
+            merging=merging,
+        )
+
+
+SHAPES = [(5, 5), (6, 3), (3, 6), (4, 8), (40, 20)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("order", Ordered.ORDERS)
+def test_first_batches_in_any_regular_order_are_confirmed_and_never_measured(order, shape):
+    model, guessed, measured = Ordered(order), Counted(), Layouts()
+    measured.guess = lambda *args: None
+    for _ in range(PROOFS + 1):
+        inputs = torch.randn(*shape, 3), torch.rand(shape) + 0.5
+        assert_exact(model, guessed, *inputs)
+        clipped(model, measured, *inputs)
+    assert guessed.measured == 0
+    assert guessed._footprints == measured._footprints
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", REORDERINGS)
+def test_a_first_batch_in_irregular_order_is_measured(how, order):
+    model, layouts = Reordered(REORDERINGS[how]), Counted()
+    assert_exact(model, layouts, torch.randn(N, T, 3), ORDERS[order])
+    assert layouts.measured
+
+
+def test_an_undefined_gradient_confirms_no_guess():
+    model, layouts, x = Model(lambda h: h), Counted(), torch.randn(N, T, 3)
+    x[1] = torch.inf
+    tape, losses = recorded(model, layouts, x)
+    assert tape.jacobian(losses).squared_norms().isfinite().sum() == N - 1
+    assert layouts.measured == 1
+
+
+def test_a_layer_without_a_gradient_is_not_measured():
+    """Any layout fits: the next layer is zero at first."""
+    model, layouts = Dropped(layers=2), Counted()
+    nn.init.zeros_(model.layers[1].weight)
+    for _ in range(PROOFS):
+        assert_exact_rows(model, layouts, torch.randn(N, N, 3))
+    assert layouts.measured == 0

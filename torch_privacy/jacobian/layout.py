@@ -22,7 +22,7 @@ from .prediction import Expected, Irregular, Options
 if TYPE_CHECKING:
     from .calls import Call
 
-# The layouts on a path are measured until this many batches have determined them without doubt; then they are known.
+# Layouts are confirmed or measured until this many batches have shown those of a path without doubt.
 PROOFS = 2
 # One batch in this many on a known path is measured again, in case some of its branches could not be seen.
 SPOT_CHECK = 64
@@ -153,10 +153,6 @@ class Layouts:
     def note_footprint(self, path: int, n: int, footprint: Footprint) -> None:
         """Remembers the bytes that a batch of n needed."""
         self._footprints[path, n == 1] = Footprint(footprint.activations / n, footprint.least / n)
-
-    def forget_footprint(self, path: int, n: int) -> None:
-        """Forgets the bytes that batches need on a path."""
-        self._footprints.pop((path, n == 1), None)
 
     def note_verified(self, calls: Iterable[CallKind], n: int) -> None:
         """Remembers that a batch of n with calls of these kinds agreed with native backwards."""

@@ -101,7 +101,7 @@ class Jacobian:
 
     @torch.no_grad()
     def products_of_sum(self, c: Tensor, directions: Mapping[str, OuterProduct]) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and product with the parameter's direction, piece by piece, until they add up to those of Jᵀ c."""
+        """Yields name and product with the parameter's direction, piece by piece; they add up to those of Jᵀ c."""
         for block in self._blocks:
             for name, part in block.products_of_sum(c, directions, self._all).items():
                 if name in self._parameters:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, by one more backward, that layouts learned from earlier batches also hold on this batch.
+"""Checks, by one more backward, that layouts learned from earlier batches, or guessed, hold on this batch.
 
 With cotangent ones the backward gives b, with a code for each loss it gives s. If a layout is right, example i's part
 of s is code i times its part of b. Only two numbers of each part are kept, computed as the backwards run: its length,
@@ -10,14 +10,14 @@ that the product agrees with a probability below ``1e-5 / r`` in float32, where 
 part's length. Entries of an example with the same code agree. Up to 32 examples have different codes; of more, two
 share one with a probability of 1/32 (1/8 in float16, above 8 examples). So two examples that have changed places are
 missed on one batch with probability 1/32, and as rarely on the next, because codes are drawn again; an order that is
-wrong for k pairs is missed with a probability of about 32^-k. Two further checks follow: rehearsals show that losses
-and rows do not depend on other examples, and one batch in 64 of a known path gets a spot check, which measures with
-every digit that is needed.
+wrong for k pairs is missed with a probability of about 32^-k. Another regular layout is wrong for nearly all examples.
+Two further checks follow: rehearsals show that losses and rows do not depend on other examples, and one batch in 64 of
+a known path gets a spot check, which measures with every digit that is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -74,7 +74,6 @@ class Prediction:
     ):
         self.calls, self.cotangent = calls, cotangent
         self.options, self._rounding, self._guessed = [*options], rounding, guessed
-        self._first = self.expected
         self._codes = Codes(len(cotangent), rounding.exponents)
         digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in self.expected) else 1
         self._factors = [self._codes.cotangent(k) for k in range(digits)]
@@ -91,11 +90,6 @@ class Prediction:
         """Returns the cotangents of the coded backwards; one, if all layouts are regular."""
         return [factor.to(self.cotangent) * self.cotangent for factor in self._factors]
 
-    @property
-    def surprised(self) -> bool:
-        """True if a call has another layout than the first that was expected of it."""
-        return self.expected != self._first
-
     def note(self, k: int, number: int, s: Tensor) -> None:
         """Adds the gradient in a call's output, of the backward with the k-th cotangent."""
         options = self.options[number]
@@ -109,18 +103,24 @@ class Prediction:
         if isinstance(options[0], Irregular):
             return Ragged(options[0].dim, len(self.cotangent), self._owner(number, plain[0], b))
         k = self._one_that_agrees(number, plain) if len(options) > 1 else 0
-        self.options[number], self._plain[number] = (options[k],), plain[k]
+        layout = options[k]
+        assert isinstance(layout, Layout)
+        self.options[number], self._plain[number] = (layout,), plain[k]
         self._coded[0][number] = [self._coded[0][number][k]]
-        return options[k]
+        return layout
 
     def _one_that_agrees(self, number: int, plain: Sequence[Tensor]) -> int:
         """Returns which of several layouts agrees; any, if there is no gradient."""
         coded = self._coded[0][number]
         if not (plain[0].any() or coded[0].any()):
             return 0
-        factor, absolute = self._factors[0].double(), self._absolute(self.calls[number].shape.numel() / len(plain[0][0]))
-        both = (tuple(sketch.cpu().double() for sketch in pair) for pair in zip(plain, coded, strict=True))
-        agreeing = [k for k, pair in enumerate(both) if self._agree(*pair, factor, absolute)[0].all()]
+        factor = self._factors[0].double()
+        absolute = self._absolute(self.calls[number].shape.numel() / len(factor))
+        agreeing = []
+        for k, pair in enumerate(zip(plain, coded, strict=True)):
+            a, b = (sketch.cpu().double() for sketch in pair)
+            if self._agree(a, b, factor, absolute)[0].all():
+                agreeing.append(k)
         if len(agreeing) != 1:
             raise Disagreement
         return agreeing[0]
@@ -188,6 +188,31 @@ class Prediction:
         if is_half(rows):
             return torch.stack([in_pieces(_product, rows), in_pieces(length, rows)])
         return torch.stack([_product(rows), length(rows)])
+
+
+class CodedSink:
+    """Passes the gradients of a coded backward to a prediction."""
+
+    def __init__(self, prediction: Prediction, k: int, on_gradient: Callable[[int, Tensor], None] | None):
+        self._prediction, self._k, self._on_gradient = prediction, k, on_gradient
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        g = self._prediction.calls[number].output.gradient(g, like)
+        self._prediction.note(self._k, number, g)
+        if self._on_gradient is not None:
+            self._on_gradient(number, g)
+
+
+class PlainSink:
+    """Passes the gradients of the plain backward to a prediction, and keeps the layouts."""
+
+    def __init__(self, prediction: Prediction):
+        self._prediction = prediction
+        self.layouts: dict[int, AnyLayout] = {}
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        b = self._prediction.calls[number].output.gradient(g, like)
+        self.layouts[number] = self._prediction.layout(number, b)
 
 
 def _product(rows: Tensor) -> Tensor:

@@ -42,11 +42,9 @@ class NativeSum:
             self.products[name] = [0.0 if g is None else float(outer_product(v, g.detach())) for v in directions]
 
     @classmethod
-    def of(
-        cls, losses: Tensor, parameters: Mapping[str, Tensor], merging: Merging | None, exponents: int
-    ) -> NativeSum:
+    def of(cls, losses: Tensor, parameters: Mapping[str, Tensor], merging: Merging | None, exponents: int) -> NativeSum:
         """Makes the backward; the graph stays."""
-        weights = Codes(len(losses) if merging is None else merging.count, exponents).independent().to(losses)
+        weights = Codes(len(losses) if merging is None else merging.count, exponents).cotangent(0).to(losses)
         native, c = cls(parameters, weights), weights
         if merging is not None:
             c = weights[merging.assignment.to(losses.device)] * merging.weights().to(losses)

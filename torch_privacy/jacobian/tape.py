@@ -8,7 +8,7 @@ then gives every use its b, the gradient in its output y.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .layout import Footprint, Layouts, Merging, kind_of_call
 from .measure import Measurement
 from .operator import Jacobian
 from .plan import Budget, distinct_bytes, least_bytes
-from .prediction import Disagreement, Expected, Options, Prediction
+from .prediction import CodedSink, Disagreement, Expected, Options, PlainSink, Prediction
 from .reach import CallFinder, check_losses, check_unchanged
 from .recorder import Recorder
 from .self_check import NativeSum, RowCheck
@@ -376,11 +376,11 @@ class Tape(Recorder):
         def add_least(number: int, g: Tensor) -> None:
             nonlocal least
             if is_new and not places[number].is_cut:
-                least += self._least_bytes(places[number], g, options[number][0])
+                least += self._least_bytes(places[number], g, options[number][0])  # all regular ones need the same
 
         native = NativeSum(self.parameters, prediction.coded[0]) if share else None
         for k, coded in enumerate(prediction.coded):
-            sink = _CodedSink(prediction, k, add_least if k == 0 else None)
+            sink = CodedSink(prediction, k, add_least if k == 0 else None)
             leaves = native.leaves if native is not None and k == 0 else ()
             deepest = reached.deepest(places)
             found = backward_into(sink, reached.losses, coded, places, deepest, retain_graph=True, leaves=leaves)
@@ -393,7 +393,7 @@ class Tape(Recorder):
 
     def _confirm(self, reached: Reached, prediction: Prediction) -> Sequence[AnyLayout]:
         """Returns predicted layouts, confirmed by an additional backward; or measured ones, if they are wrong."""
-        sink = _PlainSink(prediction)
+        sink = PlainSink(prediction)
         try:
             deepest = reached.deepest(prediction.calls)
             backward_into(sink, reached.losses, prediction.cotangent, prediction.calls, deepest, retain_graph=True)
@@ -426,8 +426,6 @@ class Tape(Recorder):
 
     def _note_confirmed(self, reached: Reached, prediction: Prediction) -> None:
         """Remembers a confirmed prediction for the path, if it covers every example and all calls and cuts."""
-        if prediction.surprised:  # what must be held was computed for other layouts
-            self.layouts.forget_footprint(reached.path, len(reached.losses))
         if prediction.teaches and len(prediction.calls) == len(reached.places):
             self.layouts.note_confirmed(reached.path, reached.places, prediction.expected, self._names_of)
 
@@ -464,31 +462,6 @@ class Tape(Recorder):
 def _alone(expected: Sequence[Expected]) -> list[Options]:
     """Returns each layout as the only option of its call."""
     return [(layout,) for layout in expected]
-
-
-class _CodedSink:
-    """Passes the gradients of a coded backward to a prediction."""
-
-    def __init__(self, prediction: Prediction, k: int, on_gradient: Callable[[int, Tensor], None] | None):
-        self._prediction, self._k, self._on_gradient = prediction, k, on_gradient
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        g = self._prediction.calls[number].output.gradient(g, like)
-        self._prediction.note(self._k, number, g)
-        if self._on_gradient is not None:
-            self._on_gradient(number, g)
-
-
-class _PlainSink:
-    """Passes the gradients of the plain backward to a prediction, and keeps the layouts."""
-
-    def __init__(self, prediction: Prediction):
-        self._prediction = prediction
-        self.layouts: dict[int, AnyLayout] = {}
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        b = self._prediction.calls[number].output.gradient(g, like)
-        self.layouts[number] = self._prediction.layout(number, b)
 
 
 def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, retain_graph: bool) -> list[Tensor | None]:

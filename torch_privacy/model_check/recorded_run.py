@@ -66,7 +66,7 @@ class _RememberedLayouts(Layouts):
         super().__init__()
         self._shapes: dict[int, str] = {}
 
-    def guess(self, *args: Any) -> None:
+    def guess(self, *args: Any, **kwargs: Any) -> None:
         """Returns no guess, so that all layouts are measured."""
 
     def of(self, call: Call) -> str:
