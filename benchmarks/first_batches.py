@@ -173,7 +173,7 @@ def print_counts(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=[*NETWORKS], choices=[*NETWORKS, []], metavar="NETWORK")
+    parser.add_argument("networks", nargs="*", default=[], choices=[*NETWORKS, []], metavar="NETWORK")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", action="store_true", help="passes instead of times")
     arguments = parser.parse_args()
