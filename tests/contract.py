@@ -122,6 +122,8 @@ def assert_answers_of(op: Op, rows: Tensor) -> None:
     c, v = torch.randn(n), torch.randn(3, *op.shape)
     torch.testing.assert_close(op.weighted_sum(c), (c @ flat).view(op.shape))
     torch.testing.assert_close(op.project(v), flat @ v.reshape(3, size).T)
+    left, right = torch.randn([*op.shape[:1], 1][0]), torch.randn(op.shape[1:])
+    torch.testing.assert_close(op.project_outer(left, right), flat @ torch.outer(left, right.flatten()).flatten())
     for method in op.methods():
         torch.testing.assert_close(squared_norms(op, method), flat.square().sum(1), msg=method.name)
         answer = method.compute(op)

@@ -93,14 +93,14 @@ def test_bad_example_leaves_the_others_and_proves_nothing(case):
 
 
 def test_number_of_backwards():
-    """Up to 32 examples need two beside that for b, if every call has a regular layout."""
+    """If every call has one regular layout that fits, one backward beside that for b confirms it."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(32, 3)
     with tp.record(model) as tape:
         losses = losses_of(model, x)
     count = []
     losses.grad_fn.register_prehook(lambda grads: count.append(1))
     tape.jacobian(losses)
-    assert len(count) == 3
+    assert len(count) == 2
 
 
 def test_batches_of_any_size_take_one_path(monkeypatch):
@@ -120,7 +120,7 @@ def test_batches_of_any_size_take_one_path(monkeypatch):
         with tape:
             losses = model(x).view(n, -1).square().mean(1)
         tape.jacobian(losses)
-    assert len(measured) == 2
+    assert not measured
 
 
 POOLS = {

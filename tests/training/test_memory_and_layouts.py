@@ -26,6 +26,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
+from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.mechanism import PRICED_ROUNDING
 
 MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
@@ -242,3 +243,24 @@ def test_irregular_order_that_begins_later_in_bfloat16_is_exact_or_refused():
         except tp.Refused:
             break
     assert training.step_count >= 4
+
+
+def test_first_batches_take_one_backward_more_than_rehearsals_and_sum(monkeypatch):
+    """Layouts are confirmed, and rows checked, in the two rehearsals that compare rows; the others take no backward."""
+    monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: False)
+    counts, backward = [], torch.autograd.grad
+
+    def grad(outputs, *args, **kwargs):
+        counts[-1] += isinstance(outputs, torch.Tensor) and outputs.ndim == 1
+        return backward(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(120, 3), torch.randint(2, (120,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"expected_batch_size": 40, "num_steps": 4, "noise_multiplier": 1.0, "test_seed": 1}
+    for x, y in (training := tp.PrivateTraining(model, optimizer, data, clipping=tp.Flat(1.0), **settings)):
+        counts.append(0)
+        training.step(F.cross_entropy(model(x), y, reduction="none"))
+    later = [1, 0, 1, 0, 0, 1]  # one half replaced, the other half, a few alone, each half alone, the batch itself
+    assert counts == [2, 0, 2, 0, 0, 1, *later, *later, 1]

@@ -20,8 +20,8 @@ from .plan import Budget, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
-# (shape, device) -> one direction in the space of a weight of that shape
-Direction = Callable[[torch.Size, torch.device], Tensor]
+OuterProduct = tuple[Tensor, Tensor]  # the factors of a direction in the space of a weight: shape[:1] and shape[1:]
+Direction = Callable[[torch.Size, torch.device], OuterProduct]  # (shape, device) -> one in a weight of that shape
 
 
 class NothingKept(Exception):
@@ -82,7 +82,7 @@ class Block:
         """True if it is cheaper to answer for it together with other blocks: few rows, or outer products."""
         if len(self.ops) != 1 or not self.direct or self.rounds or self.estimated:
             return False
-        op = self.ops[0]
+        op: Any = self.ops[0]  # compared by type, because isinstance is slow for abstract classes
         kind = type(op)
         return (kind is Rows and op.values.numel() <= SMALL) or (kind is Linear and op.is_short_outer_product)
 
@@ -208,9 +208,20 @@ class Block:
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields, for each op, the products (n,) of its rows in the weight with one direction."""
-        v = direction(self.weight.shape, self.weight.device)[None]
+        left, right = direction(self.weight.shape, self.weight.device)
         for op in self.ops:
-            yield projections(op, v.to(op.dtype))[:, 0]
+            yield op.project_outer(left.to(op.dtype), right.to(op.dtype))
+
+    def products_of_sum(
+        self, c: Tensor, directions: Mapping[str, OuterProduct], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns name -> the product of Jᵀ c in this parameter with its direction."""
+        if self.direct and not self.rounds and self.native is None:
+            left, right = directions[self.names[0]]
+            products = [op.project_outer(left.to(op.dtype), right.to(op.dtype)) for op in self.ops]
+            return {self.names[0]: sum([c.to(part.dtype) @ part for part in products], c.new_zeros(()))}
+        found = self.weighted_sum(c, parameters)
+        return {name: outer_product(directions[name], total) for name, total in found.items()}
 
     def _sum_of_rows(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weighted sum of the same rounded rows that the norms were computed from."""
@@ -296,10 +307,18 @@ class JoinedBlocks:
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields the products (n,) of the rows with one direction in each weight."""
         if self._rows is not None:
-            v = [direction(block.weight.shape, self._rows.device).flatten() for block in self._of_rows]
+            factors = [direction(block.weight.shape, self._rows.device) for block in self._of_rows]
+            v = [torch.outer(left, right.flatten()).flatten() for left, right in factors]
             yield self._rows @ torch.cat(v).to(self._rows.dtype)
         for block in self._of_outer:
             yield from block.project_on(direction)
+
+
+def outer_product(direction: OuterProduct, gradient: Tensor) -> Tensor:
+    """Returns the product of a gradient with a direction."""
+    left, right = direction
+    flat = in_sum_dtype(gradient).reshape(len(left), -1)
+    return left.to(flat.dtype) @ (flat @ right.flatten().to(flat.dtype))
 
 
 def disjoint(blocks: list[Block]) -> bool:

@@ -289,14 +289,15 @@ def backward_into(
     *,
     retain_graph: bool = False,
     at_once: bool = False,
-) -> None:
+    leaves: Sequence[Tensor] = (),
+) -> list[Tensor | None]:
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
-    ``deepest`` marks the calls that have no other below them: the backward ends at these. With ``at_once`` every b is
-    held until the end: for small ones that is faster.
+    ``deepest`` marks the calls that have no other below them: the backward ends at these, and at ``leaves``, whose
+    gradients are returned. With ``at_once`` every b is held until the end: for small ones that is faster.
     """
-    if not calls:
-        return
+    if not calls and not leaves:
+        return []
     handles: list[Any] = []
     try:
         ends = list(range(len(calls))) if at_once else [k for k, last in enumerate(deepest()) if last]
@@ -306,13 +307,15 @@ def backward_into(
                 edge = calls[number].edge
                 handles.append(edge.node.register_prehook(_hand_over(sink, number, edge.output_nr, losses)))
         edges = [calls[number].edge for number in ends]
-        gradients = torch.autograd.grad(losses, edges, cotangent, retain_graph=retain_graph, allow_unused=True)
+        inputs = [*edges, *leaves]
+        gradients = torch.autograd.grad(losses, inputs, cotangent, retain_graph=retain_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     with torch.no_grad():
-        for number, g in zip(reversed(ends), reversed(gradients), strict=True):
+        for number, g in zip(reversed(ends), reversed(gradients[: len(ends)]), strict=True):
             sink.take(number, g, losses)
+    return [*gradients[len(ends) :]]
 
 
 def _hand_over(sink: GradientSink, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:

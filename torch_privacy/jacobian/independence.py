@@ -75,7 +75,8 @@ class Rehearsal:
         examples: the batch.
         halves: for each replacement, which examples are kept (count,).
         alone: for each removal, which examples are kept (count,).
-        rows_alone: whether their rows are compared too, and not their losses alone.
+        rows_alone: whether the rows of the first of these are compared too, and not its losses only.
+        rows_once: compare rows in the first replacement only, and losses in the others.
         units: (count,) number of the row that each example belongs to, if several share one.
         moving: names of frozen parameters that the user's loop changes between runs, such as those of a teacher that
             follows the weights; they are put back too. More are added when they are seen.
@@ -93,6 +94,7 @@ class Rehearsal:
         *,
         alone: Sequence[np.ndarray] = (),
         rows_alone: bool = False,
+        rows_once: bool = False,
         units: np.ndarray | None = None,
         moving: set[str] | None = None,
         overwritten: set[str] | None = None,
@@ -102,7 +104,7 @@ class Rehearsal:
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._comparison = Comparison(examples.count, units)
-        self._one_row_each, self._rows_alone = units is None, rows_alone
+        self._one_row_each, self._rows_alone, self._rows_once = units is None, rows_alone, rows_once
         self._moving = set() if moving is None else moving
         self._overwritten = set() if overwritten is None else overwritten
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
@@ -222,7 +224,8 @@ class Rehearsal:
         for keep in self._halves:
             batch = self._examples.with_others(keep)
             if batch is not None:
-                replaced.append(_Replaced(keep, batch, (yield from run(Turn(batch, self._examples.count)))))
+                turn = Turn(batch, self._examples.count, rows=not (replaced and self._rows_once))
+                replaced.append(_Replaced(keep, batch, (yield from run(turn))))
         if not replaced and self._examples.count > 1:
             self._notes.add("No examples were replaced by others, because none made a batch of equal shapes.")
         return replaced
@@ -237,7 +240,8 @@ class Rehearsal:
             if random is not RandomNumbers.AS_DRAWN:
                 whole = yield from run(Turn(self._examples.batch, self._examples.count, rows=rows, random=random))
             if whole is None or not whole.drew:
-                return (yield from self._parts_alone(run, whole, rows, random))
+                some = len(self._alone) if not replaced else 1
+                return (yield from self._parts_alone(run, whole, some if rows else 0, random))
         if self._alone:
             if not replaced:
                 raise Refused(
@@ -249,13 +253,14 @@ class Rehearsal:
         return []
 
     def _parts_alone(
-        self, run: Run, whole: Answers | None, rows: bool, random: RandomNumbers
+        self, run: Run, whole: Answers | None, with_rows: int, random: RandomNumbers
     ) -> Generator[Turn, Answers, list[_Removed]]:
+        """Runs the parts, of which the first ``with_rows`` are compared by their rows, too."""
         removed = []
-        for keep in self._alone:
+        for number, keep in enumerate(self._alone):
             part = self._examples.without(keep)
             if part is not None:
-                turn = Turn(part, int(keep.sum()), rows=rows, random=random)
+                turn = Turn(part, int(keep.sum()), rows=number < with_rows, random=random)
                 removed.append(_Removed(keep, turn, whole, (yield from run(turn))))
         return removed
 
@@ -362,7 +367,7 @@ def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | 
 def draw_few(count: int, generator: np.random.Generator) -> np.ndarray:
     """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them."""
     keep = np.zeros(count, bool)
-    keep[generator.permutation(count)[: min(FEW, count // 2)]] = True
+    keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
     return without_ends(keep) if count > 2 else keep
 
 

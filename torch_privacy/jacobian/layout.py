@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -17,16 +17,19 @@ from torch import Tensor
 from ..ops import AnyLayout, Layout, Ragged
 from .codes import system_seed
 from .filled import FilledTensors
-from .measure import Measurement, NamesOf, OnLayout
-from .prediction import Expected, Irregular
+from .measure import Measurement, NamesOf, OnLayout, example_dims
+from .prediction import Expected, Irregular, Options
 
 if TYPE_CHECKING:
     from .calls import Call
 
-# The layouts on a path are measured until this many batches have determined them without doubt; then they are known.
+# Layouts are confirmed or measured until this many batches have shown those of a path without doubt.
 PROOFS = 2
 # One batch in this many on a known path is measured again, in case some of its branches could not be seen.
 SPOT_CHECK = 64
+
+# Layouts of one call that are compared with codes where no earlier batch has shown the right one.
+MAX_OPTIONS = 4
 
 # Paths of one program that are remembered.
 MAX_PATHS = 1000
@@ -127,6 +130,21 @@ class Layouts:
         kind = next((kind for kind, count in known if count >= PROOFS), None)
         return None if kind is None else _recall(kind, call, n)
 
+    def guess(self, calls: Sequence[Call], names_of: NamesOf, n: int) -> list[Options] | None:
+        """Returns the layouts that each call may have: that of the latest batch, if any, or the regular ones that fit.
+
+        None if a call has none, or if there is nothing to separate.
+        """
+        if n < 2:
+            return None
+        guesses = [self._options(call, names_of, n) for call in calls]
+        return guesses if all(guesses) else None
+
+    def _options(self, call: Call, names_of: NamesOf, n: int) -> Options:
+        seen = self._by_call.get((_key(call, names_of), False))
+        latest = None if seen is None else _recall(seen[0], call, n)
+        return (latest,) if latest is not None else tuple(regular_layouts(call, n))[:MAX_OPTIONS]
+
     def spot_check_is_due(self) -> bool:
         """True if this batch was drawn at random to measure again what is known."""
         return not self._random.randrange(SPOT_CHECK)
@@ -157,6 +175,19 @@ class Layouts:
         is_one, calls = measurement.n == 1, measurement.calls
         found = [measurement.options[number] for number in range(len(calls))]
         kinds = [_kind(options[0]) if is_one or len(options) == 1 else None for options in found]
+        self._learn(path, calls, kinds, is_one, names_of)
+
+    def note_confirmed(self, path: int, calls: Sequence[Call], layouts: Sequence[Expected], names_of: NamesOf) -> None:
+        """Counts a batch with a gradient for every example in every call, all of which confirmed these layouts."""
+        regular = [layout for layout in layouts if isinstance(layout, Layout)]
+        if len(regular) == len(layouts):
+            is_one = any(layout.num_examples == 1 for layout in regular)
+            self._batches[is_one] += 1
+            self._learn(path, calls, [_kind(layout) for layout in regular], is_one, names_of)
+
+    def _learn(
+        self, path: int, calls: Sequence[Call], kinds: Sequence[Kind | None], is_one: bool, names_of: NamesOf
+    ) -> None:
         by_call: dict[tuple, Kind | None] = {}
         for call, kind in zip(calls, kinds, strict=True):
             key = _key(call, names_of)
@@ -168,13 +199,6 @@ class Layouts:
         regular = [kind for kind in kinds if kind is not None and kind[1] != IRREGULAR]
         if len(regular) == len(kinds):  # if the data determine a layout, the path does not
             self._prove(path, is_one, regular)
-
-    def note_confirmed(self, path: int, layouts: Sequence[Expected], n: int) -> None:
-        """Counts a batch of n, with a gradient for every example in every call, that confirmed these layouts."""
-        self._batches[n == 1] += 1
-        regular = [layout for layout in layouts if isinstance(layout, Layout)]
-        if len(regular) == len(layouts):
-            self._prove(path, n == 1, [_kind(layout) for layout in regular])
 
     def _prove(self, path: int, is_one: bool, kinds: list[Kind]) -> None:
         before, count = self._proofs.get((path, is_one), (kinds, 0))
@@ -219,6 +243,16 @@ def _kind(layout: AnyLayout) -> Kind:
     if layout.before == 1 or layout.after == 1:
         return layout.dim, "after" if layout.before == 1 else "before"
     return layout.dim, f"{layout.before} before, {layout.after} after"
+
+
+def regular_layouts(call: Call, n: int) -> Iterator[Layout]:
+    """Yields the regular layouts that a call's output may have for n examples, the usual ones first."""
+    for dim in example_dims(call):
+        positions, left = divmod(call.shape[dim], n)
+        if positions and not left:
+            yield Layout(dim, 1, n, positions)
+            if positions > 1:
+                yield Layout(dim, positions, n, 1)
 
 
 def _recall(kind: Kind, call: Call, n: int) -> Expected | None:

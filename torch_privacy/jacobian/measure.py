@@ -93,7 +93,7 @@ class Measurement:
         ``plain`` are the gradients with cotangent ``weights``.
         """
         codes = Codes(self.n, self._rounding.exponents)
-        dims = [_example_dims(self.calls[number]) for number in portion]
+        dims = [example_dims(self.calls[number]) for number in portion]
         candidates = [CandidateLayouts(g, d, codes, self._rounding) for g, d in zip(plain, dims, strict=True)]
         for k in range(codes.num_digits if self.n > 1 else 0):
             scaled = self._gradients_of(codes.cotangent(k) * weights, portion)
@@ -150,7 +150,7 @@ def _equalizing(sizes: Tensor) -> Tensor:
     return torch.where(usable, exponents.exp2(), 1)
 
 
-def _example_dims(call: Call) -> list[int]:
+def example_dims(call: Call) -> list[int]:
     """Returns the dimensions that can hold the examples in all uses of the call."""
     if call.is_cut:
         return list(range(len(call.shape)))
@@ -167,7 +167,7 @@ def _where(call: Call, names_of: NamesOf) -> str:
 
 
 def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
-    if not _example_dims(call):
+    if not example_dims(call):
         return (
             f"tape: {_where(call, names_of)} no dimension can hold examples. If the layer is called for one example "
             "at a time, give it a batch of one, as in layer(x[None])[0]; better, call it once for all examples."

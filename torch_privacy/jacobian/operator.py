@@ -15,7 +15,7 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
 from ..support.torch_modes import exact
-from .blocks import Block, Direction, JoinedBlocks, disjoint
+from .blocks import Block, Direction, JoinedBlocks, OuterProduct, disjoint
 from .norms import chunk_size
 from .plan import choices
 
@@ -117,10 +117,10 @@ class Jacobian:
     # Further questions, for the self-check, rehearsals and small models
 
     @torch.no_grad()
-    def parts_of_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and part of the sum in that parameter, piece by piece, until they add up to Jᵀ c."""
+    def products_of_sum(self, c: Tensor, directions: Mapping[str, OuterProduct]) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and product with the parameter's direction, piece by piece; they add up to those of Jᵀ c."""
         for block in self._blocks:
-            for name, part in block.weighted_sum(c, self._all).items():
+            for name, part in block.products_of_sum(c, directions, self._all).items():
                 if name in self._parameters:
                     yield name, part
 

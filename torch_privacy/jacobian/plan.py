@@ -75,7 +75,7 @@ def held_bytes(value: Any) -> int:
 
 @cache
 def _fields_of(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    return tuple(field.name for field in fields(kind))
 
 
 class Budget:

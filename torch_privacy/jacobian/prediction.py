@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, by one more backward, that layouts learned from earlier batches also hold on this batch.
+"""Checks, by one more backward, that layouts learned from earlier batches, or guessed, hold on this batch.
 
 With cotangent ones the backward gives b, with a code for each loss it gives s. If a layout is right, example i's part
 of s is code i times its part of b. Only two numbers of each part are kept, computed as the backwards run: its length,
@@ -10,14 +10,14 @@ that the product agrees with a probability below ``1e-5 / r`` in float32, where 
 part's length. Entries of an example with the same code agree. Up to 32 examples have different codes; of more, two
 share one with a probability of 1/32 (1/8 in float16, above 8 examples). So two examples that have changed places are
 missed on one batch with probability 1/32, and as rarely on the next, because codes are drawn again; an order that is
-wrong for k pairs is missed with a probability of about 32^-k. Two further checks follow: rehearsals show that losses
-and rows do not depend on other examples, and one batch in 64 of a known path gets a spot check, which measures with
-every digit that is needed.
+wrong for k pairs is missed with a probability of about 32^-k. Another regular layout is wrong for nearly all examples.
+Two further checks follow: rehearsals show that losses and rows do not depend on other examples, and one batch in 64 of
+a known path gets a spot check, which measures with every digit that is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ class Irregular:
 
 
 Expected = Layout | Irregular
+Options = tuple[Expected, ...]  # several regular layouts, or one of either kind
 
 
 class Prediction:
@@ -56,19 +57,33 @@ class Prediction:
 
     Args:
         calls: the calls with gradients to compare.
-        expected: the layout of each.
+        options: for each, the layouts that it may have, of which exactly one must agree.
         cotangent: (n,) of the plain backward.
         rounding: how much gradients may differ between two backwards.
+        guessed: True if no earlier batches had these layouts; then gradients must be finite to confirm them.
     """
 
-    def __init__(self, calls: Sequence[Call], expected: Sequence[Expected], cotangent: Tensor, rounding: Rounding):
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        options: Sequence[Options],
+        cotangent: Tensor,
+        rounding: Rounding,
+        *,
+        guessed: bool = False,
+    ):
         self.calls, self.cotangent = calls, cotangent
-        self.expected, self._rounding = expected, rounding
+        self.options, self._rounding, self._guessed = [*options], rounding, guessed
         self._codes = Codes(len(cotangent), rounding.exponents)
-        digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in expected) else 1
+        digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in self.expected) else 1
         self._factors = [self._codes.cotangent(k) for k in range(digits)]
-        self._coded: list[dict[int, Tensor]] = [{} for _ in self._factors]
+        self._coded: list[dict[int, list[Tensor]]] = [{} for _ in self._factors]
         self._plain: dict[int, Tensor] = {}
+
+    @property
+    def expected(self) -> list[Expected]:
+        """Returns the first of each call's layouts; the only one, once its plain gradient was seen."""
+        return [options[0] for options in self.options]
 
     @property
     def coded(self) -> list[Tensor]:
@@ -77,21 +92,43 @@ class Prediction:
 
     def note(self, k: int, number: int, s: Tensor) -> None:
         """Adds the gradient in a call's output, of the backward with the k-th cotangent."""
-        if k == 0 or isinstance(self.expected[number], Irregular):
-            self._coded[k][number] = self._sketch(number, s)
+        options = self.options[number]
+        if k == 0 or isinstance(options[0], Irregular):
+            self._coded[k][number] = [self._sketch(option, s) for option in options]
 
     def layout(self, number: int, b: Tensor) -> AnyLayout:
         """Returns the layout of a call, given its gradient of the plain backward; not yet confirmed."""
-        sketch, expected = self._sketch(number, b), self.expected[number]
-        if isinstance(expected, Irregular):
-            return Ragged(expected.dim, len(self.cotangent), self._owner(number, sketch, b))
-        self._plain[number] = sketch
-        return expected
+        options = self.options[number]
+        plain = [self._sketch(option, b) for option in options]
+        if isinstance(options[0], Irregular):
+            return Ragged(options[0].dim, len(self.cotangent), self._owner(number, plain[0], b))
+        k = self._one_that_agrees(number, plain) if len(options) > 1 else 0
+        layout = options[k]
+        assert isinstance(layout, Layout)
+        self.options[number], self._plain[number] = (layout,), plain[k]
+        self._coded[0][number] = [self._coded[0][number][k]]
+        return layout
+
+    def _one_that_agrees(self, number: int, plain: Sequence[Tensor]) -> int:
+        """Returns which of several layouts agrees; any, if there is no gradient."""
+        coded = self._coded[0][number]
+        if not (plain[0].any() or coded[0].any()):
+            return 0
+        factor = self._factors[0].double()
+        absolute = self._absolute(self.calls[number].shape.numel() / len(factor))
+        agreeing = []
+        for k, pair in enumerate(zip(plain, coded, strict=True)):
+            a, b = (sketch.cpu().double() for sketch in pair)
+            if self._agree(a, b, factor, absolute)[0].all():
+                agreeing.append(k)
+        if len(agreeing) != 1:
+            raise Disagreement
+        return agreeing[0]
 
     def conclude(self) -> None:
         """Raises ``Disagreement`` unless all gradients so far confirm the layouts."""
         agree, not_finite, _ = self._verdicts()
-        if not (agree | not_finite).all():
+        if not (agree if self._guessed else agree | not_finite).all():
             raise Disagreement
 
     @property
@@ -106,7 +143,8 @@ class Prediction:
         if not numbers:
             empty = torch.zeros(0, dtype=torch.bool, device="cpu")
             return empty, empty, empty
-        plain, coded = (_stacked([sketches[k] for k in numbers]) for sketches in (self._plain, self._coded[0]))
+        plain = _stacked([self._plain[k] for k in numbers])
+        coded = _stacked([self._coded[0][k][0] for k in numbers])
         sizes = [self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers]
         absolute = torch.tensor(sizes, dtype=torch.float64, device="cpu")[:, None]
         return *self._agree(plain, coded, self._factors[0].double(), absolute), plain[:, 1] > 0
@@ -130,7 +168,7 @@ class Prediction:
         absolute = self._absolute(b.numel() / max(1, b.shape[expected.dim]))
         digits = []
         for sketches in self._coded:
-            coded = sketches[number].cpu().double()
+            coded = sketches[number][0].cpu().double()
             without = (plain[1] == 0) & (coded[1] == 0)
             digit = self._codes.digit(coded[1] / plain[1] * (coded[0] * plain[0]).sign())
             agree, _ = self._agree(plain, coded, self._codes.value(digit.clamp(min=0)).double(), absolute)
@@ -141,9 +179,9 @@ class Prediction:
             raise Disagreement
         return owner
 
-    def _sketch(self, number: int, gradient: Tensor) -> Tensor:
+    def _sketch(self, expected: Expected, gradient: Tensor) -> Tensor:
         """Returns (2, m): product with the random direction, and length, of each example's part or of each entry's."""
-        expected, gradient = self.expected[number], gradient.detach()
+        gradient = gradient.detach()
         if isinstance(expected, Irregular):
             rows = entries(gradient, expected.dim)
         else:
@@ -151,6 +189,31 @@ class Prediction:
         if is_half(rows):
             return torch.stack([in_pieces(_product, rows), in_pieces(length, rows)])
         return torch.stack([_product(rows), length(rows)])
+
+
+class CodedSink:
+    """Passes the gradients of a coded backward to a prediction."""
+
+    def __init__(self, prediction: Prediction, k: int, on_gradient: Callable[[int, Tensor], None] | None):
+        self._prediction, self._k, self._on_gradient = prediction, k, on_gradient
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        g = self._prediction.calls[number].output.gradient(g, like)
+        self._prediction.note(self._k, number, g)
+        if self._on_gradient is not None:
+            self._on_gradient(number, g)
+
+
+class PlainSink:
+    """Passes the gradients of the plain backward to a prediction, and keeps the layouts."""
+
+    def __init__(self, prediction: Prediction):
+        self._prediction = prediction
+        self.layouts: dict[int, AnyLayout] = {}
+
+    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
+        b = self._prediction.calls[number].output.gradient(g, like)
+        self.layouts[number] = self._prediction.layout(number, b)
 
 
 def _product(rows: Tensor) -> Tensor:

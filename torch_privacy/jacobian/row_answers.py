@@ -36,17 +36,26 @@ class RowAnswers:
 
 
 def fingerprint(jacobian: Jacobian) -> Tensor:
-    """Returns the product (n,) of each row with one fixed random direction."""
-    return jacobian.project_on(_direction)
+    """Returns the products (n,) of each row with one fixed random direction."""
+    return jacobian.project_on(direction)
 
 
-def _direction(shape: torch.Size, device: torch.device) -> Tensor:
-    size = shape.numel()
-    if device not in _PATTERNS:
-        generator = torch.Generator().manual_seed(7)
-        _PATTERNS[device] = torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu").to(device)
-    pattern = _PATTERNS[device]
+def direction(shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the two factors, of shape[:1] and shape[1:], of a fixed random direction in a weight of this shape.
+
+    A product with such a direction is far cheaper than one with any other.
+    """
+    left, right = torch.Size([*shape[:1], 1])[:1], shape[1:]
+    return _numbers(left, device, 7), _numbers(right, device, 8)
+
+
+def _numbers(shape: torch.Size, device: torch.device, seed: int) -> Tensor:
+    if (device, seed) not in _PATTERNS:
+        generator = torch.Generator().manual_seed(seed)
+        pattern = torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu")
+        _PATTERNS[device, seed] = pattern.to(device)
+    pattern, size = _PATTERNS[device, seed], shape.numel()
     return (pattern if size <= PATTERN else pattern.repeat(-(-size // PATTERN)))[:size].view(shape)
 
 
-_PATTERNS: dict[torch.device, Tensor] = {}
+_PATTERNS: dict[tuple[torch.device, int], Tensor] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the engine on the user's own batch: sums of its rows must equal the gradients of ordinary backwards."""
+"""Checks the engine on the user's own batch: a sum of its rows must equal the gradient of an ordinary backward."""
 
 from __future__ import annotations
 
@@ -7,101 +7,101 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.torch_modes import product_rounding
 from ..support.validate import Refused
-from .codes import fresh_generator
+from .blocks import OuterProduct, outer_product
+from .codes import Codes, fresh_generator
 from .layout import Merging
 from .operator import Jacobian
 
-PIECE = 2**16  # entries that are sketched at once
-BUCKETS = 256  # numbers in a sketch; its length estimates that of a difference of gradients within about a tenth
+DIRECTIONS = 2  # random ones, on which each gradient is projected
+
+
+class NativeSum:
+    """The gradient of the losses with random weights, by an ordinary backward, projected on a few random directions.
+
+    Args:
+        parameters: all recorded ones.
+        weights: (rows,) random signed powers of two.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], weights: Tensor):
+        self.parameters, self.weights = parameters, weights
+        self.directions = {name: [_direction(p) for _ in range(DIRECTIONS)] for name, p in parameters.items()}
+        self.products: dict[str, list[float]] = {}
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Returns the parameters, whose gradients ``take`` expects."""
+        return [*self.parameters.values()]
+
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Receives the gradients of the backward."""
+        for (name, directions), g in zip(self.directions.items(), gradients, strict=True):
+            self.products[name] = [0.0 if g is None else float(outer_product(v, g.detach())) for v in directions]
+
+    @classmethod
+    def of(cls, losses: Tensor, parameters: Mapping[str, Tensor], merging: Merging | None, exponents: int) -> NativeSum:
+        """Makes the backward; the graph stays."""
+        weights = Codes(len(losses) if merging is None else merging.count, exponents).cotangent(0).to(losses)
+        native, c = cls(parameters, weights), weights
+        if merging is not None:
+            c = weights[merging.assignment.to(losses.device)] * merging.weights().to(losses)
+        native.take(torch.autograd.grad(losses, native.leaves, c, retain_graph=True, allow_unused=True))
+        return native
 
 
 class RowCheck:
-    """Compares the sum of all rows, and two random rows, with native backwards.
-
-    Only linear random sketches of the gradients are held, of a few numbers each, so that neither the native gradients
-    nor ours must be in memory all at once.
+    """Compares the sum of all rows with the native one; neither gradient is held.
 
     Args:
-        losses: (n,), with their graph, which stays.
-        parameters: all recorded ones.
+        native: with a weight for each row.
         dtypes: the floating-point types between losses and parameters.
-        merging: examples whose mean is one row.
     """
 
-    def __init__(
-        self,
-        losses: Tensor,
-        parameters: Mapping[str, Tensor],
-        dtypes: Collection[torch.dtype],
-        merging: Merging | None = None,
-    ):
-        n = len(losses) if merging is None else merging.count
-        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
-        self._weights = [
-            losses.new_ones(n),
-            *(losses.new_zeros(n).index_fill(0, losses.new_tensor(i).long(), 1) for i in some),
-        ]
-        products = product_rounding(losses.device)
-        self._tolerance = max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
-        self._floors = {name: n * _floor(p, dtypes) for name, p in parameters.items()}
-        self._seeds = {
-            name: int(torch.randint(2**62, (), generator=fresh_generator(), device="cpu")) for name in parameters
-        }
+    def __init__(self, native: NativeSum, dtypes: Collection[torch.dtype]):
+        products = product_rounding(native.weights.device)
+        self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
+        n = float(native.weights.abs().sum())
+        self._floors = {name: n * _floor(p, dtypes) for name, p in native.parameters.items()}
+        self._differences = {name: [-product for product in products] for name, products in native.products.items()}
         self._squares: Tensor | float = 0.0
-        self._differences = [self._native(losses, parameters, c, merging) for c in self._weights]
-
-    def _native(
-        self, losses: Tensor, parameters: Mapping[str, Tensor], c: Tensor, merging: Merging | None
-    ) -> dict[str, Tensor | float]:
-        """Returns sketches of the negative gradient of ``c · losses``."""
-        if merging is not None:
-            c = c[merging.assignment.to(c.device)] * merging.weights().to(c)
-        native = torch.autograd.grad(losses, list(parameters.values()), c, retain_graph=True, allow_unused=True)
-        return {
-            name: 0.0 if grad is None else -self._sketch(name, grad)
-            for name, grad in zip(parameters, native, strict=True)
-        }
 
     @torch.no_grad()
     def add(self, jacobian: Jacobian) -> None:
         """Adds the rows of some of the parameters; each parameter must be added once."""
         self._squares = self._squares + jacobian.squared_norms()
-        for c, difference in zip(self._weights, self._differences, strict=True):
-            for name, part in jacobian.parts_of_sum(c):
-                difference[name] = difference[name] + self._sketch(name, part)
+        for k in range(DIRECTIONS):
+            directions = {name: directions[k] for name, directions in self._native.directions.items()}
+            for name, product in jacobian.products_of_sum(self._native.weights, directions):
+                self._differences[name][k] += float(product)
 
     def conclude(self) -> None:
-        """Raises ``Refused`` unless all rows agree with the native gradients."""
+        """Raises ``Refused`` unless all rows agree with the native gradient."""
         assert isinstance(self._squares, Tensor)
-        norms = self._squares.sqrt()
-        for c, difference in zip(self._weights, self._differences, strict=True):
-            scale = (c * norms.to(c)).sum()
-            if not scale.isfinite():
-                continue
-            most = self._tolerance * float(scale)
-            wrong = [name for name, sketch in difference.items() if _length(sketch) > most + self._floors[name]]
-            if wrong:
-                raise Refused(
-                    f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
-                    "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
-                    "hook): freeze that part, and please report it."
-                )
+        weights = self._native.weights
+        scale = float((weights.abs() * self._squares.sqrt().to(weights)).sum())
+        if not math.isfinite(scale):
+            return
+        most = {name: self._tolerance * scale + floor for name, floor in self._floors.items()}
+        wrong = [name for name, some in self._differences.items() if not math.hypot(*some) <= most[name]]
+        if wrong:
+            raise Refused(
+                f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
+                "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
+                "hook): freeze that part, and please report it."
+            )
 
-    def _sketch(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns (BUCKETS,), sums of the entries with random signs, the same signs for one parameter every time."""
-        flat = gradient.detach().flatten()
-        generator = torch.Generator(flat.device).manual_seed(self._seeds[name])
-        total = flat.new_zeros(BUCKETS, dtype=torch.promote_types(flat.dtype, torch.float32))
-        for part in flat.split(PIECE):
-            signs = torch.randint(0, 2, (PIECE,), generator=generator, device=flat.device, dtype=torch.int8)
-            signed = torch.where(signs[: len(part)].bool(), part, -part).to(total.dtype)
-            total += F.pad(signed, (0, -len(part) % BUCKETS)).view(-1, BUCKETS).sum(0)
-        return total
+
+def _direction(p: Tensor) -> OuterProduct:
+    """Returns the factors of a random direction, seeded by the system: of p's first dimension, and of the others."""
+    generator, dtype = fresh_generator(), torch.promote_types(p.dtype, torch.float32)
+    shapes = torch.Size([*p.shape[:1], 1])[:1], p.shape[1:]
+    factors = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
+    left, right = (factor.to(p.device, dtype) for factor in factors)
+    return left, right
 
 
 def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
@@ -110,10 +110,6 @@ def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
     for_sums = torch.finfo(torch.promote_types(p.dtype, torch.float32))
     entry = max(for_sums.smallest_normal**0.5, *(16 * info.smallest_normal * info.eps for info in infos))
     return p.numel() ** 0.5 * entry
-
-
-def _length(sketch: Tensor | float) -> float:
-    return float(sketch.norm()) if isinstance(sketch, Tensor) else abs(sketch)
 
 
 class ProjectionCheck:

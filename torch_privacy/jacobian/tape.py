@@ -8,7 +8,7 @@ then gives every use its b, the gradient in its output y.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,10 @@ from .layout import Footprint, Layouts, Merging, kind_of_call
 from .measure import Measurement
 from .operator import Jacobian
 from .plan import Budget, distinct_bytes, least_bytes
-from .prediction import Disagreement, Expected, Prediction
+from .prediction import CodedSink, Disagreement, Expected, Options, PlainSink, Prediction
 from .reach import CallFinder, check_losses, check_unchanged
 from .recorder import Recorder
-from .self_check import RowCheck
+from .self_check import NativeSum, RowCheck
 from .torch_functions import without_numbers
 
 # Peak memory allowed by default, in units of what non-private training needs.
@@ -81,6 +81,7 @@ class Tape(Recorder):
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
         self.measured = False  # whether layouts had to be measured, by additional backwards
+        self._native: NativeSum | None = None  # if a coded backward also served to check the rows
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -115,8 +116,8 @@ class Tape(Recorder):
         with without_autocast(losses.device.type):
             if not len(losses):
                 return Jacobian(0, losses.dtype, self.parameters, [])
-            kinds = [kind_of_call(call) for call in reached.calls]
-            layouts = self._find_layouts(reached)
+            layouts = self._find_layouts(reached, checks_rows=verify)
+            kinds = [kind_of_call(call) for call in reached.calls] if verify else []
             verify = verify and self.measured and not self.layouts.verified(kinds, len(losses))
             retain_graph = retain_graph or verify
             try:
@@ -125,7 +126,7 @@ class Tape(Recorder):
                 blocks = self._blocks(reached, self._measure(reached), retain_graph=retain_graph)
             jacobian = Jacobian(len(losses), losses.dtype, self.parameters, blocks)
             if verify:
-                check = RowCheck(losses, self.parameters, reached.dtypes())
+                check = self._row_check(reached, None)
                 check.add(jacobian)
                 check.conclude()
                 self.layouts.note_verified(kinds, len(losses))
@@ -188,7 +189,7 @@ class Tape(Recorder):
             unverified = self.measured and not self.layouts.verified(kinds, len(losses))
 
             def clipped(layouts: Sequence[AnyLayout] | Prediction) -> dict[str, Tensor]:
-                check = RowCheck(losses, self.parameters, reached.dtypes(), merging) if unverified else None
+                check = self._row_check(reached, merging) if unverified else None
                 rows = StreamedRows(reached, layouts, self._sources, self.parameters, merging, self._estimates)
                 total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), check, observe)
                 if isinstance(layouts, Prediction):
@@ -210,16 +211,27 @@ class Tape(Recorder):
         return {name: total for part in sums for name, total in part.items()}
 
     def _layouts_for_sum(
-        self, reached: Reached, groups: Mapping[str, Sequence[str]], memory_budget: float, merging: Merging | None
+        self,
+        reached: Reached,
+        groups: Mapping[str, Sequence[str]],
+        memory_budget: float,
+        merging: Merging | None,
     ) -> Sequence[AnyLayout] | Prediction:
         """Returns the layouts; a prediction only if the backward that sums can also confirm it."""
-        layouts = self._find_layouts(reached, merging)
+        layouts = self._find_layouts(reached, merging, checks_rows=merging is None)
         if not isinstance(layouts, Prediction):
             return layouts
         wants_second = self._budget(reached, memory_budget).wants_second_backward
         if len(groups) > 1 or wants_second or not self._may_keep_graph(reached):
             return self._confirm(reached, layouts)
         return layouts
+
+    def _row_check(self, reached: Reached, merging: Merging | None) -> RowCheck:
+        """Returns a check of the rows against a native backward, which a coded one may have been already."""
+        dtypes = reached.dtypes()
+        if self._native is None:
+            self._native = NativeSum.of(reached.losses, self.parameters, merging, Rounding.of(dtypes).exponents)
+        return RowCheck(self._native, dtypes)
 
     # Memory
 
@@ -318,20 +330,23 @@ class Tape(Recorder):
 
     # The layouts
 
-    def _find_layouts(self, reached: Reached, merging: Merging | None = None) -> Sequence[AnyLayout] | Prediction:
-        """Returns the layouts of the calls' outputs, or a prediction of them from earlier batches. The graph stays.
+    def _find_layouts(
+        self, reached: Reached, merging: Merging | None = None, *, checks_rows: bool = False
+    ) -> Sequence[AnyLayout] | Prediction:
+        """Returns the layouts of the calls' outputs, or a prediction of them. The graph stays.
 
-        It is a prediction if the data or a new path may change the layouts: the coded backwards are then made, and the
-        backward to come must confirm it.
+        It is a prediction if the path is new, or if the data may change the layouts: the coded backwards are then made,
+        and the backward to come must confirm it. With ``checks_rows`` the first of the coded backwards also serves to
+        check the rows, if that is still due.
         """
         layouts, n, calls = self.layouts, len(reached.losses), reached.calls
         places = reached.places
-        self.measured = False
+        self.measured, self._native = False, None
         known = layouts.recall(reached.path, places, n)
         unseen = self._moved_unseen or (self._moved and reached.graph.has_custom_functions())
         if known is not None and n > 1 and (unseen or reached.cuts):
             if unseen or not reached.cuts_are_near():
-                return self._predict(reached, calls, known[: len(calls)], merging)
+                return self._predict(reached, calls, _alone(known[: len(calls)]), merging, checks_rows)
             if self._cuts_hold(reached, known[len(calls) :]):
                 return known[: len(calls)]
         elif known is not None:
@@ -345,34 +360,52 @@ class Tape(Recorder):
             places = places if expected is not None else calls
             expected = expected or layouts.expect(calls, self._names_of, n)
             if expected is not None:
-                return self._predict(reached, places, expected, merging)
+                return self._predict(reached, places, _alone(expected), merging, checks_rows)
+            guess = layouts.guess(reached.places, self._names_of, n)
+            if guess is not None:
+                return self._predict(reached, reached.places, guess, merging, checks_rows, guessed=True)
         return self._measure(reached)
 
     def _predict(
-        self, reached: Reached, places: Sequence[Call], expected: Sequence[Expected], merging: Merging | None
+        self,
+        reached: Reached,
+        places: Sequence[Call],
+        options: Sequence[Options],
+        merging: Merging | None,
+        checks_rows: bool,
+        *,
+        guessed: bool = False,
     ) -> Prediction:
         """Returns the prediction of these layouts, with the coded backwards made."""
         self.measured = True
         n, cotangent = len(reached.losses), cotangent_of(reached.losses, merging)
-        prediction = Prediction(places, expected, cotangent, Rounding.of(reached.dtypes()))
+        prediction = Prediction(places, options, cotangent, Rounding.of(reached.dtypes()), guessed=guessed)
         is_new, least = self.layouts.footprint(reached.path, n) is None, 0.0
         activations = self._activations(reached) if is_new else 0
 
         def add_least(number: int, g: Tensor) -> None:
             nonlocal least
             if is_new and not places[number].is_cut:
-                least += self._least_bytes(places[number], g, expected[number])
+                least += self._least_bytes(places[number], g, options[number][0])  # all regular ones need the same
 
+        due = checks_rows and not self.layouts.verified(map(kind_of_call, reached.calls), n)
+        native = NativeSum(self.parameters, prediction.coded[0]) if due else None
         for k, coded in enumerate(prediction.coded):
-            sink = _CodedSink(prediction, k, add_least if k == 0 else None)
-            backward_into(sink, reached.losses, coded, places, lambda: reached.deepest(places), retain_graph=True)
+            sink = CodedSink(prediction, k, add_least if k == 0 else None)
+            leaves = native.leaves if native is not None and k == 0 else ()
+            found = backward_into(
+                sink, reached.losses, coded, places, lambda: reached.deepest(places), retain_graph=True, leaves=leaves
+            )
+            if native is not None and k == 0:
+                native.take(found)
+        self._native = native
         if is_new:
             self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
         return prediction
 
     def _confirm(self, reached: Reached, prediction: Prediction) -> Sequence[AnyLayout]:
         """Returns predicted layouts, confirmed by an additional backward; or measured ones, if they are wrong."""
-        sink = _PlainSink(prediction)
+        sink = PlainSink(prediction)
         try:
             calls = prediction.calls
             backward_into(
@@ -390,7 +423,7 @@ class Tape(Recorder):
         losses, edges = reached.losses, [cut.edge for cut in reached.cuts]
         rounding = Rounding.of(reached.dtypes())
         expected = [layout for layout in known if isinstance(layout, Layout)]
-        prediction = Prediction(reached.cuts, expected, torch.ones_like(losses), rounding)
+        prediction = Prediction(reached.cuts, _alone(expected), torch.ones_like(losses), rounding)
         with torch.no_grad():
             for cotangent in (*prediction.coded, prediction.cotangent):
                 for number, g in enumerate(_gradients(losses, edges, cotangent, retain_graph=True)):
@@ -408,7 +441,7 @@ class Tape(Recorder):
     def _note_confirmed(self, reached: Reached, prediction: Prediction) -> None:
         """Remembers a confirmed prediction for the path, if it covers every example and all calls and cuts."""
         if prediction.teaches and len(prediction.calls) == len(reached.places):
-            self.layouts.note_confirmed(reached.path, prediction.expected, len(reached.losses))
+            self.layouts.note_confirmed(reached.path, reached.places, prediction.expected, self._names_of)
 
     def _measurement(self, reached: Reached) -> Measurement:
         losses, edges = reached.losses, [place.edge for place in reached.places]
@@ -440,29 +473,9 @@ class Tape(Recorder):
         return layouts[: len(reached.calls)]
 
 
-class _CodedSink:
-    """Passes the gradients of a coded backward to a prediction."""
-
-    def __init__(self, prediction: Prediction, k: int, on_gradient: Callable[[int, Tensor], None] | None):
-        self._prediction, self._k, self._on_gradient = prediction, k, on_gradient
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        g = self._prediction.calls[number].output.gradient(g, like)
-        self._prediction.note(self._k, number, g)
-        if self._on_gradient is not None:
-            self._on_gradient(number, g)
-
-
-class _PlainSink:
-    """Passes the gradients of the plain backward to a prediction, and keeps the layouts."""
-
-    def __init__(self, prediction: Prediction):
-        self._prediction = prediction
-        self.layouts: dict[int, AnyLayout] = {}
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        b = self._prediction.calls[number].output.gradient(g, like)
-        self.layouts[number] = self._prediction.layout(number, b)
+def _alone(expected: Sequence[Expected]) -> list[Options]:
+    """Returns each layout as the only option of its call."""
+    return [(layout,) for layout in expected]
 
 
 def _gradients(losses: Tensor, inputs: Sequence[Any], cotangent: Tensor, *, retain_graph: bool) -> list[Tensor | None]:

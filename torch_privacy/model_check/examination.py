@@ -49,11 +49,11 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
 
     Guarantees:
         - If ``ok`` is true: the losses have shape (n,) and are finite; no batch normalization is in training mode;
-          every trainable parameter reaches the losses, and only through functions with exact rows; the rows add up to
-          the native gradient, and two random rows equal those of separate backward passes; loss and row of every
-          example stay the same when other examples of the batch replace the rest (each half is kept once); the losses
-          of each half alone, and of the first example alone, equal those in the whole batch; what the forward changes
-          in buffers, or in attributes that it reads later, does not depend on the examples; it changes no parameter.
+          every trainable parameter reaches the losses, and only through functions with exact rows; the rows with random
+          weights add up to the native gradient of the losses with these weights; loss and row of every example stay the
+          same when other examples of the batch replace the rest (each half is kept once); the losses of each half
+          alone, and of the first example alone, equal those in the whole batch; what the forward changes in buffers, or
+          in attributes that it reads later, does not depend on the examples; it changes no parameter.
         - Afterwards the tensors and modes of the model are as before, and so is the random state of torch, numpy and
           Python. Plain attributes that the forward sets keep what the last run stored there. During the check the
           model's tensors take twice their memory.

@@ -66,6 +66,9 @@ class _RememberedLayouts(Layouts):
         super().__init__()
         self._shapes: dict[int, str] = {}
 
+    def guess(self, *args: Any, **kwargs: Any) -> None:
+        """Returns no guess, so that all layouts are measured."""
+
     def of(self, call: Call) -> str:
         """Returns the layout of a call as text; empty if it was not measured."""
         return self._shapes.get(id(call), "")

@@ -81,6 +81,10 @@ class Op(ABC):
     def project(self, v: Tensor) -> Tensor:
         """Returns J v for k directions: (k, *shape) -> (n, k)."""
 
+    def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns J v (n,) for the direction v = left ⊗ right, of (shape[0],) and shape[1:]."""
+        return self.project((left.view(-1, *(1,) * right.ndim) * right).view(1, *self.shape))[:, 0]
+
     @abstractmethod
     def weighted_sum(self, c: Tensor) -> Tensor:
         """Returns Jᵀ c: (n,) -> (*shape,)."""

@@ -119,6 +119,13 @@ class Conv(Op):
         b = self.b.flatten(1)
         return torch.stack([(b * self.forward(w).flatten(1)).sum(1) for w in v], 1)
 
+    def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns the product with one direction by a convolution with a single channel in each group."""
+        groups = self.geometry.groups
+        y = self.forward(right.expand(groups, *right.shape))
+        b = torch.einsum("nmge...,ge->nmg...", self.b.unflatten(2, (groups, -1)), left.view(groups, -1))
+        return (b * y).flatten(1).sum(1)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         """Returns the native weight gradient of the convolution, with x or b of example i weighted by cᵢ."""
         x, b, c = self.x, self.b, c.view(-1, *(1,) * (self.b.ndim - 1))

@@ -147,6 +147,9 @@ class TiedEmbedding(Op):
     def project(self, v: Tensor) -> Tensor:
         return self.looked_up.project(v) + self.product.project(v)
 
+    def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.looked_up.project_outer(left, right) + self.product.project_outer(left, right)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         return self.looked_up.weighted_sum(c) + self.product.weighted_sum(c)
 

@@ -71,6 +71,9 @@ class Linear(Op):
             return (F.linear(self.x, v[0]) * self.b).flatten(1).sum(1, keepdim=True)
         return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
 
+    def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
+        return ((self.b @ left) * (self.x @ right)).sum(1)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         x, b = self.x, self.b
         if x.shape[2] < b.shape[2]:  # copies the smaller one

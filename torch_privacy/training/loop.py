@@ -113,12 +113,13 @@ class PrivateTraining:
           relative. The noise is larger by 2.1e-5 than ``noise_multiplier * sensitivity``, so that epsilon covers it.
         - The divisor is the expected batch size, independent of the actual size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
-        - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows equals the
-          native gradient, and two random rows equal those of separate backward passes.
+        - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows with random
+          weights equals the native gradient of the losses with these weights.
         - Steps 0, 1, 2, 4, 8, 16, ... and one in 64 are rehearsed (one microbatch of each), and so is every batch that
           runs code of the model that no rehearsal has seen: losses, norms and directions of the gradients, and clip
-          factors of the kept examples stay the same. The secret key determines the one in 64, the microbatch and the
-          examples. docs/pitfalls.md lists what a rehearsal cannot show.
+          factors of the kept examples stay the same (in steps 0, 1 and 2 the losses of the other examples, too). The
+          secret key determines the one in 64, the microbatch and the examples. docs/pitfalls.md lists what a rehearsal
+          cannot show.
         - With ``clipping``, no clipped row exceeds the rule's bound in any step, up to rounding.
         - From the start of the loop to its end, no other optimizer step moves a trained parameter. ``spent()`` and the
           statement say NOT PRIVATE if trained parameters were moved in another way.

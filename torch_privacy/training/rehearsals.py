@@ -101,6 +101,7 @@ class Rehearsals:
             kept if thorough else kept[:1],
             alone=alone,
             rows_alone=thorough,
+            rows_once=True,
             units=units,
             moving=self.moving,
             overwritten=self.overwritten,
