@@ -19,7 +19,8 @@ from ..torch_functions import LIKE, NEW, decomposed, tensors_among
 
 # What is done with a function that has parameters among its arguments: its output gets a probe, its output counts as a
 # parameter itself, or as a constant, or its inner functions are looked at.
-CALL, DERIVE, CONSTANT, INSIDE = "call", "derive", "constant", "inside"
+CALL, DERIVE, CONSTANT, INSIDE, NONE = "call", "derive", "constant", "inside", "none"
+REARRANGED = "rearranged"  # the name of an action that only rearranges a parameter's entries
 PASSED = LIKE | NEW  # they use a parameter's shape or type alone
 COMPOSITIONS = {scaled_dot_product_attention}  # of ``COMPOSED``, those that torch.compile can take
 
@@ -53,8 +54,9 @@ class ActionTape(Tape):
         if weights and step.func not in PASSED:
             if step.traits.in_place:
                 self.unfit = f"a tensor made of parameters is changed in place by {step.func.__name__!r}"
-            requires_grad = any(t.requires_grad for t in tensors_among((out,)))
-            self.actions.append((DERIVE if requires_grad else CONSTANT, ""))
+            sources = [self._sources.get(id(t)) for t in tensors_among((out,)) if t.requires_grad]
+            rearranged = any(source is not None and source.rearranged for source in sources)
+            self.actions.append((DERIVE if sources else CONSTANT, REARRANGED if rearranged else ""))
         return out
 
     def _run_op(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]) -> Any:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...ops import COMPOSED, OPS
 from ...ops.elementwise import OVERWRITING
-from ..torch_functions import changes_in_place, decomposed
-from .actions import CALL, COMPOSITIONS, CONSTANT, DERIVE, INSIDE, PASSED, Unfit
+from ..torch_functions import changes_in_place, decomposed, traits
+from .actions import CALL, COMPOSITIONS, CONSTANT, DERIVE, INSIDE, NONE, PASSED
 
 # These are tables, and not calls of functions, because dynamo reads tables.
 _NAMES = {func: rule.__name__ for func, rule in OPS.items()}
@@ -32,8 +32,6 @@ _INNER: dict[Callable, Callable] = {
     if callable(func) and func not in OPS and func not in COMPOSED and (inner := decomposed(func)) is not None
 }
 _COMPOSED = {func: composition for func, composition in COMPOSED.items() if composition in COMPOSITIONS}
-# Methods written in Python in a way that dynamo does not follow inside of a mode.
-_SAME = {Tensor.unflatten: torch.unflatten}
 
 
 def _has_parameter(values: Sequence[Any], derived: Sequence[Tensor]) -> bool:
@@ -79,23 +77,29 @@ class LightMode(TorchFunctionMode):
         super().__init__()
         self.actions, self.probes, self.wanted = actions, probes, wanted
         self.done = self.calls = self.met = 0
+        self.fits = True
         self.derived: list[Tensor] = []
         self.tensors: list[Tensor] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not _has_parameter(args, self.derived) and not _has_parameter(tuple(kwargs.values()), self.derived):
-            return _SAME[func](*args, **kwargs) if func in _SAME else func(*args, **kwargs)
+            if func is Tensor.unflatten:  # dynamo does not follow this method inside of a mode
+                return torch.unflatten(*args, **kwargs)
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and traits(func).metadata:  # dynamo answers these itself
+            return func(*args, **kwargs)
         plain = [_without_gradients(value) for value in args]
         named = {key: _without_gradients(value) for key, value in kwargs.items()}
         if not torch.is_grad_enabled() or func in PASSED:
             return func(*plain, **named)
-        if self.done == len(self.actions):
-            raise Unfit("the model uses parameters in more calls than before")
-        kind, name = self.actions[self.done]
-        self.done += 1
+        goes_inside = func in _COMPOSED or func in _INNER
+        kind, name = self._next()
+        while kind == INSIDE and not goes_inside:  # dynamo has gone inside already
+            kind, name = self._next()
         if kind == INSIDE:
-            return self._run_inside(func, args, kwargs)
+            with self:
+                return _COMPOSED[func](None, *args, **kwargs) if func in _COMPOSED else _INNER[func](*args, **kwargs)
         if kind == CONSTANT:
             return func(*plain, **named)
         if kind == DERIVE:
@@ -105,16 +109,15 @@ class LightMode(TorchFunctionMode):
                 self.derived.append(tensor)
             return y
         if kind != CALL or func not in _NAMES or _NAMES[func] != name:
-            raise Unfit("the model uses parameters in another order than before")
+            self.fits = False  # no exception, which dynamo would report in its own words
+            return func(*plain, **named)
         self.note(kind, func, args, kwargs)
         y = func(*plain, **named)
         return self.probed(args[0] if func in _IN_PLACE else y, func in _IN_PLACE)
 
-    def _run_inside(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func not in _COMPOSED and func not in _INNER:
-            raise Unfit("the model uses parameters in another order than before")
-        with self:
-            return _COMPOSED[func](None, *args, **kwargs) if func in _COMPOSED else _INNER[func](*args, **kwargs)
+    def _next(self) -> tuple[str, str]:
+        self.done += 1
+        return self.actions[self.done - 1] if self.done <= len(self.actions) else (NONE, "")
 
     def note(self, kind: str, func: Callable, args: tuple, kwargs: dict) -> None:
         """Remembers the tensors among the arguments, except for parameters."""
@@ -137,7 +140,8 @@ class LightMode(TorchFunctionMode):
         """Returns the output of a call with its probe added."""
         assert self.probes is not None
         if self.calls == len(self.probes) or self.probes[self.calls].shape != y.shape:
-            raise Unfit("an output has another shape than before")
+            self.fits = False
+            return y
         probe = self.probes[self.calls]
         self.calls += 1
         return y.add_(probe) if in_place else y + probe
@@ -150,14 +154,15 @@ def run_with_probes(
     actions: Sequence[tuple[str, str]],
     probes: Sequence[Tensor],
     wanted: Sequence[bool],
-) -> tuple[Any, list[Tensor]]:
-    """Returns the model's output, and the tensors that its calls used; this is the function that is compiled."""
+) -> tuple[Any, list[Tensor], bool]:
+    """Returns the model's output, the tensors that its calls used, and whether the actions were those of the plan.
+
+    This is the function that is compiled.
+    """
     mode = LightMode(actions, probes, wanted)
     with mode:
         out = forward(*args, **kwargs)
-    if mode.done != len(actions) or mode.calls != len(probes):
-        raise Unfit("the model uses parameters in fewer calls than before")
-    return out, mode.tensors
+    return out, mode.tensors, mode.fits and mode.done == len(actions) and mode.calls == len(probes)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,7 @@ class Action:
     func: Callable
     args: tuple
     kwargs: dict[str, Any]
+    name: str  # of the op's rule
 
 
 @dataclass
@@ -213,7 +219,8 @@ class ObservingMode(LightMode):
                 return Ref("tensor", number - 1)
             return type(value)(map(ref, value)) if type(value) in (tuple, list) else value
 
-        noted = Action(kind, func, ref(args), {key: ref(value) for key, value in kwargs.items()})
+        _, name = self.actions[self.done - 1]
+        noted = Action(kind, func, ref(args), {key: ref(value) for key, value in kwargs.items()}, name)
         self.program.actions.append(noted)
         super().note(kind, func, args, kwargs)
 

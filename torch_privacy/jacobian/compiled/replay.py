@@ -33,9 +33,8 @@ def _trace_number() -> int:
     return next(_TRACES)
 
 
-def _traced(*args: Any) -> tuple[Any, list[Tensor], int]:
-    output, tensors = run_with_probes(*args)
-    return output, tensors, _trace_number()
+def _traced(*args: Any) -> tuple[Any, list[Tensor], bool, int]:
+    return *run_with_probes(*args), _trace_number()
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,10 @@ class Compiled:
     def _replay(self, plan: Plan, padded: Padded) -> tuple[Any, list[Tensor], int]:
         args = (self.model._call_impl, padded.args, padded.kwargs, plan.actions, plan.probes, plan.kept)
         with torch.compiler.set_stance("default"):
-            return self._forward(*args)
+            output, tensors, fits, trace = self._forward(*args)
+        if not fits:
+            raise Unfit("the compiled model uses parameters in other calls than the model itself")
+        return output, tensors, trace
 
     # Comparisons with the tape
 
@@ -231,7 +233,9 @@ class Compiled:
         state.restore()
         everything = (True,) * len(observing.tensors)
         call = self._eager_call
-        output, tensors = run_with_probes(call, padded.args, padded.kwargs, actions, probes, everything)
+        output, tensors, fits = run_with_probes(call, padded.args, padded.kwargs, actions, probes, everything)
+        if not fits:
+            raise Unfit("the model does not repeat its calls")
         rows_of = RowsOf(
             program,
             layouts,

@@ -20,8 +20,8 @@ from ..layout import Merging
 from ..operator import Jacobian
 from ..plan import Budget
 from ..recorder import Recorder
-from ..torch_functions import tensors_among
-from .actions import DERIVE, Unfit
+from ..torch_functions import EXPANSIONS, tensors_among
+from .actions import DERIVE, REARRANGED, Unfit
 from .light import Action, Program, Ref
 
 Compile = Callable[[Callable], Callable]  # torch.compile with the user's settings
@@ -104,7 +104,11 @@ def _derived(recorder: Recorder, action: Action, args: tuple, kwargs: dict, weig
     with torch.enable_grad():
         results = tensors_among((action.func(*args, **kwargs),))
     for result in results:
-        recorder._add_derived(action.func, args, weights, result)
+        # The tape knows whether entries are only moved; to find out again may take looking at the data.
+        recorder._add_derived(action.func if action.func in EXPANSIONS else torch.add, args, weights, result)
+        source = recorder._source(result)
+        if source is not None and not source.direct:
+            source.rearranged = action.name == REARRANGED
     return results
 
 
@@ -165,7 +169,7 @@ class CompiledRows:
         try:
             graph = make_fx(function, tracing_mode="real")(*flat)
             _check_constants(graph)
-            graph = make_fx(torch.func.functionalize(graph, remove="mutations_and_views"))(*flat)
+            graph = make_fx(torch.func.functionalize(graph, remove="mutations"))(*flat)
         except RuntimeError as error:
             raise Unfit(f"its rows depend on the data in a way that no graph can have ({error!s:.100})") from None
         _check_shapes(graph)
