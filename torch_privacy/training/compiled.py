@@ -14,7 +14,6 @@ from ..clipping import MicroBatches
 from ..jacobian.compiled.actions import ActionTape
 from ..jacobian.compiled.agreement import Wanted
 from ..jacobian.compiled.recording import CompiledRecording
-from ..jacobian.compiled.replay import Compiled
 from ..jacobian.turns import Turn
 from ..mechanism import ClippedSum, Mechanism
 from ..support.validate import Refused
@@ -53,6 +52,8 @@ class CompiledBatches:
         views: int,
         memory_budget: float,
     ):
+        from ..jacobian.compiled.replay import Compiled  # imports the compiler, which takes seconds
+
         self._views, self._memory_budget = views, memory_budget
         self._left_to_tape: Turn | None = None
         self._compiled = Compiled(model, {} if settings is True else dict(settings))  # type: ignore[arg-type]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from ..layout import Merging
 from .actions import ActionTape, Unfit
-from .batches import Dimensions
+from .batches import Dimensions, flattened
 
 AGREEMENT = 200  # tolerance of a comparison, in units of the coarsest rounding
 LARGEST_TOLERANCE = 0.05
@@ -44,7 +44,7 @@ class RandomLosses:
     """
 
     def __init__(self, dimensions: Dimensions, size: int, output: Any):
-        leaves, spec = tree_flatten(output)
+        leaves, spec = flattened(output)
         self._size, self._parts = size, []
         for number, (leaf, dim) in enumerate(zip(leaves, dimensions.of(leaves, spec), strict=True)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from ...support.replay import is_recording_disabled
 from ...support.torch_modes import without_autocast
@@ -19,7 +18,10 @@ from ..operator import Jacobian
 from ..tape import MEMORY_BUDGET
 from .actions import ActionTape, Unfit
 from .agreement import Wanted, gradients
-from .replay import Batch, Compiled, Learned
+from .batches import flattened
+
+if TYPE_CHECKING:  # it imports the compiler, which takes seconds
+    from .replay import Batch, Compiled, Learned
 
 
 UNDERFLOW = 1e-20  # squared norms are upper bounds, so that a row of zeros may have one above 0
@@ -96,7 +98,7 @@ class CompiledRecording:
     def _note_output(self, output: Any) -> None:
         self._forwards += 1
         self._output = output
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        tensors = [t for t in flattened(output)[0] if isinstance(t, Tensor)]
         self._outputs = [t.grad_fn for t in tensors if t.grad_fn is not None]
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -201,10 +203,8 @@ class CompiledRecording:
         bs = gradients(losses, plan.probes, merging)
         norms = plan.rows.norms(parameters, batch.tensors, bs)
         for squares in norms:
-            if not squares.isfinite().all():
-                raise Unfit("a gradient is not finite", by_data=True)
-            if not (squares[batch.count :] <= UNDERFLOW).all():
-                raise Unfit("examples that were left out have a gradient")
+            if batch.count < len(squares) and not squares[batch.count :].amax() <= UNDERFLOW:
+                raise Unfit("examples that were left out have a gradient, or one is not finite", by_data=True)
         rows = [_Rows(squares[: batch.count], [*names]) for squares, names in zip(norms, groups.values(), strict=True)]
         for label, of_group in zip(groups, rows, strict=True):
             if observe is not None:
@@ -252,6 +252,10 @@ class _Rows:
     def squared_norms(self) -> Tensor:
         """Returns the squared norms of the rows."""
         return self._squares
+
+    def select(self, index: Tensor) -> Any:
+        """Leaves a batch with rows that are not finite to the tape."""
+        raise Unfit("a gradient is not finite", by_data=True)
 
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
         """Keeps the factors."""

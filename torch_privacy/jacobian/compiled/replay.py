@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, fx, nn
 
 from ...support.replay import RandomState, recording_disabled
 from ..layout import Layouts
 from .actions import ActionTape, Unfit
-from .batches import Dimensions, Padded
+from .batches import Dimensions, Padded, flattened
 from .agreement import RandomLosses, Wanted, answers_of, check_answers, check_outputs, factors_of
 from .light import ObservingMode, run_with_probes
 from .rows import CompiledRows, RowsOf
@@ -84,17 +83,28 @@ class Compiled:
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]):
         self.model = model
         self._settings = {"dynamic": False, **settings, "fullgraph": True}
-        self._forward = self._compile(_traced)
+        self._forward = torch.compile(_traced, **self._settings)
         self._inputs, self._outputs = Dimensions(), Dimensions()
         self._learned: dict[Any, Learned] = {}  # way from the model's output to the losses -> what was learned
         self._plans: dict[Any, Plan] = {}
         self._layouts = Layouts()  # of comparisons
         self._num_redone = 0
-        self.num_compared = 0
+        self.num_compared = self.num_replayed = 0
         self.given_up = ""  # why the tape makes all batches from now on
 
-    def _compile(self, function: Callable) -> Callable:
-        return torch.compile(function, **self._settings)
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+        """Compiles a graph without guards, which always gets inputs of the same sizes."""
+        backend, mode = self._settings.get("backend", "inductor"), self._settings.get("mode")
+        # These take seconds to import.
+        if backend != "inductor":
+            from torch._dynamo.backends.registry import lookup_backend
+
+            return (lookup_backend(backend) if isinstance(backend, str) else backend)(graph, [*inputs])
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**(list_mode_options(mode) if mode else {}), **(self._settings.get("options") or {})}
+        return compile_fx(graph, [*inputs], config_patches=patches)
 
     def give_up(self, reason: str) -> None:
         """Leaves all later batches to the tape, and says so once."""
@@ -173,9 +183,10 @@ class Compiled:
             if len(self._plans) > MAX_PLANS:
                 self.give_up(f"its inputs had more than {MAX_PLANS} sizes")
                 raise Unfit(self.given_up)
+        self.num_replayed += 1
         cut = padded.cut(output, self._outputs)
-        outputs = [t for t in tree_leaves(cut) if isinstance(t, Tensor)]
-        used = [*outputs, *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
+        outputs = [t for t in flattened(cut)[0] if isinstance(t, Tensor)]
+        used = [*outputs, *(t for t in flattened((args, kwargs))[0] if isinstance(t, Tensor))]
         differentiable = [t for t in outputs if t.requires_grad]
         return cut, Batch(plan, wanted.count, differentiable, [(t, t._version) for t in used], tensors)
 

@@ -24,7 +24,7 @@ from ..torch_functions import EXPANSIONS, tensors_among
 from .actions import DERIVE, REARRANGED, Unfit
 from .light import Action, Program, Ref
 
-Compile = Callable[[Callable], Callable]  # torch.compile with the user's settings
+Compile = Callable[[fx.GraphModule, Sequence[Tensor]], Callable]  # compiles a graph for inputs of these sizes
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class CompiledRows:
         parameters: the trained ones by name.
         others: other parameters that the calls use, by name.
         tensors, bs: of one batch; later ones have the same shapes.
-        compile: torch.compile with the user's settings.
+        compile: compiles a graph.
     """
 
     def __init__(
@@ -179,8 +179,12 @@ class CompiledRows:
         self._places = [k for k, is_wanted in enumerate(self.wanted) if is_wanted]
         self._first, self._num_tensors = count, num_tensors
         self._num_norms = len(rows.groups)
-        self._before, self._after = compile(before), compile(after)
         self._taken_before, self._taken_after = before.meta["taken"], after.meta["taken"]
+        with torch.no_grad():
+            first = [flat[k] for k in self._taken_before]
+            middle = before(*first)[1 + self._num_norms :]
+            self._before = compile(before, first)
+            self._after = compile(after, [*(flat[k] for k in self._taken_after), *middle])
 
     @torch.no_grad()
     def norms(
