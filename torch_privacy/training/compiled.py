@@ -64,7 +64,7 @@ class CompiledBatches:
         cls, model: nn.Module, arguments: bool | Mapping[str, Any], settings: TrainingSettings, mechanism: Mechanism
     ) -> CompiledBatches:
         """Returns the compiled batches of a training; refuses what only the tape can compute."""
-        if not isinstance(mechanism, ClippedSum) or isinstance(mechanism.rule, MicroBatches):
+        if type(mechanism) is not ClippedSum or isinstance(mechanism.rule, MicroBatches):
             raise Refused(
                 f"PrivateTraining: compile={arguments!r} needs clipping= with a row for every example, and exact "
                 "norms. Leave out compile=, or jacobian=, perturbation= and MicroBatches."

@@ -119,9 +119,9 @@ def check_answers(expected: Answers, found: Answers, tape: ActionTape) -> None:
     """Raises ``Unfit`` unless norms and sums agree."""
     tolerance = _tolerance(tape)
     norms = [(a.sqrt(), b.sqrt()) for a, b in zip(expected[0], found[0], strict=True)]
-    longest = max((float(a.nan_to_num().sum()) for a, _ in norms), default=0.0)
     if not all(_agree(a, b, tolerance) for a, b in norms):
         raise Unfit("norms of compiled rows differ from the tape's")
+    longest = max(float(a.sum()) for a, _ in norms)
     for name, total in expected[1].items():
         if not _agree(total, found[1][name], tolerance, longest / max(1.0, float(len(norms[0][0])) ** 0.5)):
             raise Unfit(f"the compiled sum of {name!r} differs from the tape's")
@@ -132,6 +132,8 @@ def _agree(a: Tensor, b: Tensor, tolerance: float, scale: float = 0.0) -> bool:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise Unfit("some values are not finite", by_data=True)
     difference, length = (a.double() - b.double()).norm(), a.double().norm()
     return bool(difference <= tolerance * torch.clamp(length, min=scale))
 

@@ -130,7 +130,9 @@ class LightMode(TorchFunctionMode):
                 continue
             if isinstance(value, Tensor):
                 if not _has_parameter((value,), self.derived):
-                    if self.wanted is None or self.wanted[self.met]:
+                    if self.wanted is not None and self.met >= len(self.wanted):
+                        self.fits = False
+                    elif self.wanted is None or self.wanted[self.met]:
                         self.tensors.append(value.detach().clone() if copied else value.detach())
                     self.met += 1
             elif isinstance(value, (list, tuple)):

@@ -178,7 +178,9 @@ class Compiled:
                 plan = None
         if plan is None or compare:
             state = RandomState()
+            tape = ActionTape(tape.parameters, tape.constant_tensors(), self._layouts, padded.size)
             plan, output, tensors = self._compared(plan, padded, tape, replace(wanted, count=size), state)
+            self._check_padding(args, kwargs, padded, output, tape, state)
             self._plans[key] = plan
             if len(self._plans) > MAX_PLANS:
                 self.give_up(f"its inputs had more than {MAX_PLANS} sizes")
@@ -206,7 +208,6 @@ class Compiled:
         """Returns the plan, new or not, once its graphs agreed with the tape on this batch, and their results."""
         self.num_compared += 1
         versions = [(buffer, buffer._version) for buffer in self.model.buffers()]
-        tape = ActionTape(tape.parameters, tape.constant_tensors(), self._layouts, padded.size)
         with tape:
             tape.note_inputs(padded.args, padded.kwargs)
             output = self._eager_call(*padded.args, **padded.kwargs)
@@ -223,6 +224,16 @@ class Compiled:
         check_answers(expected, (norms, sums), tape)
         state.restore()
         return plan, *self._replay(plan, padded)[:2]  # once more: the comparison has used up the graph
+
+    def _check_padding(
+        self, args: tuple, kwargs: dict, padded: Padded, output: Any, tape: ActionTape, state: RandomState
+    ) -> None:
+        """Raises ``Unfit`` if the padding changed the output; random numbers would, in any case."""
+        after = RandomState()
+        if padded.size != padded.count and state == after:
+            with torch.no_grad():
+                check_outputs(self._eager_call(*args, **kwargs), padded.cut(output, self._outputs), tape)
+            after.restore()
 
     def _plan(
         self, padded: Padded, tape: ActionTape, exact: RandomLosses, wanted: Wanted, state: RandomState
