@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -32,9 +32,20 @@ COUNT = "the count of examples within the clip norm"  # key beside the parameter
 class Recording(Protocol):
     """Records the model's forward and computes the clipped sum of its losses, with exact or estimated norms."""
 
-    code: CodePath  # the path through the model's code that was run
-    reached: set[str]  # names of the parameters that the losses were found to depend on
-    measured: bool  # whether layouts had to be measured, by additional backward passes
+    @property
+    def code(self) -> CodePath:
+        """Returns the path through the model's code that was run."""
+        ...
+
+    @property
+    def reached(self) -> Collection[str]:
+        """Returns the names of the parameters that the losses were found to depend on."""
+        ...
+
+    @property
+    def measured(self) -> bool:
+        """Returns whether layouts had to be measured, by additional backward passes."""
+        ...
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:

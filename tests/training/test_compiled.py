@@ -68,7 +68,7 @@ def data_of(case, n=40):
 def trained_case(case, compile):
     model, dataset = data_of(case)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    settings = {"num_steps": 20, "microbatch_size": 6, "compile": compile}
+    settings = {"num_steps": 12, "microbatch_size": 6, "compile": compile}
     training = training_of(model, dataset, optimizer, **settings)
     train_pairs(training, lambda model, x: losses_of(model, x))
     return training
@@ -200,6 +200,8 @@ def test_user_sees_no_padding():
 
 def test_padding_has_no_part_in_an_adaptive_count():
     compiled, taped = both(clipping=tp.Adaptive(0.5, count_noise_stddev=4.0))
+    assert isinstance(compiled.clipping, tp.Adaptive)
+    assert isinstance(taped.clipping, tp.Adaptive)
     assert compiled.clipping.clip_norm == pytest.approx(taped.clipping.clip_norm, rel=1e-6)
 
 
@@ -276,11 +278,11 @@ def test_model_that_takes_another_path_is_compared_again():
     for compile in (CPU, False):
         training = training_of(make(Switched, 8)(), compile=compile, num_steps=24)
         for x, y in training:
-            training.model.steps = training.step_count
+            vars(training.model)["steps"] = training.step_count
             training.step(losses(training.model, x, y))
         trainings.append(training)
     assert graphs_of(trainings[0]).num_compared > 1
-    assert_same_weights(*trainings)
+    assert_same_weights(trainings[0], trainings[1])
 
 
 def test_every_new_graph_is_compared_with_the_tape():
@@ -296,12 +298,12 @@ def test_every_new_graph_is_compared_with_the_tape():
     for compile in (CPU, False):
         training = training_of(make(Scaled)(), compile=compile, num_steps=24, microbatch_size=6)
         for x, y in training:
-            training.model.scale = 1.0 if training.step_count < 12 else 2.0
+            vars(training.model)["scale"] = 1.0 if training.step_count < 12 else 2.0
             training.step(cross_entropy(training.model, x, y))
         trainings.append(training)
     assert graphs_of(trainings[0]).num_compared > 1
     assert_replayed(trainings[0])
-    assert_same_weights(*trainings)
+    assert_same_weights(trainings[0], trainings[1])
 
 
 def test_one_batch_in_64_is_compared_again(monkeypatch):
@@ -334,12 +336,12 @@ def test_losses_computed_in_a_new_way_are_left_to_the_tape_first():
     for compile in (CPU, False):
         training = training_of(compile=compile, num_steps=24)
         for x, y in training:
-            training.model.late = training.step_count > 10
+            vars(training.model)["late"] = training.step_count > 10
             training.step(losses(training.model, x, y))
         trainings.append(training)
     assert graphs_of(trainings[0])._num_redone == 1
     assert_replayed(trainings[0])
-    assert_same_weights(*trainings)
+    assert_same_weights(trainings[0], trainings[1])
 
 
 def test_losses_in_another_order_are_no_rows_of_others():
@@ -349,7 +351,7 @@ def test_losses_in_another_order_are_no_rows_of_others():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncompiled")
         trainings = both(losses, assume_independent="examples are in reverse order")
-    assert_same_weights(*trainings)
+    assert_same_weights(trainings[0], trainings[1])
 
 
 def test_output_changed_in_place_is_left_to_the_tape():
@@ -360,7 +362,7 @@ def test_output_changed_in_place_is_left_to_the_tape():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncompiled")
         trainings = both(losses)
-    assert_same_weights(*trainings)
+    assert_same_weights(trainings[0], trainings[1])
 
 
 def test_model_called_twice_is_left_to_the_tape():

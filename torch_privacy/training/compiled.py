@@ -70,8 +70,13 @@ class CompiledBatches:
                 "norms. Leave out compile=, or jacobian=, perturbation= and MicroBatches."
             )
         return cls(
-            model, arguments, settings.expected_batch_size, settings.num_examples, settings.microbatch_size,
-            settings.views, settings.memory_budget,
+            model,
+            arguments,
+            settings.expected_batch_size,
+            settings.num_examples,
+            settings.microbatch_size,
+            settings.views,
+            settings.memory_budget,
         )
 
     @contextmanager

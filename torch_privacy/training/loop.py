@@ -107,6 +107,11 @@ class PrivateTraining:
             is used, so that it survives ``kill -9``; it reaches the disk itself within about a second.
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
+        compile: True, or arguments of ``torch.compile`` such as ``{"mode": "max-autotune"}``: batches that are not
+            rehearsed run as compiled graphs, from which norms and clipped sums come, too. Each graph is compared with
+            the ordinary computation before it is used, and so is one batch in 64; what does not fit runs uncompiled,
+            and a warning says why (docs/compile.md). It changes releases by rounding only, and holds inputs and
+            gradients of all layers at once, so that it may need a larger ``memory_budget``.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -709,7 +714,7 @@ class PrivateTraining:
         summation.check_bound()
         otherwise_used = tape.used_otherwise if isinstance(tape, Tape | CompiledRecording) else self._padding.keys()
         self._padding = {name: row for name, row in self._padding.items() if name not in otherwise_used}
-        self._reached |= tape.reached  # layers that are skipped at random are reached when they are not
+        self._reached.update(tape.reached)  # layers that are skipped at random are reached when they are not
         return sums
 
     def _flat_losses(self, losses: Tensor, size: int) -> Tensor:

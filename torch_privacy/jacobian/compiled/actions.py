@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ops import COMPOSED, OPS, AnyLayout, Layout
 from ...ops.attention import scaled_dot_product_attention
 from ..calls import Reached
+from ..layout import Merging
 from ..plan import Budget
 from ..prediction import Prediction
 from ..recorder import Step
@@ -80,8 +81,11 @@ class ActionTape(Tape):
             self.actions.append((CALL, OPS[func].__name__))
         return out
 
-    def _layouts_for_sum(self, reached: Reached, *args: Any) -> Sequence[AnyLayout] | Prediction:
-        self.reached_calls, self.found = reached, super()._layouts_for_sum(reached, *args)
+    def _layouts_for_sum(
+        self, reached: Reached, groups: Mapping[str, Sequence[str]], memory_budget: float, merging: Merging | None
+    ) -> Sequence[AnyLayout] | Prediction:
+        found = super()._layouts_for_sum(reached, groups, memory_budget, merging)
+        self.reached_calls, self.found = reached, found
         return self.found
 
     def _budget(self, reached: Reached, limit: float) -> Budget:

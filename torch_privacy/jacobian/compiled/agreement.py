@@ -22,7 +22,7 @@ Answers = tuple[Sequence[Tensor], Mapping[str, Tensor]]  # squared norms of ever
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be computed from the rows: one sum for each group of parameters."""
+    """Says what is to be computed from the rows: one sum for each group of parameters."""
 
     groups: Mapping[str, Sequence[str]]
     count: int  # rows

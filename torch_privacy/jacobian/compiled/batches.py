@@ -100,9 +100,7 @@ class Padded:
                 raise Unfit("an output of the model has another size than its batch")
         if self.size == self.count:
             return output
-        cut = [
-            leaf if dim is None else leaf.narrow(dim, 0, self.count) for leaf, dim in zip(leaves, dims, strict=True)
-        ]
+        cut = [leaf if dim is None else leaf.narrow(dim, 0, self.count) for leaf, dim in zip(leaves, dims, strict=True)]
         return unflattened(cut, spec)
 
 

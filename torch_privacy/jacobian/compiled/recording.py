@@ -14,7 +14,6 @@ from ...support.replay import is_recording_disabled
 from ...support.torch_modes import without_autocast
 from ..clipped_sum import Clip, Observe
 from ..layout import Merging
-from ..operator import Jacobian
 from ..tape import MEMORY_BUDGET
 from .actions import ActionTape, Unfit
 from .agreement import Wanted, gradients
@@ -209,7 +208,7 @@ class CompiledRecording:
         for label, of_group in zip(groups, rows, strict=True):
             if observe is not None:
                 raise Unfit("a rehearsal compares rows")
-            of_group.answer = clip(of_group, label)
+            of_group.answer = clip(of_group, label)  # pyright: ignore[reportArgumentType]
         size = plan.rows_of.count
         factors = [_extended(of_group.factors, size, squares) for of_group, squares in zip(rows, norms, strict=True)]
         sums = plan.rows.sums(factors)

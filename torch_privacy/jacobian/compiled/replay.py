@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from ...support.replay import RandomState, recording_disabled
 from ..layout import Layouts
 from .actions import ActionTape, Unfit
-from .batches import Dimensions, Padded, flattened
 from .agreement import RandomLosses, Wanted, answers_of, check_answers, check_outputs, factors_of
+from .batches import Dimensions, Padded, flattened
 from .light import ObservingMode, run_with_probes
 from .rows import CompiledRows, RowsOf
 
@@ -38,7 +38,7 @@ def _traced(*args: Any) -> tuple[Any, list[Tensor], bool, int]:
 
 @dataclass(frozen=True)
 class Learned:
-    """What the tape has shown about one path of the user's code: the model's calls, and the way to the losses."""
+    """Holds what the tape has shown about one path of the user's code: the model's calls, and the way to the losses."""
 
     actions: tuple[tuple[str, str], ...]
     layouts: tuple[tuple[int, int, int], ...]  # of every call: dimension, positions before and after the examples
@@ -72,6 +72,17 @@ class Batch:
     tensors: list[Tensor]
 
 
+def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of torch.compile: one graph, and the model's own random numbers, for comparisons."""
+    arguments = {"dynamic": False, **settings, "fullgraph": True}
+    if arguments.get("backend", "inductor") == "inductor":
+        from torch._inductor import list_mode_options
+
+        mode, options = arguments.pop("mode", None), arguments.get("options") or {}
+        arguments["options"] = {**(list_mode_options(mode) if mode else {}), "fallback_random": True, **options}
+    return arguments
+
+
 class Compiled:
     """Holds the compiled graphs of one model, and what the tape has shown about it.
 
@@ -82,7 +93,7 @@ class Compiled:
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]):
         self.model = model
-        self._settings = {"dynamic": False, **settings, "fullgraph": True}
+        self._settings = _arguments(settings)
         self._forward = torch.compile(_traced, **self._settings)
         self._inputs, self._outputs = Dimensions(), Dimensions()
         self._learned: dict[Any, Learned] = {}  # way from the model's output to the losses -> what was learned
@@ -93,18 +104,17 @@ class Compiled:
         self.given_up = ""  # why the tape makes all batches from now on
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
-        """Compiles a graph without guards, which always gets inputs of the same sizes."""
-        backend, mode = self._settings.get("backend", "inductor"), self._settings.get("mode")
-        # These take seconds to import.
-        if backend != "inductor":
+        """Compiles a graph without guards, because it always gets inputs of the same sizes."""
+        backend = self._settings.get("backend", "inductor")
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+            return compile_fx(graph, [*inputs], config_patches=self._settings["options"])  # pyright: ignore[reportReturnType]
+        if isinstance(backend, str):
             from torch._dynamo.backends.registry import lookup_backend
 
-            return (lookup_backend(backend) if isinstance(backend, str) else backend)(graph, [*inputs])
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
-        patches = {**(list_mode_options(mode) if mode else {}), **(self._settings.get("options") or {})}
-        return compile_fx(graph, [*inputs], config_patches=patches)
+            backend = lookup_backend(backend)
+        return backend(graph, [*inputs])
 
     def give_up(self, reason: str) -> None:
         """Leaves all later batches to the tape, and says so once."""
@@ -160,7 +170,8 @@ class Compiled:
         """Returns the model's output, computed by a compiled graph, with what its rows are computed from.
 
         Args:
-            args, kwargs: of the model.
+            args: of the model.
+            kwargs: of the model.
             tape: made for this batch; it has not begun.
             wanted: of the batch.
             size: number of rows that the batch is padded to.
@@ -171,12 +182,12 @@ class Compiled:
         """
         padded = Padded.to(args, kwargs, self._inputs, wanted.count * wanted.views, size * wanted.views)
         key = (padded.signature, self.model.training, tuple(wanted.groups), torch.is_autocast_enabled("cpu"))
-        plan, state = self._plans.get(key), None
-        if plan is not None and not compare:
-            output, tensors, trace = self._replay(plan, padded)
-            if trace != plan.trace:  # dynamo compiled it again, or chose another graph
-                plan = None
-        if plan is None or compare:
+        plan = self._plans.get(key)
+        results = None if plan is None or compare else self._replay(plan, padded)
+        if plan is not None and results is not None and results[2] == plan.trace:
+            output, tensors, _ = results
+        else:  # also if dynamo compiled the forward again, or chose another graph
+            plan = plan if compare else None
             state = RandomState()
             tape = ActionTape(tape.parameters, tape.constant_tensors(), self._layouts, padded.size)
             plan, output, tensors = self._compared(plan, padded, tape, replace(wanted, count=size), state)
@@ -235,9 +246,7 @@ class Compiled:
                 check_outputs(self._eager_call(*args, **kwargs), padded.cut(output, self._outputs), tape)
             after.restore()
 
-    def _plan(
-        self, padded: Padded, tape: ActionTape, exact: RandomLosses, wanted: Wanted, state: RandomState
-    ) -> Plan:
+    def _plan(self, padded: Padded, tape: ActionTape, exact: RandomLosses, wanted: Wanted, state: RandomState) -> Plan:
         """Returns a plan that repeats what the tape did on a batch; its forward is not compiled yet."""
         budget = None if tape.budget is None else tape.budget.left_for_rows()
         if budget is None:

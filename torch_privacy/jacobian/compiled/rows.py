@@ -94,7 +94,9 @@ class RowsOf:
                 derived += _derived(recorder, action, args, kwargs, weights)
             else:
                 calls.append(_call(recorder, action, bs[len(calls)], args, kwargs, weights))
-        collector = Collector(calls, layouts_by(self.layouts, self.merging), recorder._sources, self.budget, _NothingDropped())
+        collector = Collector(
+            calls, layouts_by(self.layouts, self.merging), recorder._sources, self.budget, _NothingDropped()
+        )
         for number, b in enumerate(bs):
             collector.take(number, b, b)
         return collector.blocks
@@ -160,7 +162,9 @@ class CompiledRows:
             named = dict(zip(names, flat[:count], strict=True))
             rest = flat[count:]
             split = num_tensors + len(bs)
-            doubt, norms, sums = rows.norms_and_sums(named, trained, rest[:num_tensors], rest[num_tensors:split], rest[split:])
+            doubt, norms, sums = rows.norms_and_sums(
+                named, trained, rest[:num_tensors], rest[num_tensors:split], rest[split:]
+            )
             self._sum_names = [name for of_group in sums for name in of_group]
             return doubt, *norms, *(total for of_group in sums for total in of_group.values())
 
@@ -187,9 +191,7 @@ class CompiledRows:
             self._after = compile(after, [*(flat[k] for k in self._taken_after), *middle])
 
     @torch.no_grad()
-    def norms(
-        self, parameters: Mapping[str, Tensor], kept: Sequence[Tensor], bs: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def norms(self, parameters: Mapping[str, Tensor], kept: Sequence[Tensor], bs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the squared norms (rows,) of every group, from the wanted tensors; keeps what the sums need.
 
         Raises:
@@ -249,7 +251,7 @@ def _split(graph: fx.GraphModule, num_inputs: int, num_norms: int) -> tuple[fx.G
     The first returns the norms and what the second needs of it. Each has the numbers of its inputs in ``meta``.
     """
     nodes, inputs = [*graph.graph.nodes], _placeholders(graph)
-    results = [*nodes[-1].args[0]]  # pyright: ignore[reportArgumentType, reportOptionalIterable, reportGeneralTypeIssues]
+    results = [*nodes[-1].args[0]]
     later = set(inputs[num_inputs:])
     for node in nodes[:-1]:
         if not later.isdisjoint(node.all_input_nodes):
