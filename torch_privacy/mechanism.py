@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +25,27 @@ from .support.validate import Refused, positive, quoted
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
 ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped row may exceed its bound by both
 PRICED_ROUNDING = 1 + 2.1e-5  # factor on the noise, so that its multiplier is that of rows that exceed it
+Recorded = TypeVar("Recorded", bound=Tape)
 COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
 
 
 class Recording(Protocol):
     """Records the model's forward and computes the clipped sum of its losses, with exact or estimated norms."""
 
-    code: CodePath  # the path through the model's code that was run
-    reached: set[str]  # names of the parameters that the losses were found to depend on
-    measured: bool  # whether layouts had to be measured, by additional backward passes
+    @property
+    def code(self) -> CodePath:
+        """Returns the path through the model's code that was run."""
+        ...
+
+    @property
+    def reached(self) -> Collection[str]:
+        """Returns the names of the parameters that the losses were found to depend on."""
+        ...
+
+    @property
+    def measured(self) -> bool:
+        """Returns whether layouts had to be measured, by additional backward passes."""
+        ...
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -187,9 +199,9 @@ class Mechanism(ABC):
         """Returns the recorder for one (micro)batch of ``size`` rows of inputs (examples times views)."""
         return self.exact_recorder(tensors, size)
 
-    def exact_recorder(self, tensors: ModelTensors, size: int) -> Recording:
-        """Returns a recorder that computes exact norms, whatever the steps use."""
-        return Tape(tensors.trained, tensors.constants, self._layouts, size)
+    def exact_recorder(self, tensors: ModelTensors, size: int, kind: type[Recorded] = Tape) -> Recorded:
+        """Returns a recorder (a tape of this kind) that computes exact norms, whatever the steps use."""
+        return kind(tensors.trained, tensors.constants, self._layouts, size)
 
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
         """Returns (size,) the row that each example of a (micro)batch belongs to; None if each has a row of its own."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops._base import is_half
 from ..support.torch_modes import full_precision
 from ..support.validate import Refused
-from .blocks import Block, NothingKept
+from .blocks import Block, NativeSum, NothingKept
 from .operator import Jacobian
 from .plan import Budget
 from .prediction import Prediction
@@ -94,7 +94,7 @@ class Collector:
         layouts: LayoutOf,
         sources: Mapping[int, Source],
         budget: Budget | None = None,
-        native: NativeBackward | None = None,
+        native: NativeSum | None = None,
         *,
         frees_inputs: bool = False,
         estimates: NormEstimates | None = None,

@@ -67,6 +67,8 @@ class ForwardHooks:
         model.register_forward_hook(self.after, always_call=True)
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling():  # the compiled forward is recorded otherwise
+            return
         pending = self._pending()
         tape = None if pending is None or not torch.is_grad_enabled() or is_recording_disabled() else pending.tape
         self._running.recordings.append(tape)
@@ -75,6 +77,8 @@ class ForwardHooks:
             tape.begin(model, args, kwargs)
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         tape = self._running.recordings.pop() if self._running.recordings else None
         if tape is not None:
             tape.end(output)

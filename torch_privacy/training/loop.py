@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
 from ..jacobian.comparison import written_into
+from ..jacobian.compiled.actions import ActionTape, Unfit
+from ..jacobian.compiled.recording import CompiledRecording
 from ..jacobian.randomness import RandomNumbers, without_random_numbers
 from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
@@ -37,6 +39,7 @@ from ..support.replay import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused, whole
 from .canaries import Observation, Take
+from .compiled import CompiledBatches, unwrapped
 from .hooks import ForwardHooks, Pending
 from .rehearsals import Part, Rehearsals
 from .release import Releases
@@ -105,6 +108,11 @@ class PrivateTraining:
             is used, so that it survives ``kill -9``; it reaches the disk itself within about a second.
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
+        compile: True, or arguments of ``torch.compile`` such as ``{"mode": "max-autotune"}``: batches that are not
+            rehearsed run as compiled graphs, from which norms and clipped sums come, too. Each graph is compared with
+            the ordinary computation before it is used, and so is one batch in 64; what does not fit runs uncompiled,
+            and a warning says why (docs/compile.md). It changes releases by rounding only, and holds inputs and
+            gradients of all layers at once, so that it may need a larger ``memory_budget``.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -185,6 +193,7 @@ class PrivateTraining:
         scheduler: LRScheduler | None = None,
         run_folder: Path | str | None = None,
         assume_independent: str | None = None,
+        compile: bool | Mapping[str, Any] = False,
         test_seed: int | None = None,
     ):
         check_single_process()
@@ -212,6 +221,7 @@ class PrivateTraining:
             assume_independent=assume_independent,
             test_seed=test_seed,
         )
+        model = unwrapped(model) if compile else model
         check_model(model, optimizer)
         check_scheduler(scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -247,6 +257,7 @@ class PrivateTraining:
         self._repetition = ExitStack()  # while they are repeated
         self._loops = 0  # iterations begun; only the latest may go on
         self._in_use = threading.RLock()  # not held while the user's loop runs
+        self._compiled = CompiledBatches.of(model, compile, self.settings, self._mechanism) if compile else None
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(model)
         self._is_made = True
@@ -407,6 +418,12 @@ class PrivateTraining:
                 self._turn = part.script.send(answers)
             except StopIteration:
                 self._turn = None
+        except Unfit:  # the turn is handed out again, for the tape
+            assert self._compiled is not None
+            pending.close()
+            self._compiled.leave_to_tape(pending.turn)
+            self._pending, self._is_rehearsal = None, True
+            return False
         except BaseException as error:
             pending.close()
             part.script.close()
@@ -609,13 +626,19 @@ class PrivateTraining:
         turn.prepare()
         self._check_optimizer_settings()
         self._tensors, step = self._find_tensors(), self.step_count
-        size, tape = turn.count * self.settings.views, None
+        size, tape, compiled = turn.count * self.settings.views, None, self._compiled
         if turn.take is not None and turn.rows:
             tape = self._mechanism.exact_recorder(self._tensors, size)
         elif turn.rows or turn.is_batch:
             tape = self._mechanism.recorder(self._tensors, self._releases.noise.key, step, part.number, size)
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
+        if compiled is not None and turn.take is None and tape is not None:
+            groups, chance = self._mechanism.groups(list(tape.parameters)), self._releases.secret
+            tape = self._mechanism.exact_recorder(self._tensors, size, ActionTape)
+            tape = contexts.enter_context(
+                compiled.recording(tape, turn, part, groups, chance(b"compiled", step, part.number))
+            )
         seed = self._releases.secret(b"random numbers", step, part.number)
         numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
@@ -689,9 +712,9 @@ class PrivateTraining:
                 observe=None if rows is None else rows.take,
             )
         summation.check_bound()
-        otherwise_used = tape.used_otherwise if isinstance(tape, Tape) else self._padding.keys()
+        otherwise_used = tape.used_otherwise if isinstance(tape, Tape | CompiledRecording) else self._padding.keys()
         self._padding = {name: row for name, row in self._padding.items() if name not in otherwise_used}
-        self._reached |= tape.reached  # layers that are skipped at random are reached when they are not
+        self._reached.update(tape.reached)  # layers that are skipped at random are reached when they are not
         return sums
 
     def _flat_losses(self, losses: Tensor, size: int) -> Tensor:
