@@ -42,7 +42,7 @@ LEFT_TO_TAPE = {  # case -> a part of the reason
     "matmul, transposed parameter": "in other calls than",
     "linear, weight norm": "in other calls than",
     "long short-term memory": "computed by a scan",
-    "matrix with every example's own call": "no regular order",
+    "matrix with every example's own call": "which dimension holds the examples",
     "by fallback: maximum": "no rule for its rows",
     "irregular: sorted tokens": "the data determine the order",
     "irregular: one expert each": "the data determine the order",
@@ -386,11 +386,12 @@ def test_row_that_is_not_finite_is_left_out():
 
 def test_norm_that_cancels_is_computed_from_its_row():
     def cancels(m, x):
-        return m.f(torch.cat([x, x], 1)) * torch.tensor([1.0, -1.0]).repeat_interleave(x.shape[1])[:, None]
+        cancelling = m.f(torch.cat([x, x], 1)) * torch.tensor([1.0, -1.0]).repeat_interleave(x.shape[1])[:, None]
+        return torch.cat([cancelling, m.g(x)], 1)
 
     def made():
         torch.manual_seed(1)
-        return Calls(cancels, f=nn.Linear(3, 4))
+        return Calls(cancels, f=nn.Linear(3, 4), g=nn.Linear(3, 4))
 
     x = TensorDataset(torch.randn(40, 12, 3, generator=torch.Generator().manual_seed(2)))
     compiled, taped = both(lambda model, x: model(x).flatten(1).sum(1), make=made, dataset=x)

@@ -105,8 +105,8 @@ class Budget:
 
     def left_for_rows(self) -> Budget | None:
         """Returns a budget for rows of calls that are all in memory at once; None if these exceed the limit."""
-        left = self._limit - self._call_bytes
-        return Budget(max(left, 101), 0, 0, self._call_bytes, 0) if left > 0 else None
+        left = self._limit - self.call_bytes
+        return Budget(max(left, 101), 0, 0, self.call_bytes, 0) if left > 0 else None
 
     def passed(self, size: int) -> None:
         """Notes that the backward has passed an op with ``size`` bytes of inputs and outputs."""

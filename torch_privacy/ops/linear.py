@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -124,9 +123,8 @@ class OuterProducts:
         """Returns (n,), the sum over the ops of ``‖b‖² ‖x‖²``; like `squares_of_factor`, it counts lost underflow."""
         x, b = zip(*self._groups, strict=True)
         squares = torch.cat([torch.linalg.vector_norm(factor, dim=2) for factor in (*x, *b)]).square_()
-        sizes = tuple(factor.shape[2] for factor in (*x, *b) for _ in range(len(factor)))
-        squares += _lost_squares(sizes, squares.dtype, squares.device)
-        of_x, of_b = squares.split(len(sizes) // 2)
+        squares += max(factor.shape[2] for factor in (*x, *b)) * torch.finfo(squares.dtype).tiny
+        of_x, of_b = squares.split(len(squares) // 2)
         return (of_x * of_b).sum(0)
 
     def weighted_sums(self, c: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -135,12 +133,6 @@ class OuterProducts:
         for (x, b), numbers in zip(self._groups, self._numbers, strict=True):
             totals = b.mT @ (x * c) if x.shape[2] < b.shape[2] else (b * c).mT @ x
             yield from zip(numbers, totals, strict=True)
-
-
-@lru_cache
-def _lost_squares(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns (count, 1), what sums of so many squares may lose to underflow."""
-    return torch.tensor(sizes, dtype=dtype, device=device)[:, None] * torch.finfo(dtype).tiny
 
 
 def _stacked(factors: list[Tensor]) -> Tensor:

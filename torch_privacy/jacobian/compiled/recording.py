@@ -252,6 +252,8 @@ class _Rows:
         """Returns the squared norms of the rows."""
         return self._squares
 
+    first_squared_norms = squared_norms  # inaccurate ones are noticed before, and left to the tape
+
     def select(self, index: Tensor) -> Any:
         """Leaves a batch with rows that are not finite to the tape."""
         raise Unfit("a gradient is not finite", by_data=True)
