@@ -16,12 +16,23 @@ from trainings import RULES
 
 import torch_privacy as tp
 from torch_privacy.jacobian.plan import Budget
+from torch_privacy.noise import Noise, gaussian, grid_unit
+from torch_privacy.noise.chacha import DeviceNormals
 from torch_privacy.ops import gram
 from torch_privacy.support.replay import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
 
 register()
 GPU = torch.device(NAME)
+
+
+@pytest.fixture(autouse=True)
+def noise_of_the_cpu(request, monkeypatch):
+    """Makes the noise of all devices that of the CPU, so that their weights can be compared."""
+    if not request.node.name.startswith("test_noise"):
+        monkeypatch.setattr(gaussian, "_has_generator", lambda tensor: False)
+
+
 CLASSES = 3
 
 
@@ -580,3 +591,23 @@ def test_the_cells_that_torch_has_for_gpus_only_are_those_of_the_cpu():
             for net, inputs in ((layer, x), (there, x.to(GPU)))
         ]
         assert_close([g.cpu() for g in grads[1]], list(grads[0]))
+
+
+def test_noise_of_a_gpu_is_made_there_and_is_that_of_the_same_stream_on_the_cpu():
+    noise, sums = Noise(bytes(range(32))), {"a": torch.randn(7, 5), "b": torch.randn(3)}
+    there = {name: total.to(GPU) for name, total in sums.items()}
+    with watched() as log:
+        noise.add_to(3, there, 0.5)
+    assert not log.waits
+    DeviceNormals(noise.key).add(3, [(sums["a"], 0, 0.5), (sums["b"], 35, 0.5)])
+    for name, total in sums.items():
+        torch.testing.assert_close(there[name].cpu(), total, rtol=0, atol=2 * grid_unit(0.5))
+    assert gaussian.generators(there.values()) == DeviceNormals.name
+
+
+def test_noise_of_a_training_on_a_gpu_needs_no_more_waits():
+    training = training_on(GPU, num_steps=8)
+    for step in steps_of(training, GPU):
+        if step == 7:
+            break
+    assert training.state_dict()["machine"]["generator"] == DeviceNormals.name

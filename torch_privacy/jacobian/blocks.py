@@ -219,7 +219,7 @@ class Block:
         if self.direct and not self.rounds and self.native is None:
             left, right = directions[self.names[0]]
             products = [op.project_outer(left.to(op.dtype), right.to(op.dtype)) for op in self.ops]
-            return {self.names[0]: sum([c.to(part.dtype) @ part for part in products], c.new_zeros(()))}
+            return {self.names[0]: sum([c.to(part) @ part for part in products])}
         found = self.weighted_sum(c, parameters)
         return {name: outer_product(directions[name], total) for name, total in found.items()}
 

@@ -96,9 +96,8 @@ class ProcessorNormals:
 
 def _on_processor(piece: Tensor) -> Tensor:
     """Returns the numbers on the CPU in a type that numpy has; the tensor itself where it can be."""
-    if piece.dtype in (torch.float32, torch.float64) and piece.is_cpu:
-        return piece
-    return piece.float().cpu()
+    piece = piece.cpu()
+    return piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
 
 
 def _run(work: Callable[[Sequence[Chunk], _Memory], None], chunks: list[Chunk]) -> None:
