@@ -16,12 +16,15 @@ from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
 from ..ops.linear import Linear, OuterProducts
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
-from .plan import Budget, choices, held_bytes, least_bytes
+from .plan import Budget, Choice, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
 OuterProduct = tuple[Tensor, Tensor]  # the factors of a direction in the space of a weight: shape[:1] and shape[1:]
 Direction = Callable[[torch.Size, torch.device], OuterProduct]  # (shape, device) -> one in a weight of that shape
+
+
+Plan = tuple[str, Choice, dict[str, float]]  # the op's kind, what is chosen for it, and the prices of all methods
 
 
 class NothingKept(Exception):
@@ -58,6 +61,7 @@ class Block:
     held: int = 0  # bytes counted by a budget
     estimated: bool = False  # the norms are estimates
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
+    plan_of_op: Plan | None = None  # of the op whose rows are kept in its place
 
     @property
     def kind(self) -> str:
@@ -92,6 +96,13 @@ class Block:
         if self.stands_alone and not self.answers_jointly:
             return least_bytes(self.ops[0])
         return sum(map(held_bytes, self.ops))
+
+    def plan(self) -> Plan:
+        """Returns the plan of a block that stands alone, if memory does not matter."""
+        if self.plan_of_op is not None:
+            return self.plan_of_op
+        prices = {method.name: method.flops for method in self.ops[0].methods()}
+        return self.kind, choices(self.ops[0])[0], prices
 
     # What is kept, while the backward runs
 
@@ -138,6 +149,7 @@ class Block:
             (op,) = self.ops
             choice = choices(op)[0]
             if choice.keeps == "rows" and choice.held <= held_bytes(op):
+                self.plan_of_op = self.plan()
                 rows, self.norms = rows_and_norms(op, choice.method)
                 self.ops = [rows]
 
@@ -219,7 +231,8 @@ class Block:
         if self.direct and not self.rounds and self.native is None:
             left, right = directions[self.names[0]]
             products = [op.project_outer(left.to(op.dtype), right.to(op.dtype)) for op in self.ops]
-            return {self.names[0]: sum([c.to(part) @ part for part in products])}
+            first, *others = [c.to(part) @ part for part in products]
+            return {self.names[0]: sum(others, first)}
         found = self.weighted_sum(c, parameters)
         return {name: outer_product(directions[name], total) for name, total in found.items()}
 

@@ -199,14 +199,14 @@ class Jacobian:
         separate, joint = self._split(set(self._parameters))
         rows = []
         for block in separate:
-            best = choices(block.ops[0])[0]
-            prices = {method.name: method.flops for method in block.ops[0].methods()}
-            rows.append(PlanRow(block.names, block.kind, best.method.name, best.keeps, best.cost, best.held, prices))
+            kind, best, prices = block.plan()
+            rows.append(PlanRow(block.names, kind, best.method.name, best.keeps, best.cost, best.held, prices))
         for block in joint:
             bests = [choices(op)[0] for op in block.ops]
             cost, held = sum(best.cost for best in bests), sum(best.held for best in bests)
             rows.append(PlanRow(block.names, block.kind, "joint rows", "x and b", cost, held, {}))
-        return rows
+        order = {name: number for number, name in enumerate(self._parameters)}
+        return sorted(rows, key=lambda row: min(order[name] for name in row.names if name in order))
 
     def explain(self) -> str:
         """Returns the plan as a table: parameter, op, how norms and sum are made, operations, bytes, other methods."""
