@@ -306,16 +306,20 @@ class JoinedBlocks:
             parts.append(self._outer.squared_norms())
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    def weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name of each block's parameter with Jᵀ c in it."""
+    def last_weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name of each block's parameter with Jᵀ c in it; frees the factors of blocks that are summed once."""
+        frees = all([block.summed_once for block in self._of_outer])
         if self._rows is not None:
             sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])
             for block, part in zip(self._of_rows, sums, strict=True):
                 yield block.names[0], part.view(block.weight.shape)
         if self._outer is not None:
             first = self._of_outer[0]
-            for number, total in self._outer.weighted_sums(c.to(first.weight.device, first.ops[0].dtype)):
-                yield self._of_outer[number].names[0], total
+            c, names = c.to(first.weight.device, first.ops[0].dtype), [block.names[0] for block in self._of_outer]
+            for block in self._of_outer if frees else ():
+                block.ops = []
+            for number, total in self._outer.weighted_sums(c, frees=frees):
+                yield names[number], total
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields the products (n,) of the rows with one direction in each weight."""

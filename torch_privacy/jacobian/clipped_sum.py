@@ -312,10 +312,12 @@ def backward_into(
     finally:
         for handle in handles:
             handle.remove()
+    of_leaves, of_calls = [*gradients[len(ends) :]], [*gradients[: len(ends)]]
+    del gradients  # each b is freed once the sink has done with it
     with torch.no_grad():
-        for number, g in zip(reversed(ends), reversed(gradients[: len(ends)]), strict=True):
-            sink.take(number, g, losses)
-    return [*gradients[len(ends) :]]
+        for number in reversed(ends):
+            sink.take(number, of_calls.pop(), losses)
+    return of_leaves
 
 
 def _hand_over(sink: GradientSink, number: int, output: int, losses: Tensor) -> Callable[[tuple], None]:

@@ -110,7 +110,7 @@ class Jacobian:
             if block not in self._joined
             for part in block.last_weighted_sum(c, self._all, self._parameters).items()
         )
-        for name, part in chain(self._joined.weighted_sum(c), others):
+        for name, part in chain(self._joined.last_weighted_sum(c), others):
             total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 

@@ -127,12 +127,16 @@ class OuterProducts:
         of_x, of_b = squares.split(len(squares) // 2)
         return (of_x * of_b).sum(0)
 
-    def weighted_sums(self, c: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields the number of each op with its Jᵀ c."""
-        c = c[:, None]
-        for (x, b), numbers in zip(self._groups, self._numbers, strict=True):
-            totals = b.mT @ (x * c) if x.shape[2] < b.shape[2] else (b * c).mT @ x
-            yield from zip(numbers, totals, strict=True)
+    def weighted_sums(self, c: Tensor, *, frees: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """Yields the number of each op with its Jᵀ c; ``frees`` the factors on the way, which answer nothing more."""
+        c, groups = c[:, None], self._groups
+        self._groups = [] if frees else list(groups)
+        for numbers in self._numbers:
+            x, b = groups.pop(0)
+            if len(numbers) == 1:  # a product of two matrices needs less memory than one of stacks
+                x, b = x[0], b[0]
+            totals = b.mT @ (x * c) if x.shape[-1] < b.shape[-1] else (b * c).mT @ x
+            yield from zip(numbers, totals if len(numbers) > 1 else [totals], strict=True)
 
 
 def _stacked(factors: list[Tensor]) -> Tensor:
