@@ -307,7 +307,7 @@ class JoinedBlocks:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def last_weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name of each block's parameter with Jᵀ c in it; frees the factors of blocks that are summed once."""
+        """Yields the name of each block's parameter with Jᵀ c in it; frees the factors of blocks summed once."""
         frees = all([block.summed_once for block in self._of_outer])
         if self._rows is not None:
             sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])

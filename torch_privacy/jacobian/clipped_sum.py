@@ -312,7 +312,8 @@ def backward_into(
     finally:
         for handle in handles:
             handle.remove()
-    of_leaves, of_calls = [*gradients[len(ends) :]], [*gradients[: len(ends)]]
+    of_leaves: list[Tensor | None] = [*gradients[len(ends) :]]
+    of_calls = [*gradients[: len(ends)]]
     del gradients  # each b is freed once the sink has done with it
     with torch.no_grad():
         for number in reversed(ends):
