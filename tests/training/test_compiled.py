@@ -38,6 +38,7 @@ FEW = [
     "einsum, one matrix per head",
     "rms norm",
 ]
+FIVE_AT_MOST = "irregular: shuffled"  # its model takes no more examples, and sampled batches may be larger
 LEFT_TO_TAPE = {  # case -> a part of the reason
     "matmul, transposed parameter": "in other calls than",
     "linear, weight norm": "in other calls than",
@@ -120,7 +121,7 @@ def test_compiled_training_has_the_weights_of_the_tape(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in FEW])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in (*FEW, FIVE_AT_MOST)])
 def test_training_compiled_or_left_to_the_tape_has_the_weights_of_the_tape(case):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncompiled from here on")
@@ -479,6 +480,10 @@ def test_model_over_its_memory_budget_is_left_to_the_tape():
     assert_same_weights(compiled, taped)
 
 
+BY_TORCH = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of Inductor's imports
+
+
+@BY_TORCH
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["linear, rank 3", "convolutional network", "tied language model"])
 def test_training_compiled_by_inductor_has_the_weights_of_the_tape(case):
@@ -487,6 +492,7 @@ def test_training_compiled_by_inductor_has_the_weights_of_the_tape(case):
     assert_same_weights(compiled, trained_case(case, False))
 
 
+@BY_TORCH
 @pytest.mark.slow
 def test_dropout_compiled_by_inductor_is_compared_with_equal_masks():
     torch.manual_seed(1)

@@ -265,7 +265,7 @@ class _Rows:
 
 
 def _extended(factors: Tensor, size: int, like: Tensor) -> Tensor:
-    full = torch.zeros(size, dtype=torch.float32, device=like.device)
+    full = torch.zeros(size, dtype=factors.dtype, device=like.device)
     full[: len(factors)] = factors
     return full
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -168,7 +169,9 @@ class CompiledRows:
             self._sum_names = [name for of_group in sums for name in of_group]
             return doubt, *norms, *(total for of_group in sums for total in of_group.values())
 
-        factors = [b_like.new_ones(rows.count, dtype=torch.float32) for b_like in [bs[0]] * len(rows.groups)]
+        dtypes = (rows.dtype, *(p.dtype for p in parameters.values()))
+        self._factor_dtype = reduce(torch.promote_types, dtypes, torch.float32)  # graphs take no other type
+        factors = [bs[0].new_ones(rows.count, dtype=self._factor_dtype) for _ in rows.groups]
         flat = [*(p.detach() for p in parameters.values()), *self._others, *tensors, *bs, *factors]
         try:
             graph = make_fx(function, tracing_mode="real")(*flat)
@@ -213,7 +216,7 @@ class CompiledRows:
         """Returns the sums of all groups by name, weighted with the factors (rows,) of each group."""
         inputs, middle = self._inputs, self._middle
         self._inputs, self._middle = [], ()
-        everything = [*inputs, *factors]
+        everything = [*inputs, *(c.to(self._factor_dtype) for c in factors)]
         totals = self._after(*[everything[k] for k in self._taken_after], *middle)
         return dict(zip(self._sum_names, totals, strict=True))
 
