@@ -90,16 +90,6 @@ def test_threads_do_not_matter(threads):
         torch.set_num_threads(before)
 
 
-def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
-    def refuse(*arguments):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(processor, "add_on_grid", refuse)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with pytest.raises(ZeroDivisionError):
-        Noise(KEY).add_to(0, {"w": torch.zeros(600_000)}, 1.0)
-
-
 @by_each_generator
 def test_scales_do_not_matter_to_the_numbers(name):
     """Two scales whose ratio is a power of two have the same numbers, also where several meet in one call."""
