@@ -31,7 +31,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from models import Problem, gpt, mlp, place
-from step import CONTENDERS, VMAP_COPIES, Clock, Place, keep_memory, reason
+from peers import VMAP_COPIES
+from step import CONTENDERS, Clock, Place, keep_memory, reason
 
 # contender -> name in the picture, color
 LINES = {
