@@ -125,6 +125,7 @@ def test_compiled_training_has_the_weights_of_the_tape(case):
 def test_training_compiled_or_left_to_the_tape_has_the_weights_of_the_tape(case):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncompiled from here on")
+        warnings.filterwarnings("ignore", message="Using padding='same'")  # torch says so once
         compiled = trained_case(case, CPU)
     assert_same_weights(compiled, trained_case(case, False))
 
