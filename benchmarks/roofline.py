@@ -79,7 +79,7 @@ def native(op: Op) -> Work:
 
 
 def positions(op: Op) -> int:
-    """Returns the number of outer products whose sum is the weight gradient; 0 for a look-up."""
+    """Returns how many outer products the weight gradient sums; 0 for a look-up."""
     if isinstance(op, Conv):
         return op.b.shape[0] * op.b.shape[1] * op.b.shape[3:].numel()
     factors = op.product if isinstance(op, TiedEmbedding) else op
@@ -113,7 +113,7 @@ def norm_flops(op: Op) -> float:
 
 
 def chosen_ops(name: str, budget: float) -> list[tuple[str, Op, Choice]]:
-    """Returns the ops of one settled step whose norms are computed one by one, with the plan's choices."""
+    """Returns the ops of one settled step that compute their own norms, with the method chosen for each."""
     found: list[tuple[str, Op, Choice]] = []
     step = ours_without_noise(load(name), budget)
     for _ in range(WARM_UP):

@@ -92,7 +92,7 @@ def test_threads_do_not_matter(threads):
 
 @by_each_generator
 def test_scales_do_not_matter_to_the_numbers(name):
-    """Two scales whose ratio is a power of two have the same numbers, also where several meet in one call."""
+    """Scales that differ by a power of two give the same numbers, also in one call."""
     total = torch.zeros(SIZE, dtype=torch.float64)
     cuts = [(0, 10), (10, 70_000), (70_000, SIZE)]
     scales = [0.3, 0.6, 2.4]

@@ -61,7 +61,7 @@ class Block:
     held: int = 0  # bytes counted by a budget
     estimated: bool = False  # the norms are estimates
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
-    plan_of_op: Plan | None = None  # of the op whose rows are kept in its place
+    plan_of_op: Plan | None = None  # of the op that its rows replaced
 
     @property
     def kind(self) -> str:

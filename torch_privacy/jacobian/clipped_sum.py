@@ -293,8 +293,8 @@ def backward_into(
 ) -> list[Tensor | None]:
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
-    ``deepest`` marks the calls that have no other below them: the backward ends at these, and at ``leaves``, whose
-    gradients are returned. With ``at_once`` every b is held until the end: for small ones that is faster.
+    ``deepest`` marks the calls with no other call below them. The backward ends at these and at ``leaves``, and returns
+    the gradients of the leaves. With ``at_once`` every b is held until the end: for small ones that is faster.
     """
     if not calls and not leaves:
         return []
