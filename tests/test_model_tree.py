@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests what is remembered of a model between steps: it must notice every change."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_privacy.support.model_state import ModelTree, MutationGuard
+from torch_privacy.training.weights import WeightMarks
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+CHANGES = {
+    "parameter replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 2))),
+    "parameter replaced in its registry": lambda m: m[0]._parameters.update(bias=nn.Parameter(torch.zeros(3))),
+    "registry replaced": lambda m: m[0].__dict__.update(_parameters=dict(m[0]._parameters)),
+    "parameter removed": lambda m: delattr(m[0], "bias"),
+    "buffer replaced": lambda m: setattr(m[1], "running_mean", torch.ones(3)),
+    "module added": lambda m: m.append(nn.Linear(3, 1)),
+    "module replaced": lambda m: m.__setitem__(0, nn.Linear(2, 3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_read_anew(change):
+    m = model()
+    tree = ModelTree(m)
+    assert tree.is_current()
+    CHANGES[change](m)
+    assert not tree.is_current()
+
+
+@pytest.mark.parametrize("change", ["parameter replaced", "parameter removed", "buffer replaced"])
+def test_guard_names_what_was_replaced(change):
+    m = model()
+    guard = MutationGuard(m, ModelTree(m))
+    assert guard.changed() == ([], [])
+    CHANGES[change](m)
+    assert any(guard.changed())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_marks_name_the_weights_that_moved(dtype):
+    weights = {"a": torch.ones(4, dtype=dtype), "b": torch.ones(2, 3, dtype=dtype), "c": torch.ones(5)}
+    marks = WeightMarks(weights)
+    assert marks.untouched()
+    assert marks.holds(weights)
+    weights["b"].data[0, 0] = 2  # the version does not count this write
+    assert marks.moved() == ["b"]
+    marks.renew()
+    assert marks.untouched()
+    assert not marks.holds(weights | {"a": torch.ones(4, dtype=dtype)})
