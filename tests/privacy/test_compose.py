@@ -450,3 +450,22 @@ def test_epsilon_asks_the_add_direction_whenever_its_bound_is_higher(remove, add
 def test_epsilon_is_never_below_the_add_direction(setting, delta):
     profile = poisson(*setting)
     assert profile.epsilon(delta).high >= max(curve.epsilon(delta).low for curve in curves_of(profile))
+
+
+def test_many_different_releases_ask_few_parts_for_lower_bounds(monkeypatch):
+    """Parts of parts of parts would be exponentially many."""
+    made = []
+    curves = dispatch._curves
+
+    def counted(steps, method):
+        made.append(len(steps))
+        return curves(steps, method)
+
+    monkeypatch.setattr(dispatch, "_curves", counted)
+    steps = [(privacy.SubsampledGaussian(1 + 0.1 * step, 1 / 6), 1) for step in range(8)]
+    profile = privacy.compose(steps)
+    for epsilon in (55.0, 60.0):  # far out, where an engine's own lower bound is 0
+        low, high = profile.delta(epsilon)
+        assert max(privacy.compose([step]).delta(epsilon).low for step in steps[:3]) <= low <= high
+    assert made.count(1) <= 2 * 3 + 3 * 3
+    assert set(made) <= {1, 8}

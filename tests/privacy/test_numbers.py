@@ -26,6 +26,7 @@ HALVES = {  # exact in float32
     "Laplace": lambda n: privacy.Laplace(n(0.5)),
     "RandomizedResponse": lambda n: privacy.RandomizedResponse(n(0.5)),
     "KnownProfile": lambda n: privacy.KnownProfile((n(0.5),), (n(0.25),)),
+    "ZeroConcentrated": lambda n: privacy.ZeroConcentrated(n(0.5), n(0.25)),
     "FinitePair": lambda n: privacy.FinitePair((n(0.25), n(0.75)), (n(0.75), n(0.25))),
     "Repeated": lambda n: privacy.Repeated(((privacy.Laplace(n(0.5)), 1),), n(2.0)),
     "Budget": lambda n: privacy.Budget(n(0.5), n(0.25)),

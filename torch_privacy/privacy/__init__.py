@@ -27,6 +27,7 @@ from .events.base import NeighboringRelation as NeighboringRelation
 from .events.base import event_from_dict as event_from_dict
 from .events.base import event_to_dict as event_to_dict
 from .events.base import priced as priced
+from .events.concentrated import ZeroConcentrated as ZeroConcentrated
 from .events.counts import Laplace as Laplace
 from .events.counts import RandomizedResponse as RandomizedResponse
 from .events.custom import FinitePair as FinitePair
@@ -39,10 +40,15 @@ from .events.gaussian import NoisyCovariance as NoisyCovariance
 from .events.gaussian import SubsampledBlocks as SubsampledBlocks
 from .events.gaussian import SubsampledGaussian as SubsampledGaussian
 from .events.gaussian import SubsampledGEP as SubsampledGEP
+from .events.groups import SubsampledGroup as SubsampledGroup
+from .events.groups import for_group as for_group
 from .interop import from_dp_event as from_dp_event
 from .interop import ledger_from_dp_event as ledger_from_dp_event
+from .interop import releases_from_opacus as releases_from_opacus
 from .interop import statement_schema as statement_schema
 from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger
 from .ledger import Release as Release
+from .persons import Persons as Persons
+from .persons import compare_persons as compare_persons
 from .selection import Repeated as Repeated

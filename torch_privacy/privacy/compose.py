@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..support.units import ONE_EXAMPLE
 from ..support.validate import non_negative, one_of, plain_number, plain_numbers, whole
 from .bracket import Bracket
 from .engines.curve import Curve, Value
@@ -18,6 +19,7 @@ from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
 
+PIECES, MANY = 256, 12  # of a trade-off function: thresholds, and different releases from which they are fewer
 MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
 
 
@@ -59,6 +61,16 @@ class Profile:
     def neighboring_relation(self) -> NeighboringRelation:
         """The relation that all events share."""
         return next((event.neighboring_relation for event, _ in self._events), NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+    @property
+    def unit(self) -> str:
+        """The word for what is added, removed or replaced, such as "customer"; all events share it."""
+        return next((event.unit for event, _ in self._events), ONE_EXAMPLE)
+
+    @property
+    def relation_in_words(self) -> str:
+        """The relation and its unit as they are printed: "add/remove one example"."""
+        return self.neighboring_relation.words(self.unit)
 
     @property
     def sampler(self) -> str:
@@ -120,9 +132,11 @@ class Profile:
         """The trade-off functions (f-DP), each between certified bounds: "symmetrized", "remove" and "add".
 
         The symmetrized one holds in both directions. The others are missing where both directions are equal or only
-        their maximum is known. Computed once, by `tradeoff.of_profile` from 257 values of ε.
+        their maximum is known. Computed once, by `tradeoff.of_profile` from 257 values of ε; from fewer, down to 33,
+        for more than 12 different releases, as each value takes time for each of them. The bounds are then wider.
         """
-        return of_profile(self)
+        distinct = len({event for event, _ in self.events})
+        return of_profile(self, pieces=min(max(PIECES * MANY // max(distinct, 1), PIECES // 8), PIECES))
 
     def tradeoff(self, alpha: Value, direction: str = "symmetrized") -> Bracket[Value]:
         """Returns the type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
@@ -173,10 +187,16 @@ class Profile:
         return Bracket(*(metrics.posterior(curve, prior, false_positive_rate) for curve in (high, low)))
 
     @plain_numbers
-    def statement(self, delta: float) -> str:
-        """Returns one line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler."""
+    def statement(self, delta: float, unit: str | None = None) -> str:
+        """Returns one line to publish: both bounds rounded outwards, δ, the neighboring relation and the sampler.
+
+        Args:
+            delta: see `epsilon`.
+            unit: the unit of privacy in more words than the events have.
+        """
         low, high = self.epsilon(delta)
-        context = "; ".join([f"{self.neighboring_relation.in_words}, {self.sampler} sampling", *self.assumptions])
+        relation = self.neighboring_relation.words(unit or self.unit)
+        context = "; ".join([f"{relation}, {self.sampler} sampling", *self.assumptions])
         interval = f"[{_rounded(low, ROUND_FLOOR)}, {_rounded(high, ROUND_CEILING)}]"
         return f"epsilon in {interval} at delta = {delta:g} ({context})"
 
@@ -200,7 +220,8 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)
 
     Raises:
-        ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations differ.
+        ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations or units
+            differ.
     """
     events = [(event, plain_number(count)) for event, count in events]
     for event, count in events:
@@ -217,6 +238,12 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     if len(relations) > 1:
         names = sorted(relation.name for relation in relations)
         raise ValueError(f"compose: events assume different neighboring relations {names}; price them separately.")
+    units = sorted({event.unit for event, _ in events})
+    if len(units) > 1:
+        raise ValueError(
+            f"compose: events protect different units {units}: their epsilons do not add up. Price them separately, or "
+            "price all for the same unit (privacy.for_group, or unit= of an event)."
+        )
     return _profile(tuple(events), method)
 
 

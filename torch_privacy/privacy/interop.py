@@ -7,18 +7,19 @@ belongs to the accountant, here to the event.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from types import ModuleType
 from typing import Any
 
-from ..support.validate import Refused
+from ..support.validate import Refused, plain_number, whole
 from .events.base import PAIRS, Event, NeighboringRelation
 from .events.counts import Laplace
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
-from .ledger import Ledger
+from .ledger import Ledger, Release
 from .pairs.discrete import LaplacePair
 from .pairs.gaussian import SubsampledGaussianPair
+from .pairs.group import GroupPair
 
 Releases = Iterable[tuple[Event, int]]
 
@@ -30,8 +31,9 @@ def to_dp_event(releases: Ledger | Releases) -> Any:
         releases: a ledger, or pairs (event, how often) as for `compose`.
 
     Returns:
-        A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of it and ``LaplaceDpEvent``, each
-        with its count. Several blocks on one sample become one equivalent Gaussian.
+        A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of it, ``MixtureOfGaussiansDpEvent``
+        (a `SubsampledGroup`) and ``LaplaceDpEvent``, each with its count. Several blocks on one sample become one
+        equivalent Gaussian. A ``DpEvent`` has no unit of privacy: it is that of the releases.
 
     Raises:
         Refused: if an event has no counterpart: its pair is neither a Poisson-sampled Gaussian nor Laplace noise, or
@@ -86,6 +88,51 @@ def ledger_from_dp_event(event: Any, path: str | os.PathLike[str] | None = None)
     return ledger
 
 
+def releases_from_opacus(history: Any) -> list[Release]:
+    """Converts the history of an Opacus accountant to releases, for ``prior_releases`` of a training on the same data.
+
+    Each step becomes ``SubsampledGaussian(noise_multiplier, sample_rate)``, exact for Opacus' Poisson sampling. A
+    history does not say if ``poisson_sampling=False`` was used; then it has no price here, and none in Opacus.
+
+    Args:
+        history: ``[(noise_multiplier, sample_rate, num_steps), ...]``; or what holds it: an accountant, its
+            ``state_dict()``, a ``PrivacyEngine``, or the dictionary of an Opacus checkpoint.
+
+    Returns:
+        One release for each step.
+
+    Raises:
+        Refused: a step has no noise, or this is no history.
+        ValueError: a number is out of range.
+
+    Example:
+        >>> releases = releases_from_opacus([(1.1, 0.01, 100)])
+        >>> len(releases), releases[0].event
+        (100, SubsampledGaussian(noise_multiplier=1.1, sampling_probability=0.01))
+    """
+    where = "releases_from_opacus"
+    for holder in ("accountant", "history"):
+        history = getattr(history, holder, history)
+    for key in ("privacy_accountant_state_dict", "history"):
+        if isinstance(history, Mapping):
+            history = history.get(key, history)
+    if not isinstance(history, list | tuple) or not all(isinstance(e, list | tuple) and len(e) == 3 for e in history):
+        raise Refused(
+            f"{where}: {type(history).__name__} is no history of Opacus. Pass accountant.history, which is a list of "
+            "(noise_multiplier, sample_rate, num_steps)."
+        )
+    releases: list[Release] = []
+    for entry in history:
+        noise, rate, steps = map(plain_number, entry)
+        if noise == 0:
+            raise Refused(f"{where}: {entry!r} has noise_multiplier 0: these steps have no noise and are not private.")
+        whole(where, num_steps=steps)
+        event = SubsampledGaussian(noise, rate)
+        first = len(releases)
+        releases += [Release(event, f"opacus history {number}") for number in range(first, first + steps)]
+    return releases
+
+
 def statement_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of privacy statements: ``privacy.json`` and ``training.statement()``.
 
@@ -138,6 +185,10 @@ def _gaussian_dp_event(pair: SubsampledGaussianPair, noise: float, dp_event: Mod
     return gaussian if pair.probability == 1 else dp_event.PoissonSampledDpEvent(pair.probability, gaussian)
 
 
+def _group_dp_event(pair: GroupPair, noise: float, dp_event: ModuleType) -> Any:
+    return dp_event.MixtureOfGaussiansDpEvent(noise, list(range(pair.group_size + 1)), pair.weights)
+
+
 def _flattened(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     name = type(event).__name__
     if name not in KINDS:
@@ -168,6 +219,7 @@ def _gaussian(event: Any, count: int) -> Iterator[tuple[Event, int]]:
 # Conversions to a DpEvent by type of pair, and from a DpEvent by name. A new one is one more line here.
 DP_EVENTS: dict[type, Callable[[Any, float, ModuleType], Any]] = {
     SubsampledGaussianPair: _gaussian_dp_event,
+    GroupPair: _group_dp_event,
     LaplacePair: lambda pair, noise, dp_event: dp_event.LaplaceDpEvent(noise),
 }
 KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..support.validate import Refused
+from ..support.write_file import sync_directory
 
 try:
     import fcntl
@@ -59,7 +60,7 @@ class LedgerFile:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise Refused(f"Ledger: {str(self.path)!r} is no file. Name another path.")
             self._lock()
-            _sync_directory(self.path.absolute().parent)
+            sync_directory(self.path.absolute().parent)
             # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
             self._end = os.fstat(self._file).st_size, b""
         except BaseException:
@@ -272,14 +273,3 @@ def _compact(line: Line) -> bytes:
 
 def _next_digest(digest: bytes, text: bytes) -> bytes:
     return hashlib.blake2b(digest + text, digest_size=DIGEST_BYTES).digest()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Returns when the names of the files in a directory are on the disk."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
-        return
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

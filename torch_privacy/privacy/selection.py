@@ -109,6 +109,11 @@ class Repeated(Event):
         return compose(self.releases).neighboring_relation
 
     @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The unit of the releases."""
+        return compose(self.releases).unit
+
+    @property
     def sampler(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The sampler of the releases."""
         return compose(self.releases).sampler

@@ -2,6 +2,7 @@
 """Provides `Spent`, the privacy spent in one line, and the warnings that such a line must include."""
 
 from dataclasses import dataclass
+from math import inf
 
 from .bracket import Bracket
 
@@ -24,6 +25,11 @@ class Spent:
     delta: float
     text: str
     planned: Bracket
+    is_public: bool = False  # true if noise or batches can be known, so that nothing is protected
 
     def __str__(self) -> str:
         return self.text
+
+    def __float__(self) -> float:
+        """Returns ``epsilon.high``, the certified upper bound for the steps made; infinity for what is not private."""
+        return inf if self.is_public else self.epsilon.high

@@ -377,6 +377,7 @@ ALL = [
     privacy.Laplace(2.0),
     privacy.RandomizedResponse(0.5, 3),
     privacy.KnownProfile((0.5, 1.0), (1e-3, 1e-6)),
+    privacy.ZeroConcentrated(0.01, 1e-6),
     privacy.FinitePair((0.5, 0.5), (0.25, 0.75)),
     privacy.Repeated(((SubsampledGaussian(1.0, 0.01), 10),), 3.0, "geometric"),
 ]
@@ -421,6 +422,9 @@ NAN = float("nan")
         (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
         (lambda: privacy.RandomizedResponse(0.0), "epsilon=0.0 must be greater than 0"),
         (lambda: privacy.RandomizedResponse(0.1, 1), "num_answers=1 must be an integer of at least 2"),
+        (lambda: privacy.ZeroConcentrated(0.0), r"ZeroConcentrated: rho=0.0 must lie in \(0, 100\]"),
+        (lambda: privacy.ZeroConcentrated(0.1, 1.0), "ZeroConcentrated: delta=1.0 must lie in"),
+        (lambda: privacy.ZeroConcentrated(0.1, neighboring_relation="x"), "neighboring_relation='x' must be one of"),
         (lambda: privacy.KnownProfile((0.1,), ()), r"deltas=\(\) must be a tuple"),
         (lambda: privacy.KnownProfile((0.1,), (0.1, 0.2)), "1 epsilons and 2 deltas"),
         (lambda: privacy.KnownProfile((-0.1,), (0.1,)), r"epsilons=\(-0.1,\) must lie in \[0, 600\]"),

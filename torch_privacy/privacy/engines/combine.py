@@ -10,6 +10,7 @@ Source: Dwork & Roth (2014), Theorem 3.16.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -180,15 +181,15 @@ class BoundedCurve(Curve):
 
 
 class RaisedLowerBound(Curve):
-    """An engine's curve; where its lower bound is trivial, that of the parts takes its place.
+    """An engine's curve; where its lower bound is trivial, the largest one of some parts takes its place.
 
     Args:
         engine: the engine's curve.
-        parts: function that makes the curve of the parts; called only where it is needed.
+        parts: function that makes the curves of the parts; called once, where they are needed.
     """
 
-    def __init__(self, engine: Curve, parts: Callable[[], Curve]):
-        self._engine, self._parts = engine, parts
+    def __init__(self, engine: Curve, parts: Callable[[], Sequence[Curve]]):
+        self._engine, self._parts = engine, cache(parts)
 
     def delta(self, epsilon: float) -> Bracket[float]:
         return self._raised(self._engine.delta(epsilon), lambda parts: parts.delta(epsilon))
@@ -203,7 +204,9 @@ class RaisedLowerBound(Curve):
         return self._engine.surely_below(epsilon, delta)
 
     def _raised(self, known: Bracket[float], ask: Callable[[Curve], Bracket[float]]) -> Bracket[float]:
-        return known if known.low > 0 or known.high == 0 else ordered(ask(self._parts()).low, known.high)
+        if known.low > 0 or known.high == 0:
+            return known
+        return ordered(max(ask(part).low for part in self._parts()), known.high)
 
 
 class SumOfParts(SumCurve):

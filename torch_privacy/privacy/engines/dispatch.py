@@ -18,6 +18,7 @@ import numpy as np
 from ..bracket import Array
 from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
+from ..pairs.group import GroupPair
 from ..pairs.mixture import SubsampledMixturePair
 from . import contour
 from .combine import (
@@ -37,6 +38,7 @@ from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
 Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
 MOST_DISTINCT = 1000  # different Gaussian steps that are composed one by one
+FEW_PARTS = 3  # that bound the others from below where the engines' own bound is trivial
 
 
 def curves(steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str = "auto") -> tuple[Curve, ...]:
@@ -104,8 +106,11 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
     def in_parts() -> Curve:
         return _in_parts(steps, swapped)
 
+    def some_parts() -> list[Curve]:
+        return [_curves(part, "auto")[-1 if swapped else 0] for part in _parts_below(steps)]
+
     def raised(curve: Curve) -> Curve:
-        return RaisedLowerBound(curve, in_parts) if len(steps) > 1 else curve
+        return RaisedLowerBound(curve, some_parts) if len(steps) > 1 else curve
 
     def finite(curve: Curve) -> Curve:
         bounded = _with_largest_shifts(steps)
@@ -122,23 +127,39 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
 
 def _with_largest_shifts(steps: Steps) -> Steps | None:
     """Returns steps that dominate those with bounded random shifts, by the largest one; None if there are none."""
-    bounded = [
-        (SubsampledGaussianPair(pair.largest_shift, pair.probability), count)
-        if isinstance(pair, SubsampledMixturePair) and not pair.heavy
-        else (pair, count)
-        for pair, count in steps
-    ]
+    bounded = [(_with_largest_shift(pair), count) for pair, count in steps]
     return None if bounded == list(steps) else bounded
+
+
+def _with_largest_shift(pair: DominatingPair) -> DominatingPair:
+    if isinstance(pair, SubsampledMixturePair) and not pair.heavy:
+        return SubsampledGaussianPair(pair.largest_shift, pair.probability)
+    return pair.dominating() if isinstance(pair, GroupPair) else pair
 
 
 def _in_parts(steps: Steps, swapped: bool) -> Curve:
     """Returns bounds from two parts, one of them the pair with the least variance; from equal steps one by one."""
     if len(steps) == 1:
         return StepwiseBounds(*steps[0], swapped=swapped)
+    return SumOfParts(*(_curves(part, "auto")[-1 if swapped else 0] for part in _two_parts(steps)))
+
+
+def _two_parts(steps: Steps) -> tuple[Steps, Steps]:
+    """Returns all steps but the pair with the least variance, and that pair."""
     moments = [times * pair.second_moment() for pair, times in steps]
     least = moments.index(min(moments))
-    parts = [*steps[:least], *steps[least + 1 :]], [steps[least]]
-    return SumOfParts(*(_curves(part, "auto")[-1 if swapped else 0] for part in parts))
+    return [*steps[:least], *steps[least + 1 :]], [steps[least]]
+
+
+def _parts_below(steps: Steps) -> Sequence[Steps]:
+    """Returns parts of the steps, for lower bounds: two, or of many different steps the few with the most variance.
+
+    Parts of parts of many steps would be as many as there are steps, each with an engine of its own.
+    """
+    if len(steps) <= FEW_PARTS:
+        return _two_parts(steps)
+    by_moment = sorted(steps, key=lambda step: step[1] * step[0].second_moment(), reverse=True)
+    return [[step] for step in by_moment[:FEW_PARTS]]
 
 
 def grouped_gaussians(steps: Steps, most: int) -> tuple[Steps, Steps] | None:

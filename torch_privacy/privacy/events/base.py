@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import one_of, plain_numbers, positive
 
 if TYPE_CHECKING:
@@ -33,14 +34,18 @@ class NeighboringRelation(Enum):
 
     @property
     def in_words(self) -> str:
-        """The relation as it is printed in statements and tables."""
-        return RELATIONS_IN_WORDS[self]
+        """The relation as it is printed in statements and tables, for a unit of one example."""
+        return self.words(ONE_EXAMPLE)
+
+    def words(self, unit: str) -> str:
+        """Returns the relation in words for any unit of privacy, such as "customer"."""
+        return RELATIONS_IN_WORDS[self].format(unit=unit)
 
 
 RELATIONS_IN_WORDS = {
-    NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one example",
-    NeighboringRelation.REPLACE_ONE: "replace one example",
-    NeighboringRelation.REPLACE_SPECIAL: "replace one example by a null record",
+    NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one {unit}",
+    NeighboringRelation.REPLACE_ONE: "replace one {unit}",
+    NeighboringRelation.REPLACE_SPECIAL: "replace one {unit} by a null record",
 }
 
 
@@ -65,11 +70,13 @@ class Event:
     """One release. Its fields are public information, and its price depends on nothing else.
 
     Each event type has a ``neighboring_relation`` (a field, or the same for the whole type), under which its
-    sensitivity is taken; a ``sampler``, the word for how examples are drawn; and is registered by `priced`.
+    sensitivity is taken; a ``sampler``, the word for how examples are drawn; a ``unit``, the word for what is added,
+    removed or replaced; and is registered by `priced`. Releases of different units have no joint price.
     """
 
     neighboring_relation: NeighboringRelation
     sampler: str
+    unit: str = ONE_EXAMPLE
 
     def __repr__(self) -> str:
         """Returns what Python prints for a dataclass, without the fields left at their default."""

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from math import exp
 
+from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range, positive
 from ..pairs.discrete import DiscretePair, LaplacePair
 from .base import Event, NeighboringRelation, check_noise, check_relation, priced
@@ -33,6 +34,7 @@ class Laplace(Event):
 
     noise_multiplier: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "full batch"
 
     def __post_init__(self) -> None:
@@ -40,6 +42,7 @@ class Laplace(Event):
         if self.noise_multiplier < 0.01:
             raise ValueError(f"privacy.Laplace: noise_multiplier={self.noise_multiplier!r} must be at least 0.01.")
         check_relation("privacy.Laplace", self.neighboring_relation)
+        check_unit("privacy.Laplace", unit=self.unit)
 
 
 def _response_pair(event: "RandomizedResponse") -> DiscretePair:
@@ -72,6 +75,7 @@ class RandomizedResponse(Event):
     epsilon: float
     num_answers: int = 2
     neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "full batch"
 
     def __post_init__(self) -> None:
@@ -80,3 +84,4 @@ class RandomizedResponse(Event):
         if isinstance(self.num_answers, bool) or not isinstance(self.num_answers, int) or self.num_answers < 2:
             raise ValueError(f"RandomizedResponse: num_answers={self.num_answers!r} must be an integer of at least 2.")
         check_relation("RandomizedResponse", self.neighboring_relation)
+        check_unit("RandomizedResponse", unit=self.unit)

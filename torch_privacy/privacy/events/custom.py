@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...support.units import ONE_EXAMPLE, check_unit
 from ..bracket import Array
 from ..pairs.base import PairBounds
 from ..pairs.discrete import DiscretePair, pair_from_guarantees
@@ -47,6 +48,7 @@ class KnownProfile(Event):
     epsilons: tuple[float, ...]
     deltas: tuple[float, ...]
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class KnownProfile(Event):
         if not all(0 <= delta <= 1 for delta in self.deltas):
             raise ValueError(f"KnownProfile: deltas={self.deltas!r} must lie in [0, 1].")
         check_relation("KnownProfile", self.neighboring_relation)
+        check_unit("KnownProfile", unit=self.unit)
 
 
 @priced(lambda event: DiscretePair(event.p, event.q))
@@ -87,6 +90,7 @@ class FinitePair(Event):
     p: tuple[float, ...]
     q: tuple[float, ...]
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
@@ -97,6 +101,7 @@ class FinitePair(Event):
             if min(masses) < 0 or abs(sum(masses) - 1) > 1e-9:
                 raise ValueError(f"FinitePair: {name}={masses!r} must be probabilities that add up to 1.")
         check_relation("FinitePair", self.neighboring_relation)
+        check_unit("FinitePair", unit=self.unit)
 
     @classmethod
     def from_densities(

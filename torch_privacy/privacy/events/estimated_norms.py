@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range, whole
 from ..pairs.mixture import Estimate, SubsampledMixturePair
 from .base import Event, NeighboringRelation, check_noise, priced
@@ -14,6 +15,7 @@ MOST = 10_000_000  # projections; beyond, the estimate is as good as exact and f
 def _check(where: str, event: "SubsampledJL | SubsampledSketch", number: str) -> None:
     """Raises a ``ValueError`` unless the event can be priced; ``number`` names the field with its projections."""
     check_noise(where, event.noise_multiplier)
+    check_unit(where, unit=event.unit)
     if event.noise_multiplier < 0.05:
         raise ValueError(f"{where}: noise_multiplier={event.noise_multiplier!r} must be at least 0.05 to be priced.")
     check_probability(where, event.sampling_probability)
@@ -64,6 +66,7 @@ class SubsampledJL(Event):
     num_projections: int
     sampling_probability: float
     floor: float | None = None
+    unit: str = ONE_EXAMPLE
     neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampler = "Poisson"
 
@@ -110,6 +113,7 @@ class SubsampledSketch(Event):
     noise_multiplier: float
     num_directions: int
     sampling_probability: float
+    unit: str = ONE_EXAMPLE
     neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampler = "Poisson"
 

@@ -9,6 +9,7 @@ write noise over C under every relation; under replace-one divide their number b
 
 from dataclasses import dataclass
 
+from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
@@ -54,11 +55,13 @@ class Gaussian(Event):
 
     noise_multiplier: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "full batch"
 
     def __post_init__(self) -> None:
         check_noise("privacy.Gaussian", self.noise_multiplier)
         check_relation("privacy.Gaussian", self.neighboring_relation)
+        check_unit("privacy.Gaussian", unit=self.unit)
 
 
 @priced(lambda event: poisson_pair(1 / event.noise_multiplier, event.sampling_probability, event.neighboring_relation))
@@ -94,12 +97,14 @@ class SubsampledGaussian(Event):
     noise_multiplier: float
     sampling_probability: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
         check_noise("SubsampledGaussian", self.noise_multiplier)
         check_probability("SubsampledGaussian", self.sampling_probability)
         check_relation("SubsampledGaussian", self.neighboring_relation)
+        check_unit("SubsampledGaussian", unit=self.unit)
 
 
 def _fixed_size_pair(event: "FixedSizeGaussian") -> DominatingPair | PairBounds:
@@ -188,6 +193,7 @@ class SubsampledBlocks(Event):
     noise_multipliers: tuple[float, ...]
     sampling_probability: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
@@ -199,6 +205,7 @@ class SubsampledBlocks(Event):
         check_noise("SubsampledBlocks, all blocks together", combined_noise(self.noise_multipliers))
         check_probability("SubsampledBlocks", self.sampling_probability)
         check_relation("SubsampledBlocks", self.neighboring_relation)
+        check_unit("SubsampledBlocks", unit=self.unit)
 
 
 @priced(
@@ -231,12 +238,14 @@ class SubsampledGEP(Event):
     noise_multiplier: float
     sampling_probability: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
         check_noise("SubsampledGEP", self.noise_multiplier)
         check_probability("SubsampledGEP", self.sampling_probability)
         check_relation("SubsampledGEP", self.neighboring_relation)
+        check_unit("SubsampledGEP", unit=self.unit)
 
 
 @priced(lambda event: SubsampledGaussianPair(1 / event.noise_multiplier, event.sampling_probability))
