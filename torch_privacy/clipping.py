@@ -76,6 +76,13 @@ class ClippingRule(ABC):
         """Returns the divisor of the released sum, a number that does not depend on the data."""
         return expected_batch_size
 
+    def scaled(self, factor: float) -> ClippingRule:
+        """Returns the rule with all its bounds multiplied by ``factor``, which ``clip_schedule`` needs."""
+        raise ValueError(
+            f"{type(self).__name__}.scaled: this rule cannot scale its bounds, as a clip_schedule needs. Define "
+            "scaled(factor), which returns the rule with all bounds multiplied by the factor."
+        )
+
     def statement(self) -> dict[str, Any]:
         """Returns the rule's name, settings and, once known, the bounds of its groups, as plain data."""
         return {"rule": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]
@@ -141,6 +148,9 @@ class Flat(ClippingRule):
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Returns ``clip_norm`` if one example is added, removed or zeroed; twice that if it is replaced."""
         return self.clip_norm * vectors_changed(relation)
+
+    def scaled(self, factor: float) -> Flat:
+        return replace(self, clip_norm=self.clip_norm * factor)
 
 
 @dataclass(frozen=True)
@@ -211,6 +221,9 @@ class Groups(ClippingRule):
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         return math.hypot(*self.clip_norms.values()) * vectors_changed(relation)
+
+    def scaled(self, factor: float) -> Groups:
+        return replace(self, clip_norms={group: bound * factor for group, bound in self.clip_norms.items()})
 
     def statement(self) -> dict[str, Any]:
         rule = {"rule": type(self).__name__} if self.made_by is None else self.made_by.statement()
@@ -335,6 +348,9 @@ class Automatic(ClippingRule):
     def sensitivity(self, relation: NeighboringRelation) -> float:
         return self.clip_norm * vectors_changed(relation)
 
+    def scaled(self, factor: float) -> Automatic:
+        return replace(self, clip_norm=self.clip_norm * factor)
+
 
 class NoiseSplit(NamedTuple):
     """Splits one joint Gaussian release into noise for the clipped sum and noise for the count."""
@@ -434,6 +450,9 @@ class Adaptive(ClippingRule):
             )
         return NoiseSplit(inverse_square**-0.5, stddev)
 
+    def scaled(self, factor: float) -> ClippingRule:
+        raise ValueError("Adaptive.scaled: the clip norm follows the norms already. Leave out clip_schedule.")
+
     def updated(self, noisy_count: float, expected_batch_size: float) -> Adaptive:
         """Returns the rule for the next step, from the batch's ``count`` plus its noise."""
         positive("Adaptive.updated", expected_batch_size=expected_batch_size)
@@ -509,6 +528,9 @@ class MicroBatches(ClippingRule):
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         return 2 * self.clip_norm
+
+    def scaled(self, factor: float) -> MicroBatches:
+        return replace(self, clip_norm=self.clip_norm * factor)
 
 
 def median_norm(norms: Tensor) -> float:

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from . import privacy
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
+from .jacobian.clipped_sum import DeferredSum
 from .jacobian.code_path import CodePath
 from .jacobian.layout import Layouts, Merging
+from .jacobian.operator import Jacobian
 from .jacobian.tape import Tape
 from .privacy import NeighboringRelation
 from .sampling.poisson import Poisson
 from .support.model_state import ModelTensors
+from .support.units import ONE_EXAMPLE
 from .support.validate import Refused, positive, quoted
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
@@ -81,9 +84,11 @@ class Summation(ABC):
     """Clips and sums the rows of one (micro)batch; called once for each group of parameters, with its rows."""
 
     merging: Merging | None = None  # assigns examples to rows where the mean of several is one row
+    defers = False  # whether it may return a `DeferredSum` for each name, as where sums are reduced bucket by bucket
 
     def __init__(self) -> None:
         self.factors: dict[str, Tensor] = {}  # (rows,) by group: the clip factors; 0 for rows that were left out
+        self.norms_of_groups: dict[str, Tensor] = {}  # (rows,) by group: norms before clipping, as they were computed
 
     @property
     @abstractmethod
@@ -109,6 +114,14 @@ class Summation(ABC):
 
     def check_bound(self) -> None:  # noqa: B027
         """Refuses sums in which a row exceeds the clipping rule's bound; called after all groups."""
+
+    def norms(self) -> Tensor:
+        """Returns (rows,) norms before clipping, over all groups; not finite for rows that were left out. Secret."""
+        return torch.stack([norms.double().square() for norms in self.norms_of_groups.values()]).sum(0).sqrt()
+
+    def clipped(self) -> Tensor:
+        """Returns (rows,) True for rows with a factor below 1 in some group. Secret."""
+        return torch.stack([factors < 1 for factors in self.factors.values()]).any(0)
 
 
 def checked_factors(rule: ClippingRule, norms: Tensor, group: str) -> Tensor:
@@ -160,12 +173,14 @@ class Mechanism(ABC):
     Args:
         expected_batch_size: the divisor, a number that does not depend on the data.
         views: number of consecutive views of each example in a batch; the mean over them is the example's row.
+        unit: the unit of privacy, which the events name.
     """
 
     treated_as_public: tuple[str, ...] = ()  # listed in the privacy statement
+    needs_whole_release = False  # True if ``gradient`` needs all numbers of the release, not those of a shard
 
-    def __init__(self, expected_batch_size: float, views: int = 1):
-        self.expected_batch_size, self.views = expected_batch_size, views
+    def __init__(self, expected_batch_size: float, views: int = 1, unit: str = ONE_EXAMPLE):
+        self.expected_batch_size, self.views, self.unit = expected_batch_size, views, unit
         self._layouts = Layouts()
 
     @abstractmethod
@@ -179,6 +194,11 @@ class Mechanism(ABC):
     @abstractmethod
     def sensitivity(self) -> float:
         """Returns the largest L2 change of the sums between neighboring data sets, in units of ``noise_multiplier``."""
+
+    @property
+    def largest_sensitivity(self) -> float:
+        """Returns the sensitivity of the step in which it is largest."""
+        return self.sensitivity
 
     @abstractmethod
     def statement(self) -> dict[str, Any]:
@@ -203,13 +223,29 @@ class Mechanism(ABC):
         """Returns a recorder (a tape of this kind) that computes exact norms, whatever the steps use."""
         return kind(tensors.trained, tensors.constants, self._layouts, size)
 
+    num_rows: int | None = None  # of a batch, if the mechanism itself lets several examples share a row
+
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
-        """Returns (size,) the row that each example of a (micro)batch belongs to; None if each has a row of its own."""
+        """Returns (size,) the row that the mechanism gives each example of a batch; None if it gives none."""
         return None
 
     @abstractmethod
-    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
-        """Returns the object that clips and sums one (micro)batch of ``size`` examples."""
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        """Returns the object that clips and sums one (micro)batch of ``size`` examples.
+
+        ``units`` (size,) are their rows, those of the mechanism or of their owners; None if each has one of its own.
+        """
+
+    def merging(self, units: np.ndarray | None, size: int) -> Merging | None:
+        """Assigns each view to the row of its example or, if several examples share rows, of its unit."""
+        if units is None:
+            return merging_of_views(size, self.views)
+        if self.num_rows is not None:
+            return Merging(torch.from_numpy(units), self.num_rows).of_views(self.views)
+        sizes = np.bincount(units)
+        if (sizes == sizes[0]).all() and (np.diff(units) >= 0).all():
+            return merging_of_views(len(sizes), int(sizes[0]) * self.views)
+        return Merging(torch.from_numpy(units), len(sizes)).of_views(self.views)
 
     @abstractmethod
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,6 +263,17 @@ class Mechanism(ABC):
         """Returns how the norms are computed."""
         return "exact norms by the tape"
 
+    def equal_tensors(self) -> list[Tensor]:
+        """Returns tensors of the step that has begun, which must be equal on all ranks bit for bit."""
+        return []
+
+    def learned(self) -> Any:
+        """Returns what the batches have shown, which all ranks must know, as plain data."""
+        return None
+
+    def learn(self, known: Sequence[Any]) -> None:  # noqa: B027
+        """Joins what the ranks have `learned`; refuses what contradicts."""
+
     def state(self) -> dict[str, Any]:
         """Returns what the steps so far have changed in the mechanism, to be saved with the training's state."""
         return {}
@@ -241,24 +288,45 @@ class ClippedSum(Mechanism):
     Args:
         rule: the clipping rule.
         names: names of the trained parameters.
-        expected_batch_size, views: see `Mechanism`.
+        expected_batch_size, views, unit: see `Mechanism`.
+        clip_schedule: factor on the rule's bounds in each step; None for 1.
     """
 
-    def __init__(self, rule: ClippingRule, names: Sequence[str], expected_batch_size: float, views: int = 1):
-        super().__init__(expected_batch_size, views)
-        self.rule = rule.bind(names)  # for the next step
-        self._planned, self._names = self.rule, frozenset(names)
+    def __init__(
+        self,
+        rule: ClippingRule,
+        names: Sequence[str],
+        expected_batch_size: float,
+        views: int = 1,
+        clip_schedule: Sequence[float] | None = None,
+        unit: str = ONE_EXAMPLE,
+    ):
+        super().__init__(expected_batch_size, views, unit)
+        self._planned, self._names = rule.bind(names), frozenset(names)
+        self._clip_schedule = clip_schedule
+        self.rule = self._rule_at(0)  # for the next step
         self._divisor = self.rule.divisor(expected_batch_size)
 
+    def _rule_at(self, step: int) -> ClippingRule:
+        return self._planned if self._clip_schedule is None else self._planned.scaled(self._clip_schedule[step])
+
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
-        return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
+        return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, unit=self.unit)
 
     @property
     def sensitivity(self) -> float:
         return self.rule.sensitivity(RELATION)
 
+    @property
+    def largest_sensitivity(self) -> float:
+        if self._clip_schedule is None:
+            return self.sensitivity
+        return self._planned.scaled(max(self._clip_schedule)).sensitivity(RELATION)
+
     def statement(self) -> dict[str, Any]:
-        return self.rule.statement()
+        if self._clip_schedule is None:
+            return self.rule.statement()
+        return {**self._planned.statement(), "clip_schedule": summary_of(self._clip_schedule)}
 
     def settings(self) -> dict[str, Any]:
         return {"clipping": repr(self._planned), "jacobian": repr(None)}
@@ -275,23 +343,18 @@ class ClippedSum(Mechanism):
                 "the parameters that were trained at the start. Begin another PrivateTraining, with the releases so "
                 "far as prior_releases."
             )
+        if self._clip_schedule is not None:
+            self.rule = self._rule_at(step)
 
-    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
-        return _ClippedSummation(self.rule, self._merging(sampler, step, size), self.views)
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        return _ClippedSummation(self.rule, self.merging(units, size), self.views)
+
+    @property
+    def num_rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.num_groups(self.expected_batch_size) if isinstance(self.rule, MicroBatches) else None
 
     def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
-        if not isinstance(self.rule, MicroBatches):
-            return None
-        return sampler.groups(step, size, self.rule.num_groups(self.expected_batch_size))
-
-    def _merging(self, sampler: Poisson, step: int, size: int) -> Merging | None:
-        """Assigns each view to the row of its example, or of its micro-batch, drawn from the sampler's key alone."""
-        units = self.units(sampler, step, size)
-        if units is None:
-            return merging_of_views(size, self.views)
-        assert isinstance(self.rule, MicroBatches)
-        count = self.rule.num_groups(self.expected_batch_size)
-        return Merging(torch.from_numpy(units), count).of_views(self.views)
+        return None if self.num_rows is None else sampler.groups(step, size, self.num_rows)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         complete = sums_or_zeros(sums, parameters)
@@ -309,7 +372,8 @@ class ClippedSum(Mechanism):
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.rule, Adaptive):
             self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
-        torch._foreach_div_([*release.values()], self._divisor)  # pyright: ignore[reportPrivateImportUsage]
+        if release:  # a rank may have no number of a small model
+            torch._foreach_div_([*release.values()], self._divisor)  # pyright: ignore[reportPrivateImportUsage]
         return release
 
     def state(self) -> dict[str, Any]:
@@ -344,7 +408,11 @@ class _ClippedSummation(Summation):
         if hasattr(jacobian, "measured_sum") and jacobian.device.type != "cpu":
             return self._sum_before_reading(jacobian, group)
         factors, kept, count = self._weigh(jacobian, group)
-        sums = (jacobian if kept is None else jacobian.select(kept)).weighted_sum(factors)
+        rows = jacobian if kept is None else jacobian.select(kept)
+        if self.defers and isinstance(rows, Jacobian) and not rows.depends_on_graph:
+            sums: dict[str, Any] = dict.fromkeys(rows.shapes, DeferredSum(rows, factors))
+        else:
+            sums = rows.weighted_sum(factors)
         return sums if count is None else sums | {COUNT: count}
 
     @torch.no_grad()
@@ -368,7 +436,7 @@ class _ClippedSummation(Summation):
 
         The rule has one group and no count, because other rules have no price with estimated norms.
         """
-        norms = jacobian.first_squared_norms().sqrt()
+        norms = self.norms_of_groups[group] = jacobian.first_squared_norms().sqrt()
         finite = norms.isfinite()
         norms = torch.where(finite, norms, 0)
         factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
@@ -396,7 +464,7 @@ class _ClippedSummation(Summation):
             asked = [finite.all(), self._bound_check.longest(), *counts]
             read = torch.stack([number.double() for number in asked]).cpu()
             if read[0]:
-                self._longest = float(read[1])
+                self._longest, self.norms_of_groups[group] = float(read[1]), norms
                 return factors, None, read[2:].to(counts[0].dtype) if counts else None
             self._longest, norms = None, jacobian.squared_norms().sqrt()
         count = self._rule.count(norms).reshape(1).cpu() if isinstance(self._rule, Adaptive) else None
@@ -404,7 +472,7 @@ class _ClippedSummation(Summation):
 
     def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
         """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""
-        finite = norms.isfinite()
+        finite, self.norms_of_groups[group] = norms.isfinite(), norms
         if finite.all():
             factors = checked_factors(self._rule, norms, group)
             self._note(group, factors, norms)
@@ -432,6 +500,11 @@ def merging_of_views(size: int, views: int) -> Merging | None:
 def added(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the sums of both by name; neither is changed."""
     return {**first, **{name: first[name] + part if name in first else part for name, part in second.items()}}
+
+
+def summary_of(schedule: Sequence[float]) -> dict[str, float]:
+    """Returns the factors of a schedule in four numbers, for the privacy statement."""
+    return {"first": schedule[0], "last": schedule[-1], "smallest": min(schedule), "largest": max(schedule)}
 
 
 def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

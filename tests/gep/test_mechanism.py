@@ -140,7 +140,7 @@ def test_every_model_that_the_tape_accepts_is_embedded_and_recombined(case):
     shapes = {name: p.shape for name, p in trained.items()}
     v = torch.linalg.qr(torch.randn(rows.shape[1], min(3, rows.shape[1])))[0].T.contiguous()
     mechanism.basis = Basis({"": Columns(shapes)}, {"": OrthonormalBasis(v, torch.eye(len(v)))})
-    summation = mechanism.summation(None, 0, len(x))
+    summation = mechanism.summation(None, len(x))
     sums = mechanism.complete(summation(jacobian, "all"), trained)
     scale = rows.abs().sum() + 1
     torch.testing.assert_close(sums["embedding in "], (rows @ v.T).sum(0), rtol=1e-8, atol=1e-9 * scale)
@@ -172,7 +172,7 @@ def test_one_example_moves_both_sums_by_at_most_the_bounds_in_float32():
     worst = 0.0
     for x in adversarial(v).split(1):
         jacobian = recorded_jacobian(model, x, lambda model, x: model(x))
-        sums = mechanism.complete(mechanism.summation(None, 0, 1)(jacobian, "all"), {"w": model.w})
+        sums = mechanism.complete(mechanism.summation(None, 1)(jacobian, "all"), {"w": model.w})
         w, r = sums[f"embedding in {group}"].double().norm() / 0.3, sums["w"].double().norm() / 0.2
         assert max(w, r) <= 1 + 1e-5, (x.norm(), w, r)
         worst = max(worst, float(torch.hypot(w, r)))

@@ -110,6 +110,12 @@ class TapeEstimator:
             raise Refused("PrivateTraining.load_state_dict: projections must be the forms. Use another state.")
         self._forms.known = dict(known or {})
 
+    def join(self, known: Sequence[dict[str, str]]) -> None:
+        """Joins the forms of all ranks; refuses those that differ."""
+        for forms in known:
+            for key, form in forms.items():
+                self._forms.require([key], form)
+
     def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> Tape:
         """Returns the tape for one (micro)batch of ``size`` examples."""
         estimates = self._make(self.setting, directions, tensors.trained, self._forms)

@@ -12,6 +12,7 @@ from ..clipping import ClippingRule, Flat
 from ..jacobian.layout import Layouts
 from ..mechanism import ClippedSum, Recording
 from ..support.model_state import ModelTensors
+from ..support.units import ONE_EXAMPLE
 from ..support.validate import Refused
 from .directions import Directions
 from .estimates import TapeEstimator
@@ -30,7 +31,7 @@ class SketchedSum(ClippedSum):
     Args:
         setting: the user's choice of the estimate.
         not_for_release: whether fewer than 16 projections are allowed.
-        rule, names, expected_batch_size: see `ClippedSum`.
+        rule, names, expected_batch_size, clip_schedule, unit: see `ClippedSum`.
     """
 
     def __init__(
@@ -39,22 +40,24 @@ class SketchedSum(ClippedSum):
         rule: ClippingRule,
         names: Sequence[str],
         expected_batch_size: float,
+        clip_schedule: Sequence[float] | None = None,
         *,
         not_for_release: bool,
+        unit: str = ONE_EXAMPLE,
     ):
         if not isinstance(rule, Flat):
             raise Refused(
                 f"PrivateTraining: {type(rule).__name__} has no price with norms estimated by "
                 "jacobian=Sketched(...). Take Flat(clip_norm), or exact norms, without jacobian=."
             )
-        super().__init__(rule, names, expected_batch_size)
+        super().__init__(rule, names, expected_batch_size, clip_schedule=clip_schedule, unit=unit)
         self._not_for_release = not_for_release
         self._estimator = norm_estimator(setting, self._layouts)
 
     def event(
         self, noise_multiplier: float, sampling_probability: float
     ) -> privacy.SubsampledJL | privacy.SubsampledSketch:
-        return self._estimator.setting.event(noise_multiplier, sampling_probability)
+        return replace(self._estimator.setting.event(noise_multiplier, sampling_probability), unit=self.unit)
 
     def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
         if not self._not_for_release:
@@ -65,6 +68,12 @@ class SketchedSum(ClippedSum):
 
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
         return self._estimator.recording(tensors, size, Directions(key, step, part))
+
+    def learned(self) -> Any:
+        return self._estimator.learned
+
+    def learn(self, known: Sequence[Any]) -> None:
+        self._estimator.join([one for one in known if one is not None])
 
     def explain(self) -> str:
         return self._estimator.explain()

@@ -155,6 +155,10 @@ class Projector:
         one_of("PrivateTraining.load_state_dict", (None, *STRATEGIES), projections=strategy)
         self.strategy = strategy
 
+    def join(self, known: Sequence[str]) -> None:
+        """Takes the strategy of the first rank that has one: all give the same norms, but not bit for bit."""
+        self.strategy = next(iter(known), self.strategy)
+
     @property
     def repeats_forward(self) -> bool:
         """True if the model's forward calls must be kept, to be repeated."""

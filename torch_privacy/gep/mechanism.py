@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +16,9 @@ from .. import privacy
 from ..clipping import ClippingRule
 from ..jacobian.layout import Merging
 from ..jacobian.operator import Jacobian
-from ..mechanism import RELATION, BoundCheck, Mechanism, Summation, checked_factors, merging_of_views, sums_or_zeros
-from ..sampling.poisson import Poisson
+from ..mechanism import RELATION, BoundCheck, Mechanism, Summation, checked_factors, sums_or_zeros
 from ..support.model_state import ModelTensors
+from ..support.units import ONE_EXAMPLE
 from ..support.validate import Refused
 from .anchors import Anchors
 from .basis import Basis
@@ -71,15 +72,21 @@ class EmbeddedSum(Mechanism):
     Args:
         setting: the user's choice.
         parameters: the trained parameters, by name.
-        expected_batch_size, views: see `Mechanism`.
+        expected_batch_size, views, unit: see `Mechanism`.
     """
 
     treated_as_public = ("the auxiliary data of the anchor subspace",)
+    needs_whole_release = True
 
     def __init__(
-        self, setting: GEP | BGEP, parameters: Mapping[str, Tensor], expected_batch_size: float, views: int = 1
+        self,
+        setting: GEP | BGEP,
+        parameters: Mapping[str, Tensor],
+        expected_batch_size: float,
+        views: int = 1,
+        unit: str = ONE_EXAMPLE,
     ):
-        super().__init__(expected_batch_size, views)
+        super().__init__(expected_batch_size, views, unit)
         self._setting, self._parameters = setting, dict(parameters)
         self.anchors = Anchors(setting.subspace, parameters)
         groups = self.anchors.groups
@@ -111,10 +118,10 @@ class EmbeddedSum(Mechanism):
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
         if self._residual is None:
-            return privacy.SubsampledGaussian(noise_multiplier, sampling_probability)
+            return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, unit=self.unit)
         if self._embedding_share == 0.5:
-            return privacy.SubsampledGEP(noise_multiplier, sampling_probability)
-        return privacy.SubsampledBlocks(self._multipliers(noise_multiplier), sampling_probability)
+            return privacy.SubsampledGEP(noise_multiplier, sampling_probability, unit=self.unit)
+        return privacy.SubsampledBlocks(self._multipliers(noise_multiplier), sampling_probability, unit=self.unit)
 
     @property
     def sensitivity(self) -> float:
@@ -158,13 +165,16 @@ class EmbeddedSum(Mechanism):
             )
         self.basis = basis
 
+    def equal_tensors(self) -> list[Tensor]:
+        return [part for basis in self._current_basis.directions.values() for part in (basis.mixing, basis.vectors)]
+
     @property
     def _current_basis(self) -> Basis:
         assert self.basis is not None, "no step has begun"
         return self.basis
 
-    def summation(self, sampler: Poisson, step: int, size: int) -> Summation:
-        merging = merging_of_views(size, self.views)
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        merging = self.merging(units, size)
         return _EmbeddingAndResidual(self._current_basis, self._keys, self._embedding, self._residual, merging)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,6 +235,7 @@ class _EmbeddingAndResidual(Summation):
         self.basis, self._keys, self._embedding, self._residual = basis, keys, embedding, residual
         self.merging = merging
         self._bounds: list[BoundCheck] = []
+        self._squares: Mapping[str, Tensor] = {}  # of the released rows by group, or of their embeddings
         self._longest: list[float] | None = None  # of the rows of each bound, if they were read already
         self._left_out = 0
         self._finite = torch.ones(
@@ -294,6 +305,12 @@ class _EmbeddingAndResidual(Summation):
             w, inside, whole = ({group: t[kept] for group, t in part.items()} for part in (w, inside, whole))
         return jacobian, w, *self._weigh(jacobian, w, inside, whole, finite)
 
+    def norms(self) -> Tensor:
+        norms = torch.stack([part.double() for part in self._squares.values()]).sum(0).sqrt()
+        return torch.full(self._finite.shape, torch.nan, dtype=norms.dtype, device=norms.device).masked_scatter(
+            self._finite, norms
+        )
+
     def _squared_norms(self, of: Callable[[tuple[str, ...]], Tensor]) -> dict[str, Tensor]:
         """Returns the squared norms of the rows in each group of the subspace, if residuals are wanted."""
         groups = {} if self._residual is None else self.basis.groups
@@ -308,7 +325,7 @@ class _EmbeddingAndResidual(Summation):
         finite: Tensor,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
         """Returns the clip factors of embeddings and residuals by group, from squared norms of embeddings and rows."""
-        self._finite = finite
+        self._finite, self._squares = finite, whole or inside
         a = self._factors(self._embedding, inside)
         self._note("embedding", a, finite)
         if self._residual is None:

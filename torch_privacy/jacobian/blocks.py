@@ -15,8 +15,10 @@ from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
 from ..ops.linear import Linear, OuterProducts
+from ..support.validate import Refused
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
 from .plan import Budget, Choice, choices, held_bytes, least_bytes
+from .tensor_parallel import WayBack
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
@@ -55,6 +57,7 @@ class Block:
     direct: bool
     rearranged: bool
     rounds: bool  # the way back to the parameters rounds to half precision
+    way_back: WayBack | None = None  # if parameters or weight are distributed over several ranks
     ops: list[Op] = field(default_factory=list)  # more than one: uses without a common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, if they are known already
     native: NativeSum | None = None  # gives the sum if no op was kept
@@ -62,6 +65,7 @@ class Block:
     estimated: bool = False  # the norms are estimates
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
     plan_of_op: Plan | None = None  # of the op that its rows replaced
+    keeps: object = None  # something that must exist as long as the block
 
     @property
     def kind(self) -> str:
@@ -140,6 +144,13 @@ class Block:
         else:
             self.norms = first_squared_norms(op, choice.method)
         if choice.keeps == "nothing":
+            self.ops, self.native = [], native
+            native.expect(self.names[0])
+
+    def drop(self, native: NativeSum) -> None:
+        """Keeps nothing but the norms, because other ranks of the tensor-parallel mesh keep no more."""
+        if not self.dropped:
+            self.norms = self.first_squared_norms()
             self.ops, self.native = [], native
             native.expect(self.names[0])
 
@@ -254,6 +265,9 @@ class Block:
 
     def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
         """Returns the rows in the parameters, by one (batched) backward from the weight to these alone."""
+        if self.way_back is not None:
+            pulled = (self.way_back.pull_rows if batched else self.way_back.pull)(rows.to(self.weight.dtype))
+            return dict(zip(self.names, pulled, strict=True))
         leaves = [parameters[name] for name in self.names]
         if batched and not len(rows):  # torch cannot batch an empty tensor
             return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(self.names, leaves, strict=True)}
@@ -267,6 +281,11 @@ class Block:
 
     def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the derivatives (k, *weight.shape) of the weight along v, by differentiating a backward."""
+        if self.way_back is not None:
+            raise Refused(
+                f"Jacobian.project: the weight of parameter {', '.join(map(repr, self.names))} is computed from "
+                "tensor-parallel parameters, along which no direction can be pushed. Use the parameter itself."
+            )
         leaves = [parameters[name] for name in self.names]
         with torch.enable_grad():
             u = torch.zeros_like(self.weight, requires_grad=True)

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ..ops import Use
 from .graph import Graph
+from .tensor_parallel import Placed, is_distributed, on_this_rank
 
 # The op of calls that one of our own compositions recorded.
 SCAN = "scan"
@@ -29,6 +30,7 @@ class Output:
     shape: torch.Size
     dtype: torch.dtype
     part: tuple[Tensor, tuple[int, ...], int] | None  # base (without its entries), y's strides in it, y's offset
+    placed: Placed | None = None  # of a distributed y, whose shape and gradient are this rank's
 
     @property
     def size(self) -> int:
@@ -39,6 +41,8 @@ class Output:
         """Returns the gradient in y, given that at the edge; zeros if the losses do not depend on y."""
         if g is None:
             return like.new_zeros(self.shape, dtype=self.dtype)
+        if type(g) is not Tensor:
+            g = on_this_rank(g) if self.placed is None else self.placed.local(g)
         if self.part is None:
             return g if g.shape == self.shape else g.reshape(self.shape)
         base, stride, offset = self.part
@@ -136,6 +140,8 @@ def output_of(y: Tensor) -> Output:
     a part of a tensor in place gives the whole a new history: b is then that part of the whole's gradient.
     """
     base = y._base
+    if type(y) is not Tensor and is_distributed(y):
+        return _distributed_output(y, base)
     if base is None or base.grad_fn is None:
         return Output(edge_of(y), y.shape, y.dtype, None)
     if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
@@ -143,6 +149,14 @@ def output_of(y: Tensor) -> Output:
     if not base.grad_fn.name().endswith("CopySlices"):
         return Output(edge_of(y), y.shape, y.dtype, None)
     return Output(edge_of(base), y.shape, y.dtype, (without_entries(base), y.stride(), int(y.storage_offset())))
+
+
+def _distributed_output(y: Tensor, base: Tensor | None) -> Output:
+    """Returns the position of a distributed y, with the shape of this rank's part."""
+    with_edge = y
+    if base is not None and base.grad_fn is not None and base.numel() == y.numel() and base.is_contiguous():
+        with_edge = base
+    return Output(edge_of(with_edge), on_this_rank(y).shape, y.dtype, None, Placed.gradient_of(with_edge))
 
 
 def without_entries(tensor: Tensor) -> Tensor:

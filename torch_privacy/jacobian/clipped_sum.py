@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..ops._base import is_half
-from ..support.torch_modes import full_precision
+from ..support.torch_modes import full_precision, without_autocast
 from ..support.validate import Refused
 from .blocks import Block, NativeSum, NothingKept
 from .operator import Jacobian
+from .peers import ALONE
 from .plan import Budget
 from .prediction import Prediction
+from .tensor_parallel import TensorParallel, local_gradient
 
 if TYPE_CHECKING:
     from ..ops import AnyLayout, Op, Use
@@ -135,7 +137,7 @@ class Collector:
         block = self._open.pop(key, None)
         if block is None:
             rounds = source.half and not source.direct
-            block = Block(use.weight, source.names, source.direct, source.rearranged, rounds)
+            block = Block(use.weight, source.names, source.direct, source.rearranged, rounds, source.way_back)
             block.summed_once = self._budget is not None
         block.ops.append(op)
         self._awaited[key] -= 1
@@ -177,6 +179,25 @@ def cotangent_of(losses: Tensor, merging: Merging | None) -> Tensor:
     return torch.ones_like(losses) if merging is None else merging.weights().to(losses)
 
 
+class DeferredSum:
+    """A clipped sum Jᵀ c that is computed part by part, after it was decided that it is wanted.
+
+    Args:
+        jacobian: its rows.
+        factors: (n,) c.
+    """
+
+    def __init__(self, jacobian: Jacobian, factors: Tensor):
+        self._jacobian, self._factors = jacobian, factors
+
+    @torch.no_grad()
+    def compute(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns the sum in these parameters, name -> tensor."""
+        device = self._factors.device
+        with without_autocast(device.type), full_precision(device):
+            return self._jacobian.restricted(names).weighted_sum(self._factors)
+
+
 class GroupSums:
     """Clips and sums each group of parameters as soon as its last block is complete; then frees the group.
 
@@ -192,6 +213,8 @@ class GroupSums:
         estimates: take the place of exact norms.
         observe: also receives the rows, with the label.
         confirm: raises unless the layouts hold, before anything is computed from the blocks.
+        parallel: adds up norms over tensor-parallel ranks.
+        native: of the blocks of which nothing was kept.
     """
 
     def __init__(
@@ -207,7 +230,10 @@ class GroupSums:
         estimates: NormEstimates | None = None,
         observe: Observe | None = None,
         confirm: Callable[[], None] | None = None,
+        parallel: TensorParallel | None = None,
+        native: NativeSum | None = None,
     ):
+        self._parallel, self._native = parallel, native
         self._budget, self._check, self._estimates = budget, check, estimates
         self._observe, self._confirm = observe, confirm
         self.sums: dict[str, Tensor] = {}
@@ -235,7 +261,10 @@ class GroupSums:
         if self._confirm is not None:
             self._confirm()
         blocks = self._blocks.pop(label)
-        jacobian = Jacobian(self._num_rows, self._dtype, self._parameters, blocks).restricted(self._groups[label])
+        if self._parallel is not None and self._budget.may_drop:
+            self._drop_together(blocks)
+        whole = Jacobian(self._num_rows, self._dtype, self._parameters, blocks, self._parallel)
+        jacobian = whole.restricted(self._groups[label])
         if self._check is not None:
             self._check.add(jacobian)
         if self._estimates is not None:
@@ -244,6 +273,15 @@ class GroupSums:
             self._observe(jacobian, label)
         self.sums |= self._clip(jacobian, label)
         self._budget.release(sum([block.held for block in blocks]))
+
+    def _drop_together(self, blocks: Sequence[Block]) -> None:
+        """Drops the blocks that other ranks dropped, so that all of them make the native backward, and for the same."""
+        assert self._parallel is not None
+        assert self._native is not None
+        dropped = self._parallel.peers.any_of([block.dropped for block in blocks])
+        for block, is_dropped in zip(blocks, dropped, strict=True):
+            if is_dropped:
+                block.drop(self._native)
 
 
 class NativeBackward:
@@ -277,7 +315,11 @@ class NativeBackward:
         if self._merging is not None:
             c = c[self._merging.assignment.to(c.device)] * self._cotangent
         leaves = [self._parameters[name] for name in self._names]
-        return dict(zip(self._names, torch.autograd.grad(self._losses, leaves, c, retain_graph=True), strict=True))
+        found = torch.autograd.grad(self._losses, leaves, c, retain_graph=True)
+        return {
+            name: g if type(g) is Tensor else cast(Tensor, local_gradient(g, leaf))
+            for name, g, leaf in zip(self._names, found, leaves, strict=True)
+        }
 
 
 def backward_into(
@@ -338,6 +380,8 @@ class StreamedRows:
         parameters: all recorded ones.
         merging: examples whose mean is one row.
         estimates: take the place of exact norms.
+        leaves: the parameters in the graph, if ``parameters`` are this rank's parts of them.
+        parallel: the ranks that have the other parts.
     """
 
     def __init__(
@@ -348,8 +392,11 @@ class StreamedRows:
         parameters: Mapping[str, Tensor],
         merging: Merging | None,
         estimates: NormEstimates | None = None,
+        leaves: Mapping[str, Tensor] | None = None,
+        parallel: TensorParallel | None = None,
     ):
-        self._estimates = estimates
+        self._estimates, self._parallel = estimates, parallel
+        self._leaves = parameters if leaves is None else leaves
         self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
         self._layouts, self._predicted = layouts_by(layouts, merging), None
         if isinstance(layouts, Prediction):
@@ -370,7 +417,8 @@ class StreamedRows:
         """
         if clip is None:
             return self._run(groups, lambda *_: {}, budget(), check, observe)
-        if len(groups) > 1 or not budget().wants_second_backward or self._rounds:
+        peers = ALONE if self._parallel is None else self._parallel.peers
+        if len(groups) > 1 or not peers.any(budget().wants_second_backward) or self._rounds:
             return self._run(groups, clip, budget(), check, observe)
         if check is not None or observe is not None:  # these need rows
             self._run(groups, lambda *_: {}, budget(), check, observe, retain_graph=True)
@@ -398,8 +446,9 @@ class StreamedRows:
         retain_graph: bool = False,
     ) -> dict[str, Tensor]:
         losses, calls, predicted = self._reached.losses, self._reached.calls, self._predicted
+        peers = ALONE if self._parallel is None else self._parallel.peers
         retain_graph = retain_graph or predicted is not None  # the prediction may fail
-        native = NativeBackward(losses, self._parameters, self._cotangent, self._merging)
+        native = NativeBackward(losses, self._leaves, self._cotangent, self._merging)
         collector = Collector(
             calls,
             self._layouts,
@@ -422,6 +471,8 @@ class StreamedRows:
             self._estimates,
             observe,
             None if predicted is None else predicted.conclude,
+            self._parallel,
+            native,
         )
         collector.on_block = sums.add
         places = calls if predicted is None else predicted.calls
@@ -432,7 +483,7 @@ class StreamedRows:
             places,
             lambda: self._reached.deepest(places),
             retain_graph=retain_graph,
-            at_once=budget.call_bytes <= AT_ONCE,
+            at_once=peers.all(budget.call_bytes <= AT_ONCE),
         )
         if check is not None:
             check.conclude()

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import random
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +17,31 @@ ROUNDING = 64
 CANCELLATION = 16
 
 
+_SHARED = threading.local()  # a source of seeds that several ranks have in common, while they compute together
+
+
 def fresh_generator() -> torch.Generator:
-    """Returns a generator for checks, seeded by the system; the user's random state stays as it is."""
-    return torch.Generator().manual_seed(system_seed())
+    """Returns a generator for checks, seeded by the system; the user's random state stays as it is.
+
+    Inside ``shared_seeds`` it is the same on all ranks, because cotangents must be.
+    """
+    seeds: random.Random | None = getattr(_SHARED, "seeds", None)
+    return torch.Generator().manual_seed(system_seed() if seeds is None else seeds.getrandbits(62))
 
 
 def system_seed() -> int:
     """Returns a seed from the system."""
     return torch.Generator().seed()
+
+
+@contextmanager
+def shared_seeds(seed: int) -> Iterator[None]:
+    """Seeds the generators for checks from one number inside."""
+    _SHARED.seeds = random.Random(seed)
+    try:
+        yield
+    finally:
+        _SHARED.seeds = None
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,15 @@ class Comparison:
             if worst is not None and not found:
                 was, now = float(b.flatten()[worst]), float(a.flatten()[worst])
                 example = int(numbers[worst * len(numbers) // max(1, a.numel())])
-                what = f"{name} of example {example} of {self._count} changed from {was:.7g} to {now:.7g} {how}"
+                which = "example" if numbers is kept or self._units is None else "row"
+                what = f"{name} of {which} {example} of {self._count} changed from {was:.7g} to {now:.7g} {how}"
                 scaled = _scaled_alike(answers.losses[places], original.losses[kept], self._count)
                 found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
         a, b = answers.losses.double().cpu()[places], original.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
         typical = float(finite.max()) if len(finite) and loose else 0.0
-        check("the loss", a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), _eps(original.losses.dtype), kept)
+        check("the loss", a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), _rounding(original, loose), kept)
         if answers.rows is not None and original.rows is not None:
             self._compare_rows(answers, original, keep, places, check, loose)
         return found
@@ -114,7 +115,9 @@ class Comparison:
             rows, theirs = np.flatnonzero(keep), places
         else:  # rows that several examples share are compared if all of these were kept
             rows = theirs = np.setdiff1d(self._units[keep], self._units[~keep])
-        eps = _eps(original.losses.dtype) * (1 if loose else TIGHT_ROWS / TIGHT)
+            if len(answers.losses) != len(original.losses):  # those of a part are numbered without gaps
+                theirs = np.searchsorted(np.unique(self._units[keep]), rows)
+        eps = _rounding(original, loose) * (1 if loose else TIGHT_ROWS / TIGHT)
         is_part = len(answers.losses) != len(original.losses)
         for group, norms in original.rows.norms.items():
             a, b = answers.rows.norms[group][theirs], norms[rows]
@@ -139,6 +142,11 @@ def losses_repeat(again: Answers, original: Answers) -> bool:
     """True if the same batch gave the same losses twice."""
     a, b = again.losses.double().cpu(), original.losses.double().cpu()
     return _worst(a, b, b.abs().nan_to_num(0), _tolerance(_eps(original.losses.dtype), False)) is None
+
+
+def _rounding(original: Answers, loose: bool) -> float:
+    """Returns the unit of rounding; that of the losses' own type where equal shapes are computed equally."""
+    return max(_eps(original.losses.dtype), original.rounding if loose else 0.0)
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from .tensor_parallel import on_this_rank
+
 
 class Graph:
     """The nodes that ``losses`` were computed by; ``children`` are those that a node's gradients go to."""
@@ -76,10 +78,10 @@ def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
 
     Shared memory counts once. Sparse tensors do not count, nor do ``excluded`` ones, which are held in any case.
     """
-    excluded_memory = {t.untyped_storage().data_ptr() for t in excluded if t.layout is torch.strided}
+    excluded_memory = {on_this_rank(t).untyped_storage().data_ptr() for t in excluded if t.layout is torch.strided}
     sizes: dict[int, int] = {}
     for node in graph.nodes():
-        for tensor in _saved_by(node):
+        for tensor in map(on_this_rank, _saved_by(node)):
             if tensor.layout is torch.strided and any([size and size % n == 0 for size in tensor.shape]):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()

@@ -78,6 +78,7 @@ class Rehearsal:
         rows_alone: whether the rows of the first of these are compared too, and not its losses only.
         rows_once: compare rows in the first replacement only, and losses in the others.
         units: (count,) number of the row that each example belongs to, if several share one.
+        whole_units: whether the examples in ``alone`` are all those of their units, so that their rows are compared.
         moving: names of frozen parameters that the user's loop changes between runs, such as those of a teacher that
             follows the weights; they are put back too. More are added when they are seen.
         overwritten: names of attributes that take in data, but are written before they are read, such as the last
@@ -96,6 +97,7 @@ class Rehearsal:
         rows_alone: bool = False,
         rows_once: bool = False,
         units: np.ndarray | None = None,
+        whole_units: bool = False,
         moving: set[str] | None = None,
         overwritten: set[str] | None = None,
         notes: set[str] | None = None,
@@ -104,7 +106,7 @@ class Rehearsal:
         self._model, self._examples, self._halves = model, examples, halves
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._comparison = Comparison(examples.count, units)
-        self._one_row_each, self._rows_alone, self._rows_once = units is None, rows_alone, rows_once
+        self._whole_rows, self._rows_alone, self._rows_once = units is None or whole_units, rows_alone, rows_once
         self._moving = set() if moving is None else moving
         self._overwritten = set() if overwritten is None else overwritten
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
@@ -232,7 +234,7 @@ class Rehearsal:
 
     def _removals(self, run: Run, replaced: Sequence[_Replaced]) -> Generator[Turn, Answers, list[_Removed]]:
         """Runs every part alone; none if random numbers are drawn that cannot be turned off."""
-        rows = (not replaced or self._rows_alone) and self._one_row_each
+        rows = (not replaced or self._rows_alone) and self._whole_rows
         draws = not replaced or replaced[0].answers.drew
         modes = (RandomNumbers.EVAL_MODE, RandomNumbers.MEANS) if draws else (RandomNumbers.AS_DRAWN,)
         for random in modes if self._alone else ():
@@ -260,7 +262,7 @@ class Rehearsal:
         for number, keep in enumerate(self._alone):
             part = self._examples.without(keep)
             if part is not None:
-                turn = Turn(part, int(keep.sum()), rows=number < with_rows, random=random)
+                turn = Turn(part, int(keep.sum()), rows=number < with_rows, random=random, keep=keep)
                 removed.append(_Removed(keep, turn, whole, (yield from run(turn))))
         return removed
 
@@ -364,15 +366,23 @@ def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | 
     return [keep, ~keep]
 
 
-def draw_few(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them."""
+def draw_few(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> np.ndarray:
+    """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them.
+
+    Examples of one unit stay together.
+    """
+    if units is not None:
+        return draw_few(int(units.max()) + 1, generator)[units]
     keep = np.zeros(count, bool)
     keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
     return without_ends(keep) if count > 2 else keep
 
 
-def without_ends(keep: np.ndarray) -> np.ndarray:
-    """Returns the mask without the first and the last example, which alone would also be first and last."""
+def without_ends(keep: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+    """Returns the mask without the first and the last example, which alone would also be first and last.
+
+    With units (numbered without gaps) it is without theirs.
+    """
     some = keep.copy()
-    some[[0, -1]] = False
+    some[[0, -1] if units is None else np.isin(units, units[[0, -1]])] = False
     return some if some.any() else keep

@@ -22,6 +22,7 @@ from ..ops import AnyLayout, Layout, Ragged
 from ..support.validate import Refused
 from .candidates import CandidateLayouts
 from .codes import Codes, Rounding, fresh_generator
+from .peers import ALONE, Peers
 from .prediction import Expected
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Measurement:
         losses: (n,).
         dtypes: returns the floating-point types between losses and parameters.
         known: returns the layout that a call has had so far, which decides if several fit.
+        peers: ranks that make the same backwards, each with its own parts of the gradients.
     """
 
     def __init__(
@@ -54,21 +56,24 @@ class Measurement:
         losses: Tensor,
         dtypes: Callable[[], Collection[torch.dtype]],
         known: Callable[[Call], Expected | None] = lambda call: None,
+        peers: Peers = ALONE,
     ):
         self.calls, self.n = calls, len(losses)
         self.options: dict[int, list[AnyLayout]] = {}  # by call: layouts that assign its entries to the same examples
         self.in_doubt = False  # some examples' gradients are not finite
         self._names_of, self._gradients, self._losses = names_of, gradients, losses
-        self._known = known
+        self._known, self._peers = known, peers
         self._rounding = Rounding.of(dtypes())
 
     def run(self, portion: Sequence[int], on_layout: OnLayout | None = None) -> None:
         """Measures the layouts of some of the calls, and passes each call's gradient and layout to ``on_layout``."""
         plain = self._gradients_of(torch.ones_like(self._losses), portion)
         candidates = self._candidates(plain, portion)
-        for number, candidate, g in zip(portion, candidates, plain, strict=True):
-            options = candidate.layouts()
-            if not candidate.is_sure(options):
+        found = [candidate.layouts() for candidate in candidates]
+        sure = [candidate.is_sure(options) for candidate, options in zip(candidates, found, strict=True)]
+        unsure = self._peers.any_of([not is_sure for is_sure in sure])
+        for number, candidate, options, g, decides in zip(portion, candidates, found, plain, unsure, strict=True):
+            if decides:
                 options = self._decide(number, candidate, options)
             self.options[number] = options
             self.in_doubt |= bool(candidate.num_not_finite)
@@ -101,16 +106,16 @@ class Measurement:
                 candidate.narrow(k, g)
             del scaled
         found = [candidate.layouts() for candidate in candidates]
-        for number, options in zip(portion, found, strict=True):
-            if not options:
-                raise Refused(_coupled(self.calls[number], self._names_of, self.n))
-        if any(isinstance(options[0], Ragged) for options in found):
+        self._refuse_coupled([number for number, options in zip(portion, found, strict=True) if not options])
+        if self._peers.any(any(isinstance(options[0], Ragged) for options in found)):
             c = codes.independent()
-            again = self._gradients_of(c * weights, portion)
-            for number, candidate, g in zip(portion, candidates, again, strict=True):
-                if not candidate.confirmed(c, g):
-                    raise Refused(_coupled(self.calls[number], self._names_of, self.n))
+            again = zip(portion, candidates, self._gradients_of(c * weights, portion), strict=True)
+            self._refuse_coupled([number for number, candidate, g in again if not candidate.confirmed(c, g)])
         return candidates
+
+    def _refuse_coupled(self, numbers: Sequence[int]) -> None:
+        """Raises, on all ranks, if examples cannot be separated in some call."""
+        self._peers.refuse(_coupled(self.calls[numbers[0]], self._names_of, self.n) if numbers else None)
 
     def _decide(self, number: int, candidate: CandidateLayouts, options: list[AnyLayout]) -> list[AnyLayout]:
         """Returns the right one of several layouts that all fit because one example's gradient is by far the largest.
@@ -120,18 +125,32 @@ class Measurement:
         """
         call = self.calls[number]
         known = self._known(call)
-        if known in [option for option in options if isinstance(option, Layout)]:
+        if self._peers.all(known in [option for option in options if isinstance(option, Layout)]):
             return [option for option in options if option == known]
         remaining: list[AnyLayout] = []
-        for option in options:
-            weights = _equalizing(candidate.sizes(option))
+        for option in self._common(call, options):
+            weights = _equalizing(self._largest(candidate.sizes(option)))
             again = self._candidates(self._gradients_of(weights, [number]), [number], weights)[0]
             found = again.layouts()
             remaining += found[:1]
             is_one = again.are_alike([*found, *remaining]) and (isinstance(found[0], Ragged) or found[0] in options)
-            if not is_one or type(found[0]) is not type(option):
-                raise Refused(_ambiguous(call, self._names_of, self.n))
+            wrong = not is_one or type(found[0]) is not type(option)
+            self._peers.refuse(_ambiguous(call, self._names_of, self.n) if wrong else None)
         return remaining[:1]
+
+    def _common(self, call: Call, options: list[AnyLayout]) -> list[AnyLayout]:
+        """Returns the layouts that fit on all ranks, in one order; raises if there are none, or irregular ones."""
+        if self._peers.size == 1:
+            return options
+        regular = [[option for option in some if isinstance(option, Layout)] for some in self._peers.gather(options)]
+        common = [option for option in regular[0] if all(option in others for others in regular)]
+        if not common:  # the same on all ranks
+            raise Refused(_ambiguous(call, self._names_of, self.n))
+        return [*common]
+
+    def _largest(self, sizes: Tensor) -> Tensor:
+        """Returns the largest over the ranks, because the cotangents must be equal on all."""
+        return sizes if self._peers.size == 1 else torch.stack(self._peers.gather(sizes)).amax(0)
 
     def _gradients_of(self, c: Tensor, portion: Sequence[int]) -> list[Tensor]:
         """Returns the gradients in the calls' outputs; zeros for outputs that the losses do not depend on."""

@@ -18,6 +18,7 @@ from ..support.torch_modes import exact
 from .blocks import Block, Direction, JoinedBlocks, OuterProduct, disjoint
 from .norms import chunk_size
 from .plan import choices
+from .tensor_parallel import TensorParallel
 
 
 class Jacobian:
@@ -31,9 +32,20 @@ class Jacobian:
         - ``squared_norms()[i]`` is the squared norm of row i over all parameters together.
         - ``weighted_sum(c)`` is Σᵢ cᵢ row_i; with c all ones, the ordinary gradient of the summed losses.
         - ``project(v)[i, j]`` is the inner product of row i with direction j.
+
+    Of a tensor-parallel model every rank has a part: norms and projections are those of the whole rows, by one
+    all-reduce, and equal on all ranks; sums, rows and directions are those of the rank's own shards.
     """
 
-    def __init__(self, num_examples: int, dtype: torch.dtype, parameters: Mapping[str, Tensor], blocks: list[Block]):
+    def __init__(
+        self,
+        num_examples: int,
+        dtype: torch.dtype,
+        parameters: Mapping[str, Tensor],
+        blocks: list[Block],
+        parallel: TensorParallel | None = None,
+    ):
+        self._parallel = parallel
         self.num_examples = num_examples
         self._dtype = dtype
         self._all = parameters  # also those of other columns, which lie behind the same weights
@@ -41,6 +53,11 @@ class Jacobian:
         self._blocks = blocks
         self._joined_blocks: JoinedBlocks | None = None
         self._estimates: Tensor | None = None  # squared norms (n,) of whole rows, in place of the exact ones
+
+    @property
+    def depends_on_graph(self) -> bool:
+        """True if some sums need another backward, because nothing was kept for them."""
+        return any([block.dropped for block in self._blocks])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -64,6 +81,18 @@ class Jacobian:
             assert names is None
             return self._estimates
         wanted = set(self._parameters if names is None else names)
+        if self._parallel is not None:
+            return self._parallel.squared_norms(self._squared_norms_here, wanted)
+        return self._squared_norms_here(wanted)
+
+    @exact
+    def check_equal(self) -> None:
+        """Raises unless tensor-parallel ranks agree on the rows of the parameters that all of them have."""
+        if self._parallel is not None:
+            self._parallel.check_equal(self._squared_norms_here, set(self._parameters))
+
+    def _squared_norms_here(self, wanted: set[str]) -> Tensor:
+        """Returns the squared norms (n,) in this rank's parts of the wanted parameters."""
         total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         separate, joint = self._split(wanted)
         joined = self._joined
@@ -95,6 +124,8 @@ class Jacobian:
         others = {name: self._all[name].new_zeros(k, *self._all[name].shape) for name in self._used() - set(v)}
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
+        if self._parallel is not None:
+            return self._parallel.projections(self._blocks, directions, self._all, total)
         for block in self._blocks:
             total = total + block.project(directions, self._all).to(total.device)
         return total
@@ -188,9 +219,15 @@ class Jacobian:
         return other
 
     def _with(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
-        other = Jacobian(num_examples, self._dtype, self._all, blocks)
+        other = Jacobian(num_examples, self._dtype, self._all, blocks, self._parallel)
         other._parameters = parameters
         return other
+
+    def keep(self, what: object) -> None:
+        """Keeps an object while there are blocks with weights that are computed from parameters."""
+        for block in self._blocks:
+            if not block.direct:
+                block.keeps = what
 
     # The plan
 

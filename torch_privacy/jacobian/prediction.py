@@ -28,7 +28,8 @@ from torch import Tensor
 from ..ops import AnyLayout, Layout, Ragged
 from ..ops._base import is_half
 from .candidates import entries, in_pieces, length
-from .codes import Codes, Rounding, fresh_generator
+from .codes import Codes, Rounding, system_seed
+from .peers import ALONE, Peers
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -61,6 +62,7 @@ class Prediction:
         cotangent: (n,) of the plain backward.
         rounding: how much gradients may differ between two backwards.
         guessed: True if no earlier batches had these layouts; then gradients must be finite to confirm them.
+        peers: ranks that must come to the same conclusion.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Prediction:
         rounding: Rounding,
         *,
         guessed: bool = False,
+        peers: Peers = ALONE,
     ):
+        self._peers, self._failed = peers, False
         self.calls, self.cotangent = calls, cotangent
         self.options, self._rounding, self._guessed = [*options], rounding, guessed
         self._codes = Codes(len(cotangent), rounding.exponents)
@@ -122,20 +126,28 @@ class Prediction:
             if self._agree(a, b, factor, absolute)[0].all():
                 agreeing.append(k)
         if len(agreeing) != 1:
-            raise Disagreement
+            self._fail()
+            return 0
         return agreeing[0]
 
+    def _fail(self) -> None:
+        """Raises ``Disagreement``; where other ranks wait for the rest of the backward, only ``conclude`` does."""
+        if self._peers.size == 1:
+            raise Disagreement
+        self._failed = True
+
     def conclude(self) -> None:
-        """Raises ``Disagreement`` unless all gradients so far confirm the layouts."""
+        """Raises ``Disagreement`` unless all gradients so far confirm the layouts, on all ranks."""
         agree, not_finite, _ = self._verdicts()
-        if not (agree if self._guessed else agree | not_finite).all():
+        confirmed = bool((agree if self._guessed else agree | not_finite).all())
+        if not self._peers.all(confirmed and not self._failed):
             raise Disagreement
 
     @property
     def teaches(self) -> bool:
         """True if the layouts of all calls are confirmed, and every example had a gradient in each call."""
         agree, not_finite, nonzero = self._verdicts()
-        return len(self._plain) == len(self.calls) and bool((agree & ~not_finite & nonzero).all())
+        return self._peers.all(len(self._plain) == len(self.calls) and bool((agree & ~not_finite & nonzero).all()))
 
     def _verdicts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns masks (calls, n) of the parts that agree, are not finite in either backward, and are not zero."""
@@ -175,8 +187,10 @@ class Prediction:
             digits.append(torch.where(without, -2, torch.where(agree, digit, -1)))
         without = torch.stack([digit == -2 for digit in digits]).all(0)
         owner = torch.where(without, -1, self._codes.owner(digits))
-        if (owner == len(self.cotangent)).any():
-            raise Disagreement
+        shared = owner == len(self.cotangent)
+        if shared.any():
+            self._fail()
+            owner = torch.where(shared, -1, owner)
         return owner
 
     def _sketch(self, expected: Expected, gradient: Tensor) -> Tensor:
@@ -222,8 +236,9 @@ def _product(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns (size,) normal numbers, seeded by the system."""
-    return torch.randn(size, generator=fresh_generator(), dtype=torch.float32, device="cpu").to(device, dtype)
+    """Returns (size,) normal numbers, seeded by the system; not by the ranks in common, because they are kept."""
+    generator = torch.Generator().manual_seed(system_seed())
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
 
 def _stacked(sketches: Sequence[Tensor]) -> Tensor:

@@ -116,9 +116,14 @@ def check_losses(losses: Tensor) -> None:
                 "(n,) makes (n, n), which combines every example with every other. Give outputs and targets one "
                 "shape, e.g. outputs.squeeze(1) or targets.view_as(outputs)."
             )
+        a_model_of_transformers = (
+            " The .loss of a transformers model is a mean over the batch: take "
+            "torch_privacy.huggingface.per_example_loss(model, batch) instead of model(**batch).loss."
+        )
         raise Refused(
             f"losses of shape {shape} given: must be (n,), one loss per example. Pass reduction='none' to the loss "
-            "function. If an example has several positions, sum their losses and divide by the example's own count: "
+            f"function.{a_model_of_transformers if shape == () or not isinstance(losses, Tensor) else ''} "
+            "If an example has several positions, sum their losses and divide by the example's own count: "
             "(losses * mask).sum(1) / mask.sum(1)."
         )
     if not losses.is_floating_point() or losses.grad_fn is None:

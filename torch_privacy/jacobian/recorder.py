@@ -7,6 +7,7 @@ counts as a parameter itself. Every op runs unchanged, and nothing in the model 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..ops import COMPOSED, OPS, Use
 from ..ops._base import is_half
@@ -28,6 +30,15 @@ from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import CodePath
 from .filled import FROM_PYTHON, FilledTensors
+from .tensor_parallel import (
+    PartsOfCall,
+    WayBack,
+    is_distributed,
+    is_internal,
+    may_be_parallel,
+    on_this_rank,
+    splits_positions,
+)
 from .torch_functions import (
     EXPANSIONS,
     Traits,
@@ -56,6 +67,7 @@ class Source:
     direct: bool
     rearranged: bool  # the entries of one parameter, only moved
     half: bool  # it or a parameter that it was computed from is in half precision
+    way_back: WayBack | None = None  # to the parameters, if it is this rank's part of a distributed tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +79,13 @@ class Step:
     numbers: tuple  # integers, names and flags
     made_of: list[Step]  # the steps that made its arguments, for tensors that no gradient goes back to
     reorders: bool = False  # the data may have determined where entries of the result come from
+
+
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}  # types of tensors that are whole on this rank
+
+
+def _plain_output(t: Tensor) -> Output:
+    return Output(edge_of(t), t.shape, t.dtype, None)
 
 
 class Recorder(TorchFunctionMode):
@@ -111,6 +130,11 @@ class Recorder(TorchFunctionMode):
         # Base's id -> calls with outputs that are views of it, with their strides and offset.
         self._views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
         self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
+        self._may_be_parallel = may_be_parallel([*self.parameters.values(), *(t for t, _ in self._constants.values())])
+        self._meshes: list[Any] = []  # over which the tensors of some op were distributed
+        self._splits_positions = False  # attention runs on a part of every example's positions
+        self._inputs: list[tuple[Tensor, int]] = []  # of a model that may be parallel, with their versions
+        self._pieces: dict[int, tuple[int, Tensor]] = {}  # id of a distributed weight -> its version, this rank's part
 
     def __enter__(self) -> Self:
         """Begins to record; does nothing if it is recording already, as for a model under ``training.record()``."""
@@ -140,6 +164,8 @@ class Recorder(TorchFunctionMode):
         if known.metadata:
             return func(*args, **(kwargs or {}))
         values = (*args, *kwargs.values()) if kwargs else args
+        if self._may_be_parallel and self._is_internal(func, values, sys._getframe(1)):
+            return self._run_internal(func, args, kwargs or {})
         numbers = numbers_in(values)
         self.code.note_call(func, numbers)
         kwargs = kwargs or {}
@@ -219,6 +245,59 @@ class Recorder(TorchFunctionMode):
             self._moved_unseen |= step.reorders
         return out
 
+    # Tensor-parallel models
+
+    def _is_internal(self, func: Callable, values: tuple, frame: Any) -> bool:
+        """True for calls by which torch moves shards about. Also notes over which mesh tensors are distributed."""
+        tensors = tensors_among(values)
+        for t in tensors:
+            if is_distributed(t) and t.device_mesh not in self._meshes:  # pyright: ignore[reportAttributeAccessIssue]
+                self._meshes.append(t.device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        self._splits_positions |= splits_positions(func, tensors)
+        return is_internal(frame)
+
+    def _run_internal(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a call that only moves entries between ranks: nothing is recorded but that integers may hold data.
+
+        Which steps made its results is forgotten. That is no loss: if any step reordered examples, the layouts of this
+        batch are confirmed in any case, because the graph has functions of ``torch.distributed``, unseen inside.
+        """
+        out = func(*args, **kwargs)
+        self._made.update({id(t): weakref.ref(t) for t in tensors_among((out,)) if not t.is_floating_point()})
+        return out
+
+    def _uses_of_parts(
+        self, func: Callable, args: tuple, kwargs: dict, wanted: list[Tensor], data: list[Tensor], result: Any,
+        results: list[Tensor], in_place: bool,
+    ) -> list[tuple[Tensor, tuple[Use, ...]]]:  # fmt: skip
+        """Returns the uses of a call with distributed tensors, each of this rank's part of the weight."""
+        call = PartsOfCall(func, self._all_names(wanted), data, results[0])
+        pieces = {id(t): self._piece(t) for t in wanted}
+        whole = {id(piece): t for piece, t in zip(pieces.values(), wanted, strict=True)}
+        args, kwargs = call.localized((args, kwargs), pieces)
+        y = tree_map(lambda t: on_this_rank(t) if isinstance(t, Tensor) else t, result)  # of ordinary type
+        uses = self._uses(func, y, args, kwargs, [*pieces.values()])
+        if uses is not None:
+            return [(result, tuple(call.use(use, whole[id(use.weight)], args, kwargs) for use in uses))]
+        if not call.is_replicated or in_place:
+            return []
+        return self._by_fallback(func, args, kwargs, [*pieces.values()], results, in_place)
+
+    def _piece(self, weight: Tensor) -> Tensor:
+        """Returns this rank's part of a weight, as a source; an ordinary weight is whole."""
+        if not is_distributed(weight):
+            return weight
+        version, piece = self._pieces.get(id(weight), (None, weight))
+        if version != weight._version:
+            piece, source = (
+                on_this_rank(weight).detach().requires_grad_(weight.requires_grad),
+                self._sources[id(weight)],
+            )
+            self._pieces[id(weight)] = weight._version, piece
+            way_back = None if source.direct else WayBack(weight, tuple(self.parameters[name] for name in source.names))
+            self._sources[id(piece)] = replace(source, tensor=piece, version=piece._version, way_back=way_back)
+        return piece
+
     # Which steps were made, and whether the data reordered examples
 
     def _add_results(self, results: Iterable[Tensor]) -> None:
@@ -272,7 +351,7 @@ class Recorder(TorchFunctionMode):
         if unmeasurable or step.traits.in_place:
             self._moved_unseen = True
             return
-        outputs = (Output(edge_of(t), t.shape, t.dtype, None) for t in differentiable)
+        outputs = map(output_of if self._may_be_parallel else _plain_output, differentiable)
         self._cuts += [Call.cut(step.func, output, self.code.place) for output in outputs]
 
     # What tensors are: parameters, constants, or data
@@ -295,6 +374,8 @@ class Recorder(TorchFunctionMode):
         """Takes the arguments that the model is called with: integers among them hold data of the batch."""
         tensors = tensors_in(inputs)
         self._reads_python |= not tensors
+        if self._may_be_parallel:
+            self._inputs += [(t, t._version) for t in tensors]
         self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
         if self._num_examples is None:  # a wrong guess costs time, never exactness
             self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)
@@ -394,8 +475,11 @@ class Recorder(TorchFunctionMode):
         recorded: list[tuple[Tensor, tuple[Use, ...]]] = []
         if not any([t.is_complex() for t in (*outputs, *data, *weights)]):
             wanted = [t for t in weights if t.requires_grad]
-            uses = self._uses(func, result, before, kwargs, wanted)
-            if uses is not None:
+            is_plain = not self._may_be_parallel or all(type(t) in _PLAIN for t in (*outputs, *data, *weights))
+            uses = self._uses(func, result, before, kwargs, wanted) if is_plain else None
+            if not is_plain:
+                recorded = self._uses_of_parts(func, before, kwargs, wanted, data, result, results, in_place)
+            elif uses is not None:
                 recorded = [(result, tuple(map(self._before_expansion, uses)) if self._expanded else uses)]
             else:
                 recorded = self._by_fallback(func, before, kwargs, wanted, results, in_place)
@@ -415,7 +499,7 @@ class Recorder(TorchFunctionMode):
         size = output.size + sum([t.numel() * t.itemsize for t in saved])
         call = Call(op, output, inputs, uses, versions, self.code.place, size)
         self._calls.append(call)
-        if y._base is not None and call.output.part is None and call.edge == edge_of(y):
+        if y._base is not None and call.output.part is None and output.placed is None and call.edge == edge_of(y):
             where = y.stride(), int(y.storage_offset())
             self._views.setdefault(y._base._cdata, []).append((weakref.ref(y._base), call, *where))
 
@@ -441,7 +525,7 @@ class Recorder(TorchFunctionMode):
         """Returns uses by the op's own backward, if running the op again gives the same result."""
         weights = list({id(t): t for t in wanted}.values())
         try:
-            replayed = compared(replay(func, args, kwargs, weights, in_place), outputs)
+            replayed = compared(replay(func, args, kwargs, weights, in_place), [*map(on_this_rank, outputs)])
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return []
         if replayed is None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..support.gathered_weights import GatheredWeights, sharded_modules
 from ..support.model_state import AttributeTensors, ModelTensors
 from ..support.torch_modes import uncompiled
 from ..support.validate import whole
 from .layout import Layouts
+from .operator import Jacobian
 from .tape import Tape
 
 
@@ -24,6 +26,10 @@ class record(Tape):
 
     The layouts that batches have had are remembered while the model exists, so that from the third batch on each one
     costs one backward.
+
+    A model that ``fully_shard`` has sharded is recorded with the examples of one rank. Its weights are gathered here,
+    which every rank must do, and freed by `jacobian` or `clipped_sum`, unless the graph is retained. If weights are
+    computed from parameters, as in weight normalization, they are freed with the Jacobian: delete it before an update.
 
     Args:
         model: any module; its parameters with ``requires_grad`` are recorded. Buffers, frozen parameters and tensors
@@ -45,6 +51,7 @@ class record(Tape):
         if num_examples is not None:
             whole("record", num_examples=num_examples)
         memory = _MEMORIES.of(model)
+        self._weights = _gathered(model)
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
@@ -63,6 +70,46 @@ class record(Tape):
         super().__exit__(*error)
         if not self._entered:
             self._contexts.close()
+            if error[0] is not None:
+                self._let_go()
+
+    def jacobian(
+        self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False
+    ) -> Jacobian:
+        keeper = None if self._weights is None or retain_graph else _Keeper(self._weights)  # lets go if this raises
+        jacobian = super().jacobian(losses, retain_graph=retain_graph, may_miss=may_miss, verify=verify)
+        jacobian.keep(keeper)
+        return jacobian
+
+    def clipped_sum(self, losses: Tensor, groups: Any, clip: Any, **options: Any) -> dict[str, Tensor]:
+        try:
+            return super().clipped_sum(losses, groups, clip, **options)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees the weights that were gathered from shards."""
+        if self._weights is not None:
+            self._weights.let_go()
+
+
+class _Keeper:
+    """Keeps gathered weights while anything refers to it."""
+
+    def __init__(self, weights: GatheredWeights):
+        self._weights = weights
+
+    def __del__(self) -> None:
+        self._weights.let_go()
+
+
+def _gathered(model: nn.Module) -> GatheredWeights | None:
+    """Gathers the weights of a model that ``fully_shard`` has sharded; None for other models."""
+    if not sharded_modules(model):
+        return None
+    weights = GatheredWeights(model)
+    weights.gather()
+    return weights
 
 
 class _ModelMemory:

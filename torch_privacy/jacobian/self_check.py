@@ -15,6 +15,8 @@ from .blocks import OuterProduct, outer_product
 from .codes import Codes, fresh_generator
 from .layout import Merging
 from .operator import Jacobian
+from .peers import ALONE, Peers
+from .tensor_parallel import local_gradient
 
 DIRECTIONS = 2  # random ones, on which each gradient is projected
 
@@ -25,28 +27,33 @@ class NativeSum:
     Args:
         parameters: all recorded ones.
         weights: (rows,) random signed powers of two.
+        leaves: the parameters in the graph, if ``parameters`` are this rank's parts of them.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], weights: Tensor):
+    def __init__(self, parameters: Mapping[str, Tensor], weights: Tensor, leaves: Mapping[str, Tensor] | None = None):
         self.parameters, self.weights = parameters, weights
+        self.leaves = [*(parameters if leaves is None else leaves).values()]  # whose gradients ``take`` expects
         self.directions = {name: [_direction(p) for _ in range(DIRECTIONS)] for name, p in parameters.items()}
         self.products: dict[str, list[float]] = {}
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Returns the parameters, whose gradients ``take`` expects."""
-        return [*self.parameters.values()]
-
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Receives the gradients of the backward."""
-        for (name, directions), g in zip(self.directions.items(), gradients, strict=True):
+        local = map(local_gradient, gradients, self.leaves)
+        for (name, directions), g in zip(self.directions.items(), local, strict=True):
             self.products[name] = [0.0 if g is None else float(outer_product(v, g.detach())) for v in directions]
 
     @classmethod
-    def of(cls, losses: Tensor, parameters: Mapping[str, Tensor], merging: Merging | None, exponents: int) -> NativeSum:
+    def of(
+        cls,
+        losses: Tensor,
+        parameters: Mapping[str, Tensor],
+        merging: Merging | None,
+        exponents: int,
+        leaves: Mapping[str, Tensor] | None = None,
+    ) -> NativeSum:
         """Makes the backward; the graph stays."""
         weights = Codes(len(losses) if merging is None else merging.count, exponents).cotangent(0).to(losses)
-        native, c = cls(parameters, weights), weights
+        native, c = cls(parameters, weights, leaves), weights
         if merging is not None:
             c = weights[merging.assignment.to(losses.device)] * merging.weights().to(losses)
         native.take(torch.autograd.grad(losses, native.leaves, c, retain_graph=True, allow_unused=True))
@@ -59,9 +66,11 @@ class RowCheck:
     Args:
         native: with a weight for each row.
         dtypes: the floating-point types between losses and parameters.
+        peers: ranks that have parts of the same parameters.
     """
 
-    def __init__(self, native: NativeSum, dtypes: Collection[torch.dtype]):
+    def __init__(self, native: NativeSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
+        self._peers = peers
         products = product_rounding(native.weights.device)
         self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         n = float(native.weights.abs().sum())
@@ -72,6 +81,7 @@ class RowCheck:
     @torch.no_grad()
     def add(self, jacobian: Jacobian) -> None:
         """Adds the rows of some of the parameters; each parameter must be added once."""
+        jacobian.check_equal()
         self._squares = self._squares + jacobian.squared_norms()
         for k in range(DIRECTIONS):
             directions = {name: directions[k] for name, directions in self._native.directions.items()}
@@ -79,20 +89,24 @@ class RowCheck:
                 self._differences[name][k] += float(product)
 
     def conclude(self) -> None:
-        """Raises ``Refused`` unless all rows agree with the native gradient."""
+        """Raises ``Refused`` unless all rows agree with the native gradient, on all ranks that have parts of it."""
+        self._peers.refuse(self._finding())
+
+    def _finding(self) -> str | None:
         assert isinstance(self._squares, Tensor)
         weights = self._native.weights
         scale = float((weights.abs() * self._squares.sqrt().to(weights)).sum())
         if not math.isfinite(scale):
-            return
+            return None
         most = {name: self._tolerance * scale + floor for name, floor in self._floors.items()}
         wrong = [name for name, some in self._differences.items() if not math.hypot(*some) <= most[name]]
-        if wrong:
-            raise Refused(
-                f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
-                "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
-                "hook): freeze that part, and please report it."
-            )
+        if not wrong:
+            return None
+        return (
+            f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
+            "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
+            "hook): freeze that part, and please report it."
+        )
 
 
 def _direction(p: Tensor) -> OuterProduct:

@@ -32,16 +32,18 @@ from .clipped_sum import (
     layouts_by,
     make_op,
 )
-from .codes import Rounding
+from .codes import Rounding, fresh_generator
 from .graph import Graph, saved_bytes
-from .layout import Footprint, Layouts, Merging, kind_of_call
+from .layout import SPOT_CHECK, Footprint, Layouts, Merging, kind_of_call
 from .measure import Measurement
 from .operator import Jacobian
+from .peers import ALONE
 from .plan import Budget, distinct_bytes, least_bytes
-from .prediction import CodedSink, Disagreement, Expected, Options, PlainSink, Prediction
+from .prediction import CodedSink, Disagreement, Expected, Irregular, Options, PlainSink, Prediction
 from .reach import CallFinder, check_losses, check_unchanged
 from .recorder import Recorder
 from .self_check import NativeSum, RowCheck
+from .tensor_parallel import TensorParallel, attention_is_split, peers_of, refuse_split_positions, whole_losses
 from .torch_functions import without_numbers
 
 # Peak memory allowed by default, in units of what non-private training needs.
@@ -82,6 +84,8 @@ class Tape(Recorder):
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
         self.measured = False  # whether layouts had to be measured, by additional backwards
         self._native: NativeSum | None = None  # if a coded backward also served to check the rows
+        self._parts = self.parameters  # this rank's parts of the parameters, if they are distributed
+        self._peers, self._parallel = ALONE, None  # the ranks with the other parts
         self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -112,19 +116,24 @@ class Tape(Recorder):
                 which examples cannot be separated; an input changed in place since it was used; disagreement with
                 a native backward.
         """
+        losses = self._whole(losses)
         reached = self._reach(losses, may_miss)
-        with without_autocast(losses.device.type):
+        with without_autocast(losses.device.type), self._peers.same_random():
             if not len(losses):
-                return Jacobian(0, losses.dtype, self.parameters, [])
+                return Jacobian(0, losses.dtype, self._parts, [], self._parallel)
             layouts = self._find_layouts(reached, checks_rows=verify)
+            if self.measured:
+                self._check_same_examples()
             kinds = [kind_of_call(call) for call in reached.calls] if verify else []
-            verify = verify and self.measured and not self.layouts.verified(kinds, len(losses))
+            verify = self._peers.any(verify and self.measured and not self.layouts.verified(kinds, len(losses)))
             retain_graph = retain_graph or verify
             try:
                 blocks = self._blocks(reached, layouts, retain_graph=retain_graph)
             except Disagreement:
                 blocks = self._blocks(reached, self._measure(reached), retain_graph=retain_graph)
-            jacobian = Jacobian(len(losses), losses.dtype, self.parameters, blocks)
+            jacobian = Jacobian(len(losses), losses.dtype, self._parts, blocks, self._parallel)
+            if self.measured:
+                jacobian.check_equal()
             if verify:
                 check = self._row_check(reached, None)
                 check.add(jacobian)
@@ -146,7 +155,7 @@ class Tape(Recorder):
             places,
             lambda: reached.deepest(places),
             retain_graph=retain_graph or predicted is not None,
-            at_once=sum([call.size for call in reached.calls]) <= AT_ONCE,
+            at_once=self._peers.all(sum([call.size for call in reached.calls]) <= AT_ONCE),
         )
         if predicted is not None:
             predicted.conclude()
@@ -180,17 +189,29 @@ class Tape(Recorder):
             The clipped sum by name, which is verified on the first batches. Under a budget below what must be held,
             the graph stays instead, and a second backward with the factors as cotangent gives the sum.
         """
+        losses = self._whole(losses)
         reached = self._reach(losses, may_miss)
-        with without_autocast(losses.device.type):
+        with without_autocast(losses.device.type), self._peers.same_random():
             if not len(losses):
                 return self._sum_of_none(losses, groups, clip)
             layouts = self._layouts_for_sum(reached, groups, memory_budget, merging)
+            if self.measured:
+                self._check_same_examples()
             kinds = [kind_of_call(call) for call in reached.calls] if self.measured else []
-            unverified = self.measured and not self.layouts.verified(kinds, len(losses))
+            unverified = self._peers.any(self.measured and not self.layouts.verified(kinds, len(losses)))
 
             def clipped(layouts: Sequence[AnyLayout] | Prediction) -> dict[str, Tensor]:
                 check = self._row_check(reached, merging) if unverified else None
-                rows = StreamedRows(reached, layouts, self._sources, self.parameters, merging, self._estimates)
+                rows = StreamedRows(
+                    reached,
+                    layouts,
+                    self._sources,
+                    self._parts,
+                    merging,
+                    self._estimates,
+                    self.parameters,
+                    self._parallel,
+                )
                 total = rows.clipped_sum(groups, clip, lambda: self._budget(reached, memory_budget), check, observe)
                 if isinstance(layouts, Prediction):
                     self._note_confirmed(reached, layouts)
@@ -206,7 +227,7 @@ class Tape(Recorder):
 
     def _sum_of_none(self, losses: Tensor, groups: Mapping[str, Sequence[str]], clip: Clip | None) -> dict[str, Tensor]:
         """Returns the clipped sum of an empty batch."""
-        empty = Jacobian(0, losses.dtype, self.parameters, [])
+        empty = Jacobian(0, losses.dtype, self._parts, [], self._parallel)
         sums = [clip(empty.restricted(names), label) for label, names in groups.items() if clip is not None]
         return {name: total for part in sums for name, total in part.items()}
 
@@ -222,7 +243,7 @@ class Tape(Recorder):
         if not isinstance(layouts, Prediction):
             return layouts
         wants_second = self._budget(reached, memory_budget).wants_second_backward
-        if len(groups) > 1 or wants_second or not self._may_keep_graph(reached):
+        if len(groups) > 1 or self._peers.any(wants_second or not self._may_keep_graph(reached)):
             return self._confirm(reached, layouts)
         return layouts
 
@@ -230,8 +251,46 @@ class Tape(Recorder):
         """Returns a check of the rows against a native backward, which a coded one may have been already."""
         dtypes = reached.dtypes()
         if self._native is None:
-            self._native = NativeSum.of(reached.losses, self.parameters, merging, Rounding.of(dtypes).exponents)
-        return RowCheck(self._native, dtypes)
+            exponents = Rounding.of(dtypes).exponents
+            self._native = NativeSum.of(reached.losses, self._parts, merging, exponents, self.parameters)
+        return RowCheck(self._native, dtypes, self._peers)
+
+    # Tensor-parallel models
+
+    def _whole(self, losses: Tensor) -> Tensor:
+        """Returns the losses as an ordinary tensor, which they are unless they are distributed."""
+        return whole_losses(losses) if self._may_be_parallel and isinstance(losses, Tensor) else losses
+
+    def _note_parts(self, calls: Sequence[Call]) -> None:
+        """Notes which ranks have parts of this model, and this rank's part of every parameter.
+
+        Raises:
+            Refused: every rank has only some positions of an example; norms are to be estimated.
+        """
+        if not self._may_be_parallel:
+            return
+        if calls and (self._splits_positions or attention_is_split()):
+            raise refuse_split_positions(sorted({name for call in calls for name in self._names_in(call)}))
+        self._peers = peers_of(self._meshes)
+        if self._peers.size == 1:
+            return
+        if self._estimates is not None:
+            raise Refused(
+                "tape: norms cannot be estimated for a tensor-parallel model, because each rank has parts of the rows "
+                "only. Use exact norms, which is the default."
+            )
+        self._parts = {name: self._piece(p) for name, p in self.parameters.items()}
+        self._parallel = TensorParallel(self._peers, self.parameters)
+
+    def _check_same_examples(self) -> None:
+        """Raises unless the model was called with the same numbers on all ranks, as far as they are unchanged."""
+        if self._parallel is not None:
+            self._parallel.check_same_inputs([t for t, version in self._inputs if t._version == version])
+
+    def _names_in(self, call: Call) -> Iterator[str]:
+        """Yields the names of the parameters that a call uses."""
+        for use in call.uses:
+            yield from self._names_of(use.weight)
 
     # Memory
 
@@ -244,7 +303,7 @@ class Tape(Recorder):
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)
-        parameters = sum([p.numel() * p.itemsize for p in self.parameters.values()])
+        parameters = sum([p.numel() * p.itemsize for p in self._parts.values()])
         call_bytes = sum([call.size for call in reached.calls])
         if 1 <= limit <= 100:
             limit = max(limit * max(known.activations, parameters), MIN_BUDGET)
@@ -254,7 +313,7 @@ class Tape(Recorder):
         """Returns the bytes that autograd keeps for the backward."""
         if self._saved_elsewhere:  # by checkpointing or offloading, whose tensors can be read only once
             return distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
-        lasting = [*self.parameters.values(), *(tensor for tensor, _ in self._constants.values())]
+        lasting = [*self._parts.values(), *(tensor for tensor, _ in self._constants.values())]
         return saved_bytes(reached.graph, len(reached.losses), lasting)
 
     def _least_bytes(self, call: Call, b: Tensor, layout: Expected | AnyLayout) -> float:
@@ -275,7 +334,7 @@ class Tape(Recorder):
                 total = 0
             portions[-1].append(number)
             total += size
-        return portions
+        return self._peers.gather(portions)[0]
 
     # The calls and their path
 
@@ -289,6 +348,7 @@ class Tape(Recorder):
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             check_unchanged(call)
+        self._note_parts(calls)
         cuts = [*{cut.edge: cut for cut in self._cuts if cut.edge.node in graph.children}.values()]
         path = self._path(graph, finder.nodes_before(graph), [*calls, *cuts], len(losses))
         return Reached(losses, graph, calls, cuts, path)
@@ -305,11 +365,7 @@ class Tape(Recorder):
         self.reached = reached
         missing = [name for name in self.parameters if name not in reached | may_miss]
         if missing:
-            raise Refused(
-                f"tape: the losses never reach parameter {', '.join(map(repr, missing))}. Use it, freeze it with "
-                "requires_grad_(False), or leave it out of the optimizer. Where the data choose layers (experts), "
-                "the first batches must be large enough to reach all; what was reached once may be missed later."
-            )
+            raise Refused(never_reached(missing))
 
     def _path(self, graph: Graph, first_nodes: Iterator[Node], calls: Sequence[Call], n: int) -> int:
         """Returns the number of the path: functions with their integer arguments, the losses' graph, and the calls.
@@ -344,16 +400,18 @@ class Tape(Recorder):
         self.measured, self._native = False, None
         known = layouts.recall(reached.path, places, n)
         unseen = self._moved_unseen or (self._moved and reached.graph.has_custom_functions())
+        if self._peers.size > 1 and not self._plan_alike(reached, known, unseen=unseen):
+            return self._measure(reached)
         if known is not None and n > 1 and (unseen or reached.cuts):
             if unseen or not reached.cuts_are_near():
                 return self._predict(reached, calls, _alone(known[: len(calls)]), merging, checks_rows)
             if self._cuts_hold(reached, known[len(calls) :]):
                 return known[: len(calls)]
         elif known is not None:
-            if not layouts.spot_check_is_due():
+            if not self._spot_check_is_due():
                 return known
             self.measured = True
-            if self._measurement(reached).agrees_in_part(known, self._portions(reached)):
+            if self._peers.all(self._measurement(reached).agrees_in_part(known, self._portions(reached))):
                 return known
         else:
             expected = layouts.expect(places, self._names_of, n)
@@ -365,6 +423,24 @@ class Tape(Recorder):
             if guess is not None:
                 return self._predict(reached, reached.places, guess, merging, checks_rows, guessed=True)
         return self._measure(reached)
+
+    def _plan_alike(self, reached: Reached, known: Sequence[AnyLayout] | None, *, unseen: bool) -> bool:
+        """True if all ranks would do the same with this batch, as far as what they remember decides that."""
+        layouts, n = self.layouts, len(reached.losses)
+        some = [layouts.expect(places, self._names_of, n) for places in (reached.places, reached.calls)]
+        guess = None if known is not None or any(some) else layouts.guess(reached.places, self._names_of, n)
+        irregular = [any(isinstance(layout, Irregular) for layout in expected or ()) for expected in some]
+        irregular.append(any(isinstance(options[0], Irregular) for options in guess or ()))
+        near = bool(reached.cuts) and reached.cuts_are_near()
+        due = not layouts.verified(map(kind_of_call, reached.calls), n)
+        found = [known is not None, *(expected is not None for expected in some), guess is not None]
+        return self._peers.are_equal([*found, *irregular, unseen, near, due, len(reached.calls), len(reached.cuts)])
+
+    def _spot_check_is_due(self) -> bool:
+        """True if what is known is measured again on this batch, on all ranks alike."""
+        if self._peers.size == 1:
+            return self.layouts.spot_check_is_due()
+        return not int(torch.randint(SPOT_CHECK, (), generator=fresh_generator(), device="cpu"))
 
     def _predict(
         self,
@@ -379,7 +455,8 @@ class Tape(Recorder):
         """Returns the prediction of these layouts, with the coded backwards made."""
         self.measured = True
         n, cotangent = len(reached.losses), cotangent_of(reached.losses, merging)
-        prediction = Prediction(places, options, cotangent, Rounding.of(reached.dtypes()), guessed=guessed)
+        rounding = Rounding.of(reached.dtypes())
+        prediction = Prediction(places, options, cotangent, rounding, guessed=guessed, peers=self._peers)
         is_new, least = self.layouts.footprint(reached.path, n) is None, 0.0
         activations = self._activations(reached) if is_new else 0
 
@@ -389,7 +466,7 @@ class Tape(Recorder):
                 least += self._least_bytes(places[number], g, options[number][0])  # all regular ones need the same
 
         due = checks_rows and not self.layouts.verified(map(kind_of_call, reached.calls), n)
-        native = NativeSum(self.parameters, prediction.coded[0]) if due else None
+        native = NativeSum(self._parts, prediction.coded[0], self.parameters) if due else None
         for k, coded in enumerate(prediction.coded):
             sink = CodedSink(prediction, k, add_least if k == 0 else None)
             leaves = native.leaves if native is not None and k == 0 else ()
@@ -423,7 +500,8 @@ class Tape(Recorder):
         losses, edges = reached.losses, [cut.edge for cut in reached.cuts]
         rounding = Rounding.of(reached.dtypes())
         expected = [layout for layout in known if isinstance(layout, Layout)]
-        prediction = Prediction(reached.cuts, _alone(expected), torch.ones_like(losses), rounding)
+        ones = torch.ones_like(losses)
+        prediction = Prediction(reached.cuts, _alone(expected), ones, rounding, peers=self._peers)
         with torch.no_grad():
             for cotangent in (*prediction.coded, prediction.cotangent):
                 for number, g in enumerate(_gradients(losses, edges, cotangent, retain_graph=True)):
@@ -440,7 +518,7 @@ class Tape(Recorder):
 
     def _note_confirmed(self, reached: Reached, prediction: Prediction) -> None:
         """Remembers a confirmed prediction for the path, if it covers every example and all calls and cuts."""
-        if prediction.teaches and len(prediction.calls) == len(reached.places):
+        if len(prediction.calls) == len(reached.places) and prediction.teaches:
             self.layouts.note_confirmed(reached.path, reached.places, prediction.expected, self._names_of)
 
     def _measurement(self, reached: Reached) -> Measurement:
@@ -453,7 +531,7 @@ class Tape(Recorder):
         def known(call: Call) -> Expected | None:
             return None if self._moved else self.layouts.expect_of(call, self._names_of, n)
 
-        return Measurement(reached.places, self._names_of, gradients, losses, reached.dtypes, known)
+        return Measurement(reached.places, self._names_of, gradients, losses, reached.dtypes, known, self._peers)
 
     def _measure(self, reached: Reached) -> list[AnyLayout]:
         """Returns the layouts of the calls' outputs, measured by as many backwards as it takes. The graph stays."""
@@ -471,6 +549,15 @@ class Tape(Recorder):
         self.layouts.learn(reached.path, measurement, self._names_of)
         self.layouts.note_footprint(reached.path, n, Footprint(activations, least))
         return layouts[: len(reached.calls)]
+
+
+def never_reached(names: Sequence[str]) -> str:
+    """Returns what a refusal says about parameters that the losses do not depend on."""
+    return (
+        f"tape: the losses never reach parameter {', '.join(map(repr, names))}. Use it, freeze it with "
+        "requires_grad_(False), or leave it out of the optimizer. Where the data choose layers (experts), "
+        "the first batches must be large enough to reach all; what was reached once may be missed later."
+    )
 
 
 def _alone(expected: Sequence[Expected]) -> list[Options]:

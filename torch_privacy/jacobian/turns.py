@@ -41,7 +41,9 @@ class Turn:
     trace: Trace | None = None  # records what the modules return
     prepare: Callable[[], None] = lambda: None  # must be called right before the run
     state: ModelState | None = None  # of the model before the run, as far as it is put back
+    keep: np.ndarray | None = None  # (examples of the batch,) which of them these are, if some were left out
     take: Callable[[Any, Tensor], None] | None = None  # gets recording and losses of a run that only observes
+    is_idle: bool = False  # True for a run of which nothing is used, made because other ranks make one
 
 
 @dataclass
@@ -55,4 +57,5 @@ class Answers:
     later: dict[str, Any] = field(default_factory=dict)  # the same changes, after the backward passes
     settled: bool = False  # True if these passes were the usual ones, and none that only measures layouts
     drew: bool = False  # whether random numbers were drawn
+    rounding: float = 0.0  # relative, of the parameters' coarsest type: losses may have more digits than that
     shapes: int = 0  # equal for two runs if all results in their forwards had the same shapes

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,10 +22,18 @@ class TensorsOf:
         model: the model.
         optimizer: holds the parameters that are trained, if they require a gradient.
         attributes: tensors in the model's plain attributes that count as constants while nothing is written into them.
+        of_optimizer: returns the optimizer's parameters by name, if the model has others in their places at present.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, attributes: AttributeTensors | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        attributes: AttributeTensors | None = None,
+        of_optimizer: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
+    ):
         self._model, self._optimizer, self._attributes = model, optimizer, attributes
+        self._of_optimizer = of_optimizer
         self.tree = ModelTree(model)  # as of the latest call
         self._state: Any = None
         self._found: ModelTensors | None = None
@@ -42,20 +50,22 @@ class TensorsOf:
         unchanged = [] if self._attributes is None else self._attributes.unchanged()
         state = self.tree, held, [p.requires_grad for p in self.tree.parameters.values()], [*map(id, unchanged)]
         if self._found is None or state != self._state:
-            self._found = _found(self.tree, set(held), unchanged)
+            self._found = _found(self.tree, set(held), unchanged, self._of_optimizer() or self.tree.parameters)
             self._state = state
         return self._found
 
 
-def _found(tree: ModelTree, held: set[int], unchanged: Sequence[Tensor]) -> ModelTensors:
+def _found(
+    tree: ModelTree, held: set[int], unchanged: Sequence[Tensor], of_optimizer: Mapping[str, Tensor]
+) -> ModelTensors:
     named = tree.parameters
-    foreign = held - {id(p) for p in named.values()}
+    foreign = held - {id(p) for p in of_optimizer.values()}
     if foreign:
         raise Refused(
             f"PrivateTraining: the optimizer holds {len(foreign)} parameter(s) that are not the model's. Make it "
-            "over model.parameters(), or pass one model that has all of them."
+            "over model.parameters(), after fully_shard if you use that, or pass one model that has all of them."
         )
-    trained = {name: p for name, p in named.items() if id(p) in held and p.requires_grad}
+    trained = {name: p for name, p in named.items() if id(of_optimizer[name]) in held and p.requires_grad}
     if not trained:
         raise Refused("PrivateTraining: no parameter of the optimizer requires a gradient; there is nothing to train.")
     frozen = {name: p for name, p in named.items() if not p.requires_grad}

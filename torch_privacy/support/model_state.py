@@ -156,6 +156,11 @@ class ParameterDigests:
         return changed
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor itself, or this rank's shard of it."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 @torch.no_grad()
 def restore(parameters: Iterable[Tensor], contents: Iterable[Tensor]) -> None:
     """Restores the contents of parameters; does not write into those that still have them."""
@@ -197,7 +202,18 @@ def _entries_of_object(name: str, value: Any, seen: set[int]) -> Iterator[_Entry
 
 _NOT_PLAIN = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _LIBRARIES = frozenset(
-    {"torch", "numpy", "builtins", "functools", "threading", "logging", "torch_privacy", "transformers"}
+    {
+        "torch",
+        "numpy",
+        "builtins",
+        "functools",
+        "lightning",
+        "logging",
+        "pytorch_lightning",
+        "threading",
+        "torch_privacy",
+        "transformers",
+    }
 )
 
 
@@ -257,6 +273,7 @@ def same(value: Any, content: Any) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    a, b = local_of(a), local_of(b)  # no rank waits for another
     if torch.equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):
@@ -331,7 +348,7 @@ def _digests(
         if not _has_entries(p) or nn.parameter.is_lazy(p):
             products[name] = None
             continue
-        entries = p.detach().reshape(-1)
+        entries = local_of(p).detach().reshape(-1)
         if entries.numel() <= min(room, _CHUNK):
             kind = entries.dtype, entries.device
             flat.setdefault(kind, []).append(entries)

@@ -85,6 +85,9 @@ def _violation_of(keyword: str, rule: Any, schema: Schema, value: Any, where: st
     if keyword == "items":
         parts = enumerate(value if isinstance(value, (list, tuple)) else ())
         return _first(violation(rule, part, f"{where}[{number}]") for number, part in parts)
+    if keyword == "oneOf":
+        holds = sum(not violation(one, value, where) for one in rule) == 1
+        return "" if holds else f"{where or 'it'} must be of one of {len(rule)} kinds"
     if keyword == "if":
         return violation(schema["then"], value, where) if not violation(rule, value, where) else ""
     if keyword == "additionalProperties":

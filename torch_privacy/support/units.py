@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words for units of privacy: what is added or removed between neighboring data sets."""
+
+import re
+
+ONE_EXAMPLE = "example"  # the usual unit
+
+
+def check_unit(where: str, **units: str) -> None:
+    """Raises a ``ValueError`` unless each unit is a word or a few, on one line."""
+    for name, unit in units.items():
+        if not isinstance(unit, str) or not unit.strip() or not unit.isprintable():
+            raise ValueError(
+                f'{where}: {name}={unit!r} must say in words what is added or removed, such as "customer".'
+            )
+
+
+def with_at_most(unit: str, most: int) -> str:
+    """Returns a unit of privacy that has at most so many examples.
+
+    >>> with_at_most("customer", 5)
+    'customer with at most 5 examples'
+    """
+    return f"{unit} with at most {most} example{'s' if most > 1 else ''}"
+
+
+def plural(word: str) -> str:
+    """Returns the plural of an English word, by the usual rules.
+
+    >>> [plural(word) for word in ("customer", "company", "day", "class")]
+    ['customers', 'companies', 'days', 'classes']
+    """
+    if re.search("[^aeiou]y$", word):
+        return f"{word[:-1]}ies"
+    return f"{word}es" if re.search("(s|x|z|ch|sh)$", word) else f"{word}s"
+
+
+def unit_of_column(column: str) -> str:
+    """Returns the unit that a column's name stands for.
+
+    >>> [unit_of_column(name) for name in ("customer", "customer_id", "userId", "paid")]
+    ['customer', 'customer', 'user', 'paid']
+    """
+    return re.sub(r"([_ -][iI][dD]|(?<=[a-z0-9])(Id|ID))$", "", column).replace("_", " ").strip() or column
