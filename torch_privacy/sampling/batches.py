@@ -50,15 +50,21 @@ class Batches:
         dataset: map-style.
         collate_fn, num_workers: as in ``DataLoader``.
         fetchable: indices of the examples that may take another's place in a rehearsal; by default all.
+        owners: (n,) the owner of each example, if examples of one owner may depend on each other.
     """
 
     def __init__(
-        self, dataset: Dataset, collate_fn: Collate | None, num_workers: int, fetchable: np.ndarray | None = None
+        self,
+        dataset: Dataset,
+        collate_fn: Collate | None,
+        num_workers: int,
+        fetchable: np.ndarray | None = None,
+        owners: np.ndarray | None = None,
     ):
         check_map_style(dataset)
-        self.dataset, self._fetchable = dataset, fetchable
+        self.dataset, self._fetchable, self._owners = dataset, fetchable, owners
         self._collate = collate_fn or default_collate
-        self._tensors = _tensors_and_rows(dataset) if collate_fn is None else None
+        self._tensors = tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers = num_workers
 
     @property
@@ -96,8 +102,13 @@ class Batches:
             request = BatchRequest(indices)
             yield self.collate(self.items(request), request)
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Returns the indices (count,) of random examples, with replacement."""
+    def draw(self, generator: np.random.Generator, count: int, kept: np.ndarray) -> np.ndarray:
+        """Returns the indices (count,) of random examples, with replacement; of other owners than the kept ones."""
+        if self._owners is not None:
+            known = np.arange(len(self.dataset)) if self._fetchable is None else self._fetchable  # type: ignore[arg-type]
+            others = known[~np.isin(self._owners[known], self._owners[kept])]
+            if len(others):
+                return others[generator.integers(len(others), size=count)]
         if self._fetchable is None:
             return generator.integers(len(self.dataset), size=count)  # type: ignore[arg-type]
         return self._fetchable[generator.integers(len(self._fetchable), size=count)]
@@ -227,7 +238,7 @@ class DatasetExamples:
         places = np.flatnonzero(~keep)
         pool: dict[str, list[tuple[int, Any]]] = {}  # shapes -> indices and items of other examples
         for _ in range(MAX_TRIES):
-            indices = self._batches.draw(self.generator, len(places))
+            indices = self._batches.draw(self.generator, len(places), self._request.indices[keep])
             batch = self._fetched_together(places, indices)
             if batch is None:
                 others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))
@@ -441,7 +452,7 @@ def share_examples(a: Dataset, b: Dataset) -> bool:
     (source_a, rows_a), (source_b, rows_b) = _source_of(a), _source_of(b)
     if source_a is source_b:
         return rows_a is None or rows_b is None or bool(np.isin(rows_a, rows_b).any())
-    in_a, in_b = _tensors_and_rows(a), _tensors_and_rows(b)
+    in_a, in_b = tensors_and_rows(a), tensors_and_rows(b)
     if in_a is None or in_b is None:
         return False
     return any(
@@ -480,7 +491,7 @@ def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarr
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
+def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
     """Returns a TensorDataset's tensors and the chosen rows (None: all rows); None for other data sets."""
     source, subset = _source_of(dataset)
     return (source.tensors, subset) if type(source) is TensorDataset else None

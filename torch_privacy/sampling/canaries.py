@@ -56,7 +56,7 @@ class WithCanaries(Dataset):
 
     def __init__(self, dataset: Dataset, canaries: Dataset | Sequence[Any] | GradientCanaries, coins: np.ndarray):
         check_map_style(dataset)
-        self.num_examples = len(dataset)  # type: ignore[arg-type]
+        self.examples, self.num_examples = dataset, len(dataset)  # type: ignore[arg-type]
         self.num_canaries = len(canaries)  # type: ignore[arg-type]
         self.are_records = not isinstance(canaries, GradientCanaries)
         if self.are_records:

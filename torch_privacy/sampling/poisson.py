@@ -61,6 +61,11 @@ class Poisson:
         whole("Poisson.groups", step=step, size=size)
         return self._generator(step, b"groups").integers(count, size=size)
 
+    def seeds(self, step: int, size: int) -> np.ndarray:
+        """Returns a random number for every member of the step's batch: (size,) uint64."""
+        whole("Poisson.seeds", step=step, size=size)
+        return self._generator(step, b"seeds").integers(2**64, size=size, dtype=np.uint64)
+
     def _generator(self, step: int, purpose: bytes = b"") -> np.random.Generator:
         digest = hashlib.sha256(self.key + step.to_bytes(8, "big") + purpose).digest()
         return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))

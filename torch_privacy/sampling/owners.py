@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides owners: which examples belong to the same person, and samplers that draw persons instead of examples."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import secrets
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from ..support.units import check_unit, unit_of_column, with_at_most
+from ..support.validate import Refused, plain_number, whole
+from .batches import check_map_style
+from .poisson import Poisson
+
+OWNER = "owner"  # the usual word for who has several examples
+GAMMA, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """The owner of each example, by number, and the largest number of an owner's examples that a step uses.
+
+    Args:
+        numbers: (n,) owner of each example, 0 ... count - 1, in the order of their first examples.
+        count: number of owners.
+        per_owner: k, at least 1.
+        name: the word for an owner, such as "customer".
+    """
+
+    numbers: np.ndarray
+    count: int
+    per_owner: int
+    name: str = OWNER
+
+    def __repr__(self) -> str:
+        return f"Owners({self.count} of {self.name!r}, per_owner={self.per_owner})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owners) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def in_words(self) -> str:
+        """Returns the unit of privacy: "customer with at most 5 examples"."""
+        return with_at_most(self.name, self.per_owner)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Returns a digest of the assignment, ``per_owner`` and the name, without the ids."""
+        digest = hashlib.blake2b(f"{self.name} {self.per_owner} {self.count} ".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(self.numbers, "<i8").tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def examples(self) -> np.ndarray:
+        """Returns all examples (n,), those of one owner together and in their order."""
+        return np.argsort(self.numbers, kind="stable")
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Returns (count + 1,) where each owner's examples begin in `examples`."""
+        return np.append(0, np.cumsum(np.bincount(self.numbers, minlength=self.count)))
+
+    def with_more(self, count: int) -> Owners:
+        """Returns the owners of ``count`` more examples, each of which has an owner of its own."""
+        more = self.count + np.arange(count)
+        return Owners(np.append(self.numbers, more), self.count + count, self.per_owner, self.name)
+
+    def chosen(self, owners: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns up to ``per_owner`` examples of each of these owners, and the position of each example's owner.
+
+        Every subset of an owner's examples of that size is equally likely. The choice is a function of the owner's seed
+        and of the number of its examples alone.
+
+        Args:
+            owners: (m,) numbers of different owners.
+            seeds: (m,) uint64, one for each.
+        """
+        first, sizes = self.starts[owners], np.diff(self.starts)[owners]
+        position = np.repeat(np.arange(len(owners)), sizes)
+        within = np.arange(len(position)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        if (sizes > self.per_owner).any():
+            lot = _mixed(seeds[position] + GAMMA * (within + 1).astype(np.uint64))
+            order = np.lexsort((lot, position))
+            rank = np.empty_like(order)
+            rank[order] = within  # positions ascend, so that each owner's lots are ranked among themselves
+            kept = rank < self.per_owner
+            position, within = position[kept], within[kept]
+        return self.examples[first[position] + within], position
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    """Returns the outputs of SplitMix64 (Steele, Lea and Flood 2014) in these states."""
+    state = (state ^ (state >> np.uint64(30))) * MIX_1
+    state = (state ^ (state >> np.uint64(27))) * MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+class OwnerSampler:
+    """Draws owners as `Poisson` draws examples, and up to ``per_owner`` examples of each.
+
+    Args:
+        owners: the owner of each example.
+        sampling_probability: q in (0, 1], with which every owner joins a step.
+        key: 32 secret bytes, as for `Poisson`.
+
+    Guarantees:
+        - Owners join independently, each with probability q, whatever the number of its examples. An *example* joins
+          with probability ``q min(1, per_owner / size of its owner)``.
+        - An owner's choice is a function of key, step, the owner's place among those drawn and its number of examples,
+          so that replacing all examples of one owner changes nothing for the others.
+    """
+
+    name = Poisson.name
+
+    def __init__(self, owners: Owners, sampling_probability: float, key: bytes):
+        self.owners, self.key = owners, key
+        self._poisson = Poisson(owners.count, sampling_probability, key)
+        self._drawn = lru_cache(maxsize=64)(self._draw)
+
+    def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen = self._poisson.indices(step)
+        return self.owners.chosen(chosen, self._poisson.seeds(step, len(chosen)))
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns the examples that join the step, those of one owner together, (batch_size,) int64."""
+        return self._drawn(step)[0]
+
+    def units(self, step: int) -> np.ndarray:
+        """Returns (batch_size,) the position of each example's owner among the owners drawn, in ascending order."""
+        return self._drawn(step)[1]
+
+
+# Reading owners
+
+
+def owners_of(
+    where: str,
+    owners: Any,
+    dataset: Any,
+    per_owner: int | None,
+    name: str | None = None,
+    *,
+    num_examples: int | None = None,
+) -> Owners | None:
+    """Returns the owners of a data set's examples; None if there are none.
+
+    Args:
+        where: the function that was called, for messages.
+        owners: (n,) one id for each example: integers, texts or other hashable values, in a list, array, tensor or
+            series; or the name of the data set's column that has them.
+        dataset: the data set.
+        per_owner: see `Owners`.
+        name: the word for an owner; by default the column's name, or "owner".
+        num_examples: n, if it is not the length of the data set.
+
+    Raises:
+        Refused: an example without an owner, with several of them, another number of ids, or no such column.
+        ValueError: ``per_owner`` without ``owners``, or below 1.
+    """
+    if owners is None:
+        if per_owner is not None or name is not None:
+            given = f"per_owner={per_owner!r}" if per_owner is not None else f"owner_name={name!r}"
+            raise ValueError(
+                f"{where}: {given} needs owners=, the owner of each example: a list, an array, or the name of a column."
+            )
+        return None
+    if per_owner is None:
+        raise ValueError(
+            f"{where}: owners= needs per_owner=, the largest number of an owner's examples that a step uses, such as 5."
+        )
+    most: int = plain_number(per_owner)
+    whole(where, at_least=1, per_owner=most)
+    column = owners if isinstance(owners, str) else None
+    if column is not None:
+        owners = column_of(where, column, dataset)
+    if name is None:
+        name = OWNER if column is None else unit_of_column(column)
+    check_unit(where, owner_name=name)
+    ids, n = _ids(where, owners), len(dataset) if num_examples is None else num_examples
+    if len(ids) != n:
+        raise Refused(
+            f"{where}: owners has {len(ids)} ids, and the data set {n} examples. Give one id for each example, in the "
+            "order of the data set."
+        )
+    numbers = _numbered(where, ids)
+    return Owners(numbers, int(numbers.max()) + 1, most, name)
+
+
+def column_of(where: str, column: str, dataset: Any) -> Any:
+    """Returns a data set's column; items that are mappings are read one by one."""
+    names = getattr(dataset, "column_names", None)
+    if isinstance(names, (list, tuple)):
+        if column in names:
+            plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset  # all columns, no tensors
+            return list(plain[column])
+        raise Refused(f"{where}: owners={column!r} is no column of the data set, which has {', '.join(names)}.")
+    first = dataset[0]
+    if isinstance(first, Mapping):
+        if column in first:
+            return [dataset[i][column] for i in range(len(dataset))]
+        raise Refused(f"{where}: owners={column!r} is no key of the items, which have {', '.join(map(str, first))}.")
+    raise Refused(
+        f"{where}: owners={column!r} names a column, but items of {type(dataset).__name__} are no mappings. Pass the "
+        "ids themselves, one for each example, such as owners=table['customer']."
+    )
+
+
+def _ids(where: str, owners: Any) -> Sequence[Any] | np.ndarray:
+    """Returns the ids as a sequence with one entry for each example."""
+    if isinstance(owners, torch.Tensor):
+        owners = owners.detach().cpu().numpy() if owners.dtype is not torch.bfloat16 else owners.tolist()
+    elif hasattr(owners, "to_pylist"):  # a column of pyarrow
+        owners = owners.to_pylist()
+    elif hasattr(owners, "to_numpy"):  # a series of pandas or polars
+        owners = owners.to_numpy()
+    if isinstance(owners, (bytes, Mapping, set, frozenset)) or not isinstance(owners, (Iterable, np.ndarray)):
+        raise Refused(
+            f"{where}: owners of type {type(owners).__name__} must be one id for each example: a list, an array, or "
+            "the name of a column."
+        )
+    owners = owners if isinstance(owners, np.ndarray) else list(owners)
+    if isinstance(owners, np.ndarray) and owners.ndim != 1:
+        raise Refused(
+            f"{where}: owners of shape {owners.shape} must be of shape (n,), one id for each example. Several owners "
+            "of one example are not supported: give it one of them, or leave it out."
+        )
+    return owners
+
+
+def _numbered(where: str, ids: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Returns the number of each id, in the order of their first examples."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iubSU":
+        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        return rank[inverse.ravel()]
+    known: dict[Hashable, int] = {}
+    return np.fromiter(
+        (known.setdefault(plain_id(where, one, i), len(known)) for i, one in enumerate(ids)), np.int64, len(ids)
+    )
+
+
+def plain_id(where: str, one: Any, index: int) -> Hashable:
+    """Returns an id by which equal owners are equal; refuses what is no id of one owner."""
+    if isinstance(one, torch.Tensor):
+        one = one.item() if one.ndim == 0 else one.tolist()
+    one = one.item() if isinstance(one, np.generic) else one
+    if isinstance(one, (tuple, list, set, frozenset, dict, np.ndarray)):
+        raise Refused(
+            f"{where}: the owner of example {index} is {repr(one)[:60]}. Several owners of one example are not "
+            "supported: give it one of them, or leave it out. If these are parts of one id, join them into a text."
+        )
+    if one is None or _is_missing(one):
+        raise Refused(
+            f"{where}: example {index} has no owner ({one!r}). Every example needs one: leave it out, or give it an "
+            "owner of its own."
+        )
+    try:
+        hash(one)
+    except TypeError:
+        raise Refused(
+            f"{where}: the owner of example {index} is {type(one).__name__}, which is not hashable. Give a number or a "
+            "text for each owner."
+        ) from None
+    return one
+
+
+def _is_missing(one: Any) -> bool:
+    """True for NaN, NaT and pandas.NA, which are not equal to themselves."""
+    try:
+        return not bool(one == one)
+    except (TypeError, ValueError):
+        return True
+
+
+# A cap on everybody's examples
+
+
+def at_most(dataset: Dataset, owners: Any, count: int, *, seed: int | None = None) -> Subset:
+    """Returns the data set with at most ``count`` examples of each owner, chosen at random.
+
+    It enforces the cap that `training.spent(examples_per_person=count)` states for example-level training. The cap must
+    not be the largest number of examples that somebody happens to have, which is private.
+
+    Args:
+        dataset: map-style.
+        owners: (n,) one id for each example, or the name of a column: as for `PrivateTraining`.
+        count: largest number of examples of each owner, at least 1.
+        seed: fixes the choice. It may be public; by default it is secret, from the operating system.
+
+    Returns:
+        A ``torch.utils.data.Subset``; its ``indices`` are as private as the data.
+
+    Guarantees:
+        - Every subset of an owner's examples of that size is equally likely.
+        - The choice for an owner depends on the seed, its id and the number of its examples alone, so that adding or
+          removing another owner changes nothing for it, whatever the seed.
+
+    Raises:
+        Refused: an example without an owner, with several of them, or another number of ids.
+        ValueError: ``count`` is below 1.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> data = TensorDataset(torch.arange(6))
+        >>> capped = at_most(data, ["ann", "ann", "ann", "bob", "ann", "cem"], 2)
+        >>> len(capped)
+        4
+    """
+    where = "at_most"
+    check_map_style(dataset)
+    whole(where, at_least=1, count=plain_number(count))
+    if isinstance(owners, str):
+        owners = column_of(where, owners, dataset)
+    known = owners_of(where, owners, dataset, count)
+    assert known is not None
+    key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(repr(plain_number(seed)).encode()).digest()[:32]
+    ids = _ids(where, owners)
+    first = known.examples[known.starts[:-1]]
+    seeds = [
+        hashlib.blake2b(_canonical(plain_id(where, ids[i], i)), key=key, digest_size=8).digest() for i in first.tolist()
+    ]
+    chosen, _ = known.chosen(np.arange(known.count), np.frombuffer(b"".join(seeds), "<u8").astype(np.uint64))
+    return Subset(dataset, np.sort(chosen).tolist())
+
+
+def _canonical(one: Hashable) -> bytes:
+    """Returns bytes that are equal for equal ids."""
+    number: Any = one if isinstance(one, numbers.Real) else math.nan
+    if math.isfinite(number) and number == int(number):
+        return repr(int(number)).encode()
+    return repr(str(one) if isinstance(one, str) else one).encode()
