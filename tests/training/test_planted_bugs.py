@@ -91,8 +91,8 @@ def noise_missing_for_one_microbatch(patch: pytest.MonkeyPatch) -> None:
 def changed_stddevs(patch: pytest.MonkeyPatch, factor: Callable[[Releases, int], float]) -> None:
     release = Releases.release
 
-    def changed(self: Releases, step: int, sums: Any, stddevs: Any) -> None:
-        release(self, step, sums, {name: factor(self, step) * stddev for name, stddev in stddevs.items()})
+    def changed(self: Releases, step: int, sums: Any, stddevs: Any, places: Any = None) -> None:
+        release(self, step, sums, {name: factor(self, step) * stddev for name, stddev in stddevs.items()}, places)
 
     patch.setattr(Releases, "release", changed)
 
@@ -287,10 +287,10 @@ def test_a_divisor_that_depends_on_the_batch_is_caught(planted: bool, monkeypatc
     if planted:
         release = Releases.release
 
-        def changed(self: Releases, step: int, sums: Any, stddevs: Any) -> None:
+        def changed(self: Releases, step: int, sums: Any, stddevs: Any, places: Any = None) -> None:
             for total in sums.values():
                 total.mul_(4 / max(len(self.indices(step)), 1))
-            release(self, step, sums, stddevs)
+            release(self, step, sums, stddevs, places)
 
         monkeypatch.setattr(Releases, "release", changed)
     labels = torch.tensor([0] * 7 + [1])

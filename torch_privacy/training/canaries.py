@@ -22,7 +22,7 @@ from ..sampling.canaries import WithCanaries
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .rehearsals import Part, one_turn
-from .release import Releases
+from .release import Releases, Share
 from .settings import TrainingSettings
 
 LENGTH = 1e4  # of a gradient canary, in units of the sensitivity: it is always clipped
@@ -255,15 +255,17 @@ class Observation:
             everyone = np.arange(self._data.num_canaries)
             tape = self._mechanism.exact_recorder(tensors, len(everyone) * self._settings.views)
             losses = self._gradient_losses(scores, tape, tensors, everyone)
-            scores.take_rows(0, self._mechanism, self._summation(releases, step, len(everyone)))(tape, losses)
+            scores.take_rows(0, self._mechanism, self._mechanism.summation(None, len(everyone)))(tape, losses)
             return
         for first, canaries in self._canaries():
-            take = scores.take_rows(first, self._mechanism, self._summation(releases, step, len(canaries)))
+            take = scores.take_rows(first, self._mechanism, self._mechanism.summation(None, len(canaries)))
             yield self._part(canaries, take, releases, step)
-        for part in releases.parts(step):
-            known = part[~self._data.is_canary(part)]
+        for share in releases.parts(step):
+            keep = ~self._data.is_canary(share.indices)
+            known = share.indices[keep]
             if len(known):
-                take = scores.take_known(self._mechanism, self._summation(releases, step, len(known)))
+                summation = self._mechanism.summation(share.units_of(keep), len(known))
+                take = scores.take_known(self._mechanism, summation)
                 yield self._part(known, take, releases, step)
 
     def after_release(
@@ -274,7 +276,7 @@ class Observation:
             self._scores.note_release(
                 release,
                 stddevs,
-                lambda size: self._summation(releases, step, size),
+                lambda size: self._mechanism.summation(None, size),
                 self._settings.sampling_probability,
             )
 
@@ -300,7 +302,7 @@ class Observation:
         size, part = len(chosen) * self._settings.views, len(releases.parts(step))
         tape = self._mechanism.recorder(tensors, releases.noise.key, step, part, size)
         assert isinstance(tape, Tape), "norms are exact"
-        summation = self._summation(releases, step, len(chosen))
+        summation = self._mechanism.summation(None, len(chosen))
         of_canaries = tape.clipped_sum(
             self._gradient_losses(scores, tape, tensors, chosen),
             self._mechanism.groups(list(tape.parameters)),
@@ -327,13 +329,11 @@ class Observation:
         request = BatchRequest(indices, self._settings.views, seed)
         examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
         turn = Turn(examples.batch, examples.count, rows=rows, random=RandomNumbers.EVAL_MODE, take=take)
-        return Part(examples, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False)
+        share = Share(indices, np.arange(len(indices)))
+        return Part(examples, share, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False)
 
     def _gradient_losses(
         self, scores: CanaryScores, tape: Recording, tensors: ModelTensors, chosen: np.ndarray
     ) -> Tensor:
         numbers = torch.from_numpy(chosen).repeat_interleave(self._settings.views)
         return scores.gradient_losses(tape, tensors.trained, numbers, LENGTH * self._mechanism.sensitivity)
-
-    def _summation(self, releases: Releases, step: int, size: int) -> Summation:
-        return self._mechanism.summation(releases.sampler, step, size)

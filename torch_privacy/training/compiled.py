@@ -36,7 +36,7 @@ class CompiledBatches:
         model: the user's model.
         settings: True, or the arguments of torch.compile.
         expected_size: mean number of examples of a batch.
-        num_examples: size of the data set.
+        num_examples: size of the data set, or the number of its owners.
         largest: largest number of examples handed out at once, if it is fixed.
         views: rows of inputs per example.
         memory_budget: of a step.
@@ -69,11 +69,16 @@ class CompiledBatches:
                 f"PrivateTraining: compile={arguments!r} needs clipping= with a row for every example, and exact "
                 "norms. Leave out compile=, or jacobian=, perturbation= and MicroBatches."
             )
+        if settings.shares_rows:
+            raise Refused(
+                f"PrivateTraining: compile={arguments!r} with owners= has no graphs for rows that several examples "
+                "share. Leave out compile=, or take per_owner=1."
+            )
         return cls(
             model,
             arguments,
             settings.expected_batch_size,
-            settings.num_examples,
+            settings.num_units,
             settings.microbatch_size,
             settings.views,
             settings.memory_budget,

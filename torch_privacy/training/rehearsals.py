@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import nn
 
 from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import DatasetExamples
-from .release import Releases
+from ..support.model_state import ModelState
+from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # later, steps 4, 8, 16, ... are rehearsed, and each other step with a chance of 1 in 64, by the secret key
@@ -26,6 +26,7 @@ class Part:
     """Holds a (micro)batch in progress and its turns, of which the batch itself is the last."""
 
     examples: DatasetExamples
+    share: Share
     number: int  # of the microbatch in its step
     is_last: bool
     script: Script
@@ -61,31 +62,39 @@ class Rehearsals:
             return False, False
         return early or step & (step - 1) == 0 or chance % RARELY == 0, early
 
-    def begin(self, examples: DatasetExamples, step: int, number: int, count: int, units: np.ndarray | None) -> Part:
+    def begin(
+        self,
+        examples: DatasetExamples,
+        share: Share,
+        step: int,
+        number: int,
+        count: int,
+    ) -> Part:
         """Returns the part that begins with this microbatch."""
-        rehearsed, thorough = self.are_due(step, number, count)
+        rehearsed, thorough = self.are_due(step, number, count) if share.counts else (False, False)
         script = (
-            self._script(examples, units, thorough=thorough)
+            self._script(examples, share, thorough=thorough)
             if rehearsed
             else one_turn(Turn(examples.batch, examples.count, is_batch=True))
         )
-        return Part(examples, number, number == count - 1, script, rehearsed, rehearsed and thorough)
+        return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough)
 
-    def restart(self, part: Part, units: np.ndarray | None) -> None:
+    def restart(self, part: Part) -> None:
         """Restarts a part with a full rehearsal."""
         part.script.close()
-        part.script, part.rehearsed, part.thorough = self._script(part.examples, units, thorough=True), True, True
+        part.script, part.rehearsed, part.thorough = self._script(part.examples, part.share, thorough=True), True, True
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
-        return not (self.assumed or part.thorough or self.code.has(code, part.examples.count))
+        return part.share.counts and not (self.assumed or part.thorough or self.code.has(code, part.examples.count))
 
     def note_passed(self, part: Part, code: CodePath) -> None:
         """Remembers the path of a part that passed its rehearsal."""
         if part.rehearsed:
             self.code.add(code, part.examples.count)
 
-    def _script(self, examples: DatasetExamples, units: np.ndarray | None, *, thorough: bool) -> Script:
+    def _script(self, examples: DatasetExamples, share: Share, *, thorough: bool) -> Script:
+        units, by_owner = share.units, self.releases.by_owner
         if thorough:
             self.overwritten.clear()  # each full rehearsal shows again which they are
             if not examples.repeats():
@@ -94,7 +103,9 @@ class Rehearsals:
                     "fetched before was not shown. This is harmless if the data set uses random numbers of its own."
                 )
         kept = draw_halves(examples.count, examples.generator, units)
-        alone = [draw_few(examples.count, examples.generator), *(map(without_ends, kept) if thorough else ())]
+        whole = units if by_owner else None  # an owner's examples may depend on each other
+        alone = [draw_few(examples.count, examples.generator, whole)]
+        alone += [without_ends(keep, whole) for keep in kept] if thorough else []
         return Rehearsal(
             self.model,
             examples,
@@ -103,11 +114,17 @@ class Rehearsals:
             rows_alone=thorough,
             rows_once=True,
             units=units,
+            whole_units=by_owner,
             moving=self.moving,
             overwritten=self.overwritten,
             notes=self.not_compared,
             keep_weights=thorough,
         ).turns()
+
+
+def idle_turn(model: nn.Module, examples: DatasetExamples) -> Turn:
+    """Returns a turn for a rank that needs none while others do; the model's buffers are put back after it."""
+    return Turn(examples.batch, examples.count, rows=False, state=ModelState(model), is_idle=True)
 
 
 def one_turn(turn: Turn) -> Script:

@@ -7,7 +7,10 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import torch
@@ -15,16 +18,58 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import Noise, key_from_test_seed
-from ..sampling.batches import split
+from ..noise import KEY_BYTES, Noise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
+from ..sampling.owners import OwnerSampler
 from ..sampling.poisson import Poisson
+from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
+from .placement import Placement, Ranked
 from .repetition import NotRepeated
+from .schedule import Plan
 from .settings import TrainingSettings
+
+RECORDED, NOT_REPEATED = 0, 1
 
 # The releases of this process: noise key -> step -> fingerprint
 _RELEASED: dict[bytes, dict[int, str]] = {}
+
+
+Keys = tuple[bytes, bytes]  # of noise and sampler
+
+
+@dataclass(frozen=True)
+class Share:
+    """The examples of one (micro)batch that one rank computes with.
+
+    Attributes:
+        indices: of the examples in the data set.
+        positions: (count,) where they are in the batch of all ranks.
+        units: (count,) the row that each example belongs to; None if each has a row of its own.
+        counts: False for a stand-in, which takes part in the loop of a rank that has no example, and in no sum.
+    """
+
+    indices: np.ndarray
+    positions: np.ndarray
+    units: np.ndarray | None = None
+    counts: bool = True
+
+    def units_of(self, keep: np.ndarray | None) -> np.ndarray | None:
+        """Returns the rows of the kept examples, numbered without gaps; of all examples as they are."""
+        return self.units if keep is None or self.units is None else numbered(self.units[keep])
+
+
+def numbered(units: np.ndarray) -> np.ndarray:
+    """Returns the same units, numbered from 0 without gaps."""
+    return np.unique(units, return_inverse=True)[1]
+
+
+def new_keys(test_seed: int | None, num_lost: int) -> Keys:
+    """Returns new keys from the operating system, or those of a test seed."""
+    if test_seed is None:
+        return secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES)
+    purposes = [f"{name} after {num_lost} lost steps" if num_lost else name for name in ("noise", "sampling")]
+    return key_from_test_seed(test_seed, purposes[0]), key_from_test_seed(test_seed, purposes[1])
 
 
 class Releases:
@@ -32,32 +77,39 @@ class Releases:
 
     Args:
         settings: settings of the training; a ``test_seed`` fixes the keys.
-        event: event of one step.
+        plan: the event of each step.
         ledger: records the releases.
-        keys: keys of noise and sampler, from a state; by default new ones from the operating system.
+        keys: keys of noise and sampler, equal on all ranks.
+        resumed: True if the keys are those of a state.
         num_lost: number of releases in the ledger that were not repeated after a crash, so that their steps are made
             again.
         canaries: data set of an audit; leaves its absent canaries out of every batch.
+        ranks: the processes of the training.
+        placement: which part of a batch is this rank's.
     """
 
     def __init__(
         self,
         settings: TrainingSettings,
-        event: privacy.Event,
+        plan: Plan,
         ledger: privacy.Ledger,
-        keys: tuple[bytes, bytes] | None = None,
+        keys: Keys,
+        *,
+        resumed: bool = False,
         num_lost: int = 0,
         canaries: WithCanaries | None = None,
+        ranks: Ranks | None = None,
+        placement: Placement | None = None,
     ):
-        self._settings, self._event, self.ledger = settings, event, ledger
-        self.num_lost, self._is_resumed = num_lost, keys is not None
-        seed = settings.test_seed
-        if keys is None and seed is not None:
-            purposes = [f"{name} after {num_lost} lost steps" if num_lost else name for name in ("noise", "sampling")]
-            keys = key_from_test_seed(seed, purposes[0]), key_from_test_seed(seed, purposes[1])
-        self.noise = Noise(None if keys is None else keys[0])
-        sampler_key = secrets.token_bytes(32) if keys is None else keys[1]
-        self.sampler = Poisson(settings.num_examples, settings.sampling_probability, sampler_key)
+        self._settings, self._plan, self.ledger = settings, plan, ledger
+        self.num_lost, self._is_resumed = num_lost, resumed
+        self._ranks, self._placement = ranks or Ranks(), placement
+        self.noise = Noise(keys[0])
+        self.sampler = (
+            Poisson(settings.num_examples, settings.sampling_probability, keys[1])
+            if settings.owners is None
+            else OwnerSampler(settings.owners, settings.sampling_probability, keys[1])
+        )
         self._canaries = canaries
         self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
         self._process = os.getpid()
@@ -67,15 +119,67 @@ class Releases:
         return indices if self._canaries is None else self._canaries.present(indices)
 
     def secret(self, purpose: bytes, *numbers: int) -> bytes:
-        """Returns 32 bytes that are a function of the secret key and of these numbers."""
+        """Returns 32 bytes that are a function of the secret key and of these numbers; the same on all ranks."""
         return hashlib.blake2b(purpose + repr(numbers).encode(), key=self.sampler.key, digest_size=32).digest()
 
-    def parts(self, step: int) -> Sequence[np.ndarray]:
-        """Returns the numbers of the examples in each microbatch of a step; no microbatch if the batch is empty."""
+    def own_secret(self, purpose: bytes, *numbers: int) -> bytes:
+        """Returns other bytes for each part of the batch, so that no two examples share random numbers."""
+        part = () if self._placement is None or self._placement.num_parts == 1 else (self._placement.part,)
+        return self.secret(purpose, *numbers, *part)
+
+    def records(self, step: int) -> np.ndarray:
+        """Returns the indices of a step's examples, without canaries that are gradients."""
         indices = self.indices(step)
-        if self._canaries is not None:
-            indices = indices[self._canaries.has_record(indices)]
-        return split(indices, self._settings.microbatch_size)
+        return indices if self._canaries is None else indices[self._canaries.has_record(indices)]
+
+    @property
+    def by_owner(self) -> bool:
+        """True if owners are drawn, not examples."""
+        return isinstance(self.sampler, OwnerSampler)
+
+    def owners(self, step: int) -> np.ndarray | None:
+        """Returns (batch_size,) a number for the owner of each of a step's `records`, ascending; None if none."""
+        if not isinstance(self.sampler, OwnerSampler):
+            return None
+        units = self.sampler.units(step)
+        if self._canaries is None:
+            return units
+        drawn = self.sampler.indices(step)
+        present = np.isin(drawn, self.records(step))
+        return units[present]
+
+    def parts(self, step: int, units: np.ndarray | None = None, num_rows: int | None = None) -> Sequence[Share]:
+        """Returns this rank's share of each microbatch of a step; none if the batch is empty.
+
+        The batch is cut by position, not by data, into one part for each rank; sizes differ by one example at most.
+        Every rank has as many microbatches as any other, if need be with a stand-in. Examples that share a row, as
+        ``units`` and ``num_rows`` say, stay together, and so do those of one owner.
+        """
+        indices, placement = self.records(step), self._placement
+        if not len(indices):
+            return []
+        number, part = (1, 0) if placement is None else (placement.num_parts, placement.part)
+        owners = self.owners(step)
+        if owners is not None:
+            units = owners
+            cuts = _cut_between(owners, number, self._settings.microbatch_size)
+            count = max(len(of_rank) for of_rank in cuts) - 1
+            ends = [*cuts[part], *[cuts[part][-1]] * count][: count + 1]
+            shares = [np.arange(start, end) for start, end in pairwise(ends)]
+        elif units is None or num_rows is None:
+            positions = np.array_split(np.arange(len(indices)), number)[part]
+            size = self._settings.microbatch_size or len(indices)
+            count = ceil(ceil(len(indices) / number) / size)
+            shares = [positions[k * size : (k + 1) * size] for k in range(count)]
+        else:
+            shares = [np.flatnonzero(np.isin(units, np.array_split(np.arange(num_rows), number)[part]))]
+        return [self._share(indices, own, units, numbers_anew=owners is not None) for own in shares]
+
+    def _share(self, indices: np.ndarray, own: np.ndarray, units: np.ndarray | None, *, numbers_anew: bool) -> Share:
+        if not len(own):
+            return Share(indices[:1], own, counts=False)
+        of_own = None if units is None else units[own]
+        return Share(indices[own], own, numbered(of_own) if of_own is not None and numbers_anew else of_own)
 
     def gradient_canaries(self, step: int) -> np.ndarray:
         """Returns the canaries of a step that are gradients, not records, counted from 0."""
@@ -85,24 +189,62 @@ class Releases:
         return indices[~self._canaries.has_record(indices)] - self._canaries.num_examples
 
     def number(self, step: int) -> int:
-        """Returns the number that the release of a step has in the ledger."""
+        """Returns the number of a step's release in the ledger."""
         return len(self._settings.prior_releases) + self.num_lost + step
 
-    def release(self, step: int, sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> None:
+    def release(
+        self,
+        step: int,
+        sums: Mapping[str, Tensor],
+        stddevs: Mapping[str, float],
+        places: Mapping[str, int] | None = None,
+    ) -> None:
         """Adds the step's noise to the sums in place, and records the release.
+
+        Each rank adds the noise of its slice, by its ``places``. Rank 0 records one fingerprint of all slices, and no
+        rank returns before that.
 
         Raises:
             NotRepeated: the step was released before the training was resumed, and this release differs from it.
             Refused: the step was released before with the same noise, or another process may release it.
         """
-        self.noise.add_to(step, sums, stddevs)
-        fingerprint = self._fingerprint(step, sums)
+        try:
+            self.noise.add_to(step, sums, stddevs, places)
+            fingerprint = self._fingerprint(step, sums)
+        except Exception as error:
+            self._ranks.tell(f"adds noise in step {step}", error)
+            raise
+        fingerprint = self._joined(step, fingerprint)
+        if self._ranks.first_does(f"records step {step}", lambda: self._record(step, fingerprint)) == NOT_REPEATED:
+            raise NotRepeated
+        if not self._ranks.is_first:
+            self.ledger.record(self._plan.at(step), self.number(step), fingerprint)
+        _RELEASED.setdefault(self.noise.key, {})[step] = fingerprint
+
+    def _record(self, step: int, fingerprint: str) -> int:
         self._check_noise(step, fingerprint)
         if self._is_resumed and step not in _RELEASED.get(self.noise.key, {}):
-            if self.ledger.differs(self._event, self.number(step), fingerprint):
-                raise NotRepeated
-        self.ledger.record(self._event, self.number(step), fingerprint)
-        _RELEASED.setdefault(self.noise.key, {})[step] = fingerprint
+            if self.ledger.differs(self._plan.at(step), self.number(step), fingerprint):
+                return NOT_REPEATED
+        self.ledger.record(self._plan.at(step), self.number(step), fingerprint)
+        return RECORDED
+
+    def _joined(self, step: int, fingerprint: str) -> str:
+        """Returns one fingerprint of all ranks' slices; refuses replicas of a slice that differ."""
+        if self._ranks.size == 1:
+            return fingerprint
+        number = self._placement.slice_number if isinstance(self._placement, Ranked) else 0
+        own = number.to_bytes(4, "big") + bytes.fromhex(fingerprint)
+        found: dict[int, bytes] = {}
+        for message in self._ranks.exchange(f"releases step {step}", payload=own):
+            number, digest = int.from_bytes(message[:4], "big"), message[4:]
+            if found.setdefault(number, digest) != digest:
+                raise RefusedTogether(
+                    f"PrivateTraining: two ranks with the same slice of the sums of step {step} have other numbers in "
+                    "it: with the same noise, their difference would have none. Nothing was released. Check that all "
+                    "ranks have the same hardware and the same release of torch."
+                )
+        return hashlib.blake2b(b"".join(found[number] for number in sorted(found)), digest_size=8).hexdigest()
 
     def _fingerprint(self, step: int, release: Mapping[str, Tensor]) -> str:
         """Returns a keyed digest of step, batch and release, which identifies the release and does not reveal it.
@@ -114,11 +256,15 @@ class Releases:
         """
         digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
         digest.update(self.indices(step).tobytes())
-        tag = Poly1305(self.secret(b"fingerprint", step))
-        for part in _bytes_of(release.values()):
-            tag.update(part.data)
-        digest.update(tag.finalize())
+        digest.update(self.tag(step, release.values(), b"fingerprint"))
         return digest.hexdigest()
+
+    def tag(self, step: int, tensors: Iterable[Tensor], purpose: bytes = b"tag") -> bytes:
+        """Returns 16 bytes that depend on every bit of the tensors, and reveal nothing without the key."""
+        tag = Poly1305(self.secret(purpose, step))
+        for part in _bytes_of(tensors):
+            tag.update(part.data)
+        return tag.finalize()
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
         """Refuses noise that another release may have: of a copy of the training, or of a forked process."""
@@ -134,6 +280,26 @@ class Releases:
                 "this training or from the same state: the difference of the two would have no noise. Go on with that "
                 "training, or begin a new one, with the releases so far as prior_releases."
             )
+
+
+def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -> list[list[int]]:
+    """Returns, for each of ``number`` ranks, the ends of its microbatches in a batch of owners in ascending order.
+
+    Cuts are between owners only. Ranks get about as many examples each; a microbatch has at most ``microbatch_size``,
+    unless one owner has more.
+    """
+    ends = np.append(np.flatnonzero(np.diff(owners)) + 1, len(owners))  # of each owner's examples
+    size, cuts, start = microbatch_size or len(owners), [], 0
+    for rank in range(1, number + 1):
+        wanted = len(owners) * rank / number
+        last = int(ends[min(np.searchsorted(ends, wanted), len(ends) - 1)]) if rank < number else len(owners)
+        cuts.append([start])
+        while start < last:
+            fitting = int(np.searchsorted(ends, start + size, side="right")) - 1
+            following = int(np.searchsorted(ends, start, side="right"))
+            start = min(int(ends[max(fitting, following)]), last)
+            cuts[-1].append(start)
+    return cuts
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -10,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,11 +23,14 @@ from ..gep import BGEP, GEP
 from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
+from ..runs.schemas import LOSS_LOG
 from ..sampling.batches import share_examples
+from ..sampling.owners import Owners
 from ..support.schema import violation
+from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between, whole
+from .schedule import WHERE, Plan
 
-WHERE = "PrivateTraining"
 KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
 STATE = {  # what state_dict returns; mechanism and ledger check their own parts further
     "type": "object",
@@ -48,6 +51,8 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
         },
         "machine": {"type": ["object", "null"]},
         "num_lost": {"type": "integer", "minimum": 0},
+        "placement": {"type": "string"},
+        "losses": LOSS_LOG,
         "clipping": {"type": "object"},
         "projections": {"type": ["object", "string", "null"], "additionalProperties": {"type": "string"}},
     },
@@ -71,6 +76,8 @@ class TrainingSettings:
     num_steps: int
     clipping: ClippingRule | None = None
     noise_multiplier: float | None = None
+    noise_schedule: tuple[float, ...] | None = None
+    clip_schedule: tuple[float, ...] | None = None
     target_epsilon: float | None = None
     delta: float | None = None
     budget: privacy.Budget | None = None
@@ -84,18 +91,20 @@ class TrainingSettings:
     assume_independent: str | None = None
     test_seed: int | None = None
     num_canaries: int = 0  # of an audit; part of ``num_examples``
+    owners: Owners | None = None
 
     def __post_init__(self) -> None:
-        n = self.num_examples
+        n = self.num_units
         positive(WHERE, expected_batch_size=self.expected_batch_size, memory_budget=self.memory_budget)
         whole(WHERE, num_steps=self.num_steps, at_least=1)
         whole(WHERE, views=self.views, at_least=1)
         if self.microbatch_size is not None:
             whole(WHERE, microbatch_size=self.microbatch_size, at_least=1)
         if self.expected_batch_size > n:
-            raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} examples.")
+            units = "examples" if self.owners is None else "owners, which it counts"
+            raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} {units}.")
         if self.delta is not None:
-            check_delta(n, self.delta, stacklevel=5)
+            check_delta(n, self.delta, self.unit, stacklevel=5)
         if self.assume_independent is not None and not str(self.assume_independent).strip():
             raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
         not_releases = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
@@ -103,11 +112,39 @@ class TrainingSettings:
             raise ValueError(
                 f"{WHERE}: prior_releases holds {not_releases!r}: must be of privacy.Release, as pca.release_ is."
             )
+        others = [release.event for release in self.prior_releases if release.event.unit != self.unit]
+        if others:
+            raise Refused(
+                f"{WHERE}: prior_releases holds {others[0]!r}, which protects one {others[0].unit}, and this training "
+                f"protects one {self.unit}: their epsilons do not add up. Make that release for every {self.unit} as a "
+                f"whole, with the event's unit={self.unit!r}, or leave it out."
+            )
+
+    @property
+    def unit(self) -> str:
+        """Returns the unit of privacy, such as "example" or "customer"."""
+        return ONE_EXAMPLE if self.owners is None else self.owners.name
+
+    @property
+    def num_units(self) -> int:
+        """Returns the number of examples or, with ``owners``, of owners."""
+        return self.num_examples if self.owners is None else self.owners.count
+
+    def public_size(self) -> dict[str, int]:
+        """Returns the size of the data, for results; with owners their number, as that of examples is private."""
+        owners = self.owners
+        of_owners = {} if owners is None else {"num_owners": owners.count, "examples_per_owner": owners.per_owner}
+        return {"num_examples": self.num_units, **of_owners}
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if several examples of an owner may share a row."""
+        return self.owners is not None and self.owners.per_owner > 1
 
     @property
     def sampling_probability(self) -> float:
-        """Returns q, the probability with which an example joins a batch."""
-        return self.expected_batch_size / self.num_examples
+        """Returns q, the probability with which an example, or an owner, joins a batch."""
+        return self.expected_batch_size / self.num_units
 
     @property
     def prior_events(self) -> list[tuple[privacy.Event, int]]:
@@ -119,6 +156,11 @@ class TrainingSettings:
         if self.perturbation is not None:
             return self._embedded_sum(trained, dataset)
         clipping = check_rule(WHERE, "clipping", self.clipping)
+        if isinstance(clipping, MicroBatches) and self.owners is not None:
+            raise Refused(
+                f"{WHERE}: clipping={clipping!r} with owners=, whose rows are the means of owners already. Take "
+                "Flat(clip_norm), which clips each owner's mean by itself."
+            )
         if isinstance(clipping, MicroBatches) and self.microbatch_size is not None:
             raise ValueError(
                 f"{WHERE}: microbatch_size={self.microbatch_size!r} would split the groups of {clipping!r}. Leave "
@@ -126,14 +168,27 @@ class TrainingSettings:
             )
         names, sketched = list(trained), self.jacobian
         if sketched is None:
-            return ClippedSum(clipping, names, self.expected_batch_size, self.views)
+            return ClippedSum(clipping, names, self.expected_batch_size, self.views, self.clip_schedule, unit=self.unit)
+        if self.shares_rows:
+            raise Refused(
+                f"{WHERE}: owners= with per_owner={self.owners.per_owner} needs exact norms of means, "  # type: ignore
+                f"but jacobian={sketched!r} was given. Leave one of the two out, or take per_owner=1."
+            )
         if self.views > 1:
             raise Refused(
                 f"{WHERE}: views={self.views} needs exact norms, but jacobian={sketched!r} was given. Leave one of the "
                 "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and pass "
                 "the mean of their losses."
             )
-        return SketchedSum(sketched, clipping, names, self.expected_batch_size, not_for_release=self.not_for_release)
+        return SketchedSum(
+            sketched,
+            clipping,
+            names,
+            self.expected_batch_size,
+            self.clip_schedule,
+            not_for_release=self.not_for_release,
+            unit=self.unit,
+        )
 
     def _embedded_sum(self, trained: Mapping[str, Tensor], dataset: Dataset) -> EmbeddedSum:
         perturbation = self.perturbation
@@ -150,12 +205,17 @@ class TrainingSettings:
                 f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which has clipping rules of its "
                 f"own for embedding and residual. Leave clipping out, or pass {kind}(..., embedding_clipping=...)."
             )
+        if self.clip_schedule is not None:
+            raise Refused(
+                f"{WHERE}: clip_schedule with perturbation={kind}(...), which has two bounds of its own. Leave "
+                "clip_schedule out."
+            )
         if share_examples(perturbation.subspace.dataset, dataset):
             raise Refused(
                 f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples of dataset. The "
                 "anchors' directions are released without noise and must come from public data."
             )
-        return EmbeddedSum(perturbation, trained, self.expected_batch_size, self.views)
+        return EmbeddedSum(perturbation, trained, self.expected_batch_size, self.views, self.unit)
 
     def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
         """Returns the settings with the noise multiplier given, or the smallest that meets the target.
@@ -170,14 +230,15 @@ class TrainingSettings:
             )
         if given is not None:
             positive(WHERE, noise_multiplier=given)
-            mechanism.check_price(given, q, steps, delta or 1 / (10 * self.num_examples))
+            mechanism.check_price(given, q, steps, delta or 1 / (10 * self.num_units))
             return self
         assert target is not None
         if delta is None:
             raise ValueError(f"{WHERE}: target_epsilon needs delta, a number below 1/n such as 1e-5.")
         exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
         mechanism.check_price(exact, q, steps, delta)
-        if not self.prior_releases and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
+        is_plain = not self.prior_releases and self.noise_schedule is None
+        if is_plain and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
             return replace(self, noise_multiplier=exact)
         spent = privacy.compose(self.prior_events).epsilon_high(delta)
         if spent >= target:
@@ -186,43 +247,66 @@ class TrainingSettings:
                 "target, or add more noise to those."
             )
         noise = privacy.calibrate_schedule(
-            lambda noise: [*self.prior_events, (mechanism.event(noise, q), steps)], target, delta, start=exact
+            lambda noise: [*self.prior_events, *self._plan(mechanism, noise).releases], target, delta, start=exact
         )
         return replace(self, noise_multiplier=noise)
 
-    def event(self, mechanism: Mechanism) -> privacy.Event:
-        """Returns the event of one step; refuses noise that the mechanism cannot use, and events without a price."""
+    def noise_at(self, step: int) -> float:
+        """Returns the noise multiplier of a step."""
         assert self.noise_multiplier is not None
-        event = mechanism.event(self.noise_multiplier, self.sampling_probability)
-        mechanism.stddevs([], self.noise_multiplier)  # refuses noise that an adaptive rule cannot split
-        privacy.compose([*self.prior_events, (event, self.num_steps)])  # refuses events that cannot be priced together
-        return event
+        return self.noise_multiplier * (1.0 if self.noise_schedule is None else self.noise_schedule[step])
+
+    def plan(self, mechanism: Mechanism) -> Plan:
+        """Returns the events of all steps; refuses noise that the mechanism cannot use, and events without a price."""
+        assert self.noise_multiplier is not None
+        plan = self._plan(mechanism, self.noise_multiplier)
+        for factor in {1.0} if self.noise_schedule is None else {*self.noise_schedule}:
+            mechanism.stddevs([], self.noise_multiplier * factor)  # refuses noise that an adaptive rule cannot split
+        privacy.compose([*self.prior_events, *plan.releases])  # refuses events that cannot be priced together
+        return plan
+
+    def _plan(self, mechanism: Mechanism, noise_multiplier: float) -> Plan:
+        q = self.sampling_probability
+        if self.noise_schedule is None:
+            return Plan([(mechanism.event(noise_multiplier, q), self.num_steps)])
+        return Plan((mechanism.event(noise_multiplier * factor, q), 1) for factor in self.noise_schedule)
+
+    def _schedules(self) -> dict[str, tuple[float, ...]]:
+        """Returns the schedules that were given, by name."""
+        both = {"noise_schedule": self.noise_schedule, "clip_schedule": self.clip_schedule}
+        return {name: factors for name, factors in both.items() if factors is not None}
 
     def for_resuming(self, mechanism: Mechanism, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns the settings that a resumed run must share with its state, as plain data."""
+        """Returns the settings that a resumed run, and every rank, must share with its state, as plain data."""
         return {
             "num_examples": self.num_examples,
             **({"num_canaries": self.num_canaries} if self.num_canaries else {}),
+            "owners": None if self.owners is None else self.owners.fingerprint,
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "views": self.views,
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
+            **{name: _digest(factors) for name, factors in self._schedules().items()},
             "memory_budget": self.memory_budget,  # determines the methods, which differ in the last bits
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "parameters": {name: list(p.shape) for name, p in trained.items()},
         }
 
 
-def check_delta(num_examples: int, delta: float, *, stacklevel: int) -> float:
-    """Returns ``delta`` if it is below 1/n; warns if it is above 1/(10 n)."""
-    n = num_examples
-    hint = f"It must be below 1/n for the {n} examples; 1 / (10 n) or less is usual."
+def _digest(factors: tuple[float, ...]) -> str:
+    return hashlib.sha256(np.array(factors, dtype="<f8").tobytes()).hexdigest()
+
+
+def check_delta(num_units: int, delta: float, unit: str = ONE_EXAMPLE, *, stacklevel: int) -> float:
+    """Returns ``delta`` if it is below 1/n; warns if it is above 1/(10 n). n counts examples, or owners."""
+    n = num_units
+    hint = f"It must be below 1/n for the {n} {plural(unit)}; 1 / (10 n) or less is usual."
     strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
     if delta > 1 / (10 * n) * (1 + 1e-9):
         warnings.warn(
-            f"delta={delta!r} is close to 1/n for the {n} examples: with that probability everything about some "
-            f"example may be revealed. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
+            f"delta={delta!r} is close to 1/n for the {n} {plural(unit)}: with that probability everything about some "
+            f"{unit} may be revealed. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
             stacklevel=stacklevel,
         )
     return delta
@@ -286,14 +370,4 @@ def check_scheduler(scheduler: Any) -> None:
             f"{WHERE}: scheduler={type(scheduler).__name__} needs {', '.join(needed)} at every step. A loss or an "
             "accuracy on the training data is private, and no noise is added to it. Use a schedule that depends on the "
             "step alone, such as CosineAnnealingLR; or call the scheduler yourself, with a score on public data."
-        )
-
-
-def check_single_process() -> None:
-    """Refuses several processes, which would train one model each, with an epsilon each."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise Refused(
-            f"{WHERE}: torch.distributed runs with {distributed.get_world_size()} processes, which private training "
-            "does not support yet: each would train its own model, with its own epsilon. Train in one process."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import platform
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 
 from .. import privacy
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, summary_of
 from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..support.validate import Refused
 from ..support.version import __version__
+from .schedule import Plan
 from .settings import TrainingSettings
 
 MOVED = (
@@ -35,6 +37,8 @@ class Progress:
     moved_otherwise: str  # when other code was first seen to have moved the weights; empty if it did not
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
     generator: str  # of the noise
+    date: str  # of the last step, in UTC
+    callbacks: tuple[str, ...] = ()  # names of those that were told of every step
 
 
 class Account:
@@ -42,20 +46,22 @@ class Account:
 
     Args:
         settings: settings of the training.
-        event: event of one step.
+        plan: the event of each step.
         ledger: records the releases.
+        ranks: number of processes.
 
     Raises:
         Refused: the budget does not allow one step.
     """
 
-    def __init__(self, settings: TrainingSettings, event: privacy.Event, ledger: privacy.Ledger):
-        self._settings, self._event, self._ledger = settings, event, ledger
+    def __init__(self, settings: TrainingSettings, plan: Plan, ledger: privacy.Ledger, ranks: int = 1):
+        self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
         self.steps_allowed = self._steps_allowed(0)
         self._planned: tuple[Any, privacy.Profile] | None = None
         if not self.steps_allowed:
             raise Refused(
-                f"PrivateTraining: {settings.budget!r} does not allow one step of {event!r}. Raise noise or budget."
+                f"PrivateTraining: {settings.budget!r} does not allow one step of {plan.at(0)!r}. Raise noise or "
+                "budget."
             )
 
     def count_lost(self, num_lost: int) -> None:
@@ -70,8 +76,14 @@ class Account:
             limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
         released = self._ledger.events
         made = sum(count for _, count in released) - len(settings.prior_releases) - num_lost
-        left = [limit.remaining(self._event, after=released, most=num_steps) for limit in limits]
-        return min(num_steps, made + min(left, default=num_steps))
+        if self._plan.is_constant:
+            left = [limit.remaining(self._plan.at(0), after=released, most=num_steps) for limit in limits]
+            return min(num_steps, made + min(left, default=num_steps))
+
+        def exceeds(end: int) -> bool:
+            return not all(limit.allows([*released, *self._plan.between(made, end)]) for limit in limits)
+
+        return bisect_left(range(num_steps + 1), True, lo=made + 1, key=exceeds) - 1
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""
@@ -79,21 +91,38 @@ class Account:
 
     def planned_profile(self, progress: Progress) -> privacy.Profile:
         """Returns the privacy profile of the releases so far and of the steps still planned."""
-        left = self.steps_allowed - progress.steps_made
-        made = self._ledger.events
-        key = repr(made), left
+        releases = self._planned_releases(progress)
+        if releases == self._ledger.events:
+            return self.profile()
+        key = repr(releases)
         if self._planned is None or self._planned[0] != key:
-            self._planned = key, privacy.compose([*made, (self._event, left)]) if left > 0 else self.profile()
+            self._planned = key, privacy.compose(releases)
         return self._planned[1]
 
-    def spent(self, progress: Progress, delta: float) -> Spent:
-        """Returns the privacy spent by the releases so far, and by all that are planned."""
-        profile, planned, warning = self.profile(), self.planned_profile(progress), self._warning(progress)
-        text, made, steps = profile.statement(delta), progress.steps_made, self.steps_allowed
+    def covering_releases(self, progress: Progress) -> list[tuple[privacy.Event, int]]:
+        """Returns the releases with the epsilon to report: see `statement`."""
+        return self._ledger.events if self._is_over(progress) else self._planned_releases(progress)
+
+    def _planned_releases(self, progress: Progress) -> list[tuple[privacy.Event, int]]:
+        return Plan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
+
+    def spent(self, progress: Progress, delta: float, group_size: int | None = None) -> Spent:
+        """Returns the privacy spent by the releases so far, and by all that are planned.
+
+        With a group size it is that of a person with at most so many examples.
+        """
+        profile, planned, warning = self.profile(), self.planned_profile(progress), self.warning(progress)
+        if group_size is not None:
+            profile, planned = (
+                privacy.compose([(privacy.for_group(event, group_size), count) for event, count in of_one.events])
+                for of_one in (profile, planned)
+            )
+        unit = None if self._settings.owners is None else self._settings.owners.in_words
+        text, made, steps = profile.statement(delta, unit), progress.steps_made, self.steps_allowed
         if made < steps and progress.stop_reason is None:
             text = (
-                f"{text} after {made} of {steps} steps; {planned.statement(delta)} after all, which is the one to "
-                "report if a stop depends on what was released"
+                f"{text} after {made} of {steps} steps; {planned.statement(delta, unit)} after all, which is the one "
+                "to report if a stop depends on what was released"
             )
         epsilon = profile.epsilon(delta)
         return Spent(
@@ -101,21 +130,23 @@ class Account:
             delta,
             text if warning is None else f"{warning}: {text}",
             epsilon if made == steps else planned.epsilon(delta),
+            is_public=warning is not None and warning != AUDIT,
         )
 
     def statement(self, progress: Progress, mechanism: Mechanism) -> dict[str, Any]:
         """Returns everything that determines the guarantee, as plain data."""
-        settings, warning = self._settings, self._warning(progress)
+        settings, warning = self._settings, self.warning(progress)
         budget = settings.budget
         return {
             "format": 2,
+            "date": progress.date,
             "private": warning is None,
             **({} if warning is None else {"warning": warning}),
-            "neighboring_relation": self._event.neighboring_relation.value,
-            "sampler": self._event.sampler,
-            "unit": "one item of the dataset",
+            "neighboring_relation": self._plan.at(0).neighboring_relation.value,
+            "sampler": self._plan.at(0).sampler,
+            **({"ranks": self._ranks} if self._ranks > 1 else {}),
+            **self._unit(),
             **({"num_canaries": settings.num_canaries} if settings.num_canaries else {}),
-            "num_examples": settings.num_examples,
             "expected_batch_size": settings.expected_batch_size,
             "sampling_probability": settings.sampling_probability,
             "num_steps_planned": settings.num_steps,
@@ -127,8 +158,9 @@ class Account:
                 "not_compared": sorted(progress.not_compared),
             },
             "clipping": mechanism.statement(),
-            "sensitivity": mechanism.sensitivity,
+            "sensitivity": mechanism.largest_sensitivity,
             "noise_multiplier": settings.noise_multiplier,
+            **({} if settings.noise_schedule is None else {"noise_schedule": summary_of(settings.noise_schedule)}),
             "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
@@ -139,7 +171,7 @@ class Account:
                 {"event": privacy.event_to_dict(event), "count": count} for event, count in self._ledger.events
             ],
             "treated_as_public": [
-                "num_examples",
+                "num_examples" if settings.owners is None else "num_owners",
                 "model architecture",
                 "hyper-parameters",
                 "number of steps",
@@ -147,6 +179,7 @@ class Account:
             ],
             "not_covered": [
                 "losses, accuracies and counts computed on the training data and shown or logged without noise",
+                *_logs(progress.callbacks),
                 CHOICE_OF_SETTINGS,
                 "the test data, on which accuracy is measured",
             ],
@@ -158,7 +191,19 @@ class Account:
             },
         }
 
-    def _warning(self, progress: Progress) -> str | None:
+    def _unit(self) -> dict[str, Any]:
+        """Returns what is protected and how many there are. With owners the number of examples is not public."""
+        settings, owners = self._settings, self._settings.owners
+        if owners is None:
+            return {"unit": "one item of the dataset", "num_examples": settings.num_examples}
+        return {
+            "unit": f"one {owners.name}, at most {owners.per_owner} of its examples in a step",
+            "owner": owners.name,
+            "num_owners": owners.count,
+            "examples_per_owner": owners.per_owner,
+        }
+
+    def warning(self, progress: Progress) -> str | None:
         """Returns the reason if the training is not private."""
         if self._settings.test_seed is not None:
             return NOT_PRIVATE
@@ -172,8 +217,10 @@ class Account:
 
     def _covering(self, progress: Progress) -> privacy.Profile:
         """Returns the profile that holds wherever training stops; that of the steps made if the stop is independent."""
-        made = progress.stop_reason is not None or progress.steps_made >= self.steps_allowed
-        return self.profile() if made else self.planned_profile(progress)
+        return self.profile() if self._is_over(progress) else self.planned_profile(progress)
+
+    def _is_over(self, progress: Progress) -> bool:
+        return progress.stop_reason is not None or progress.steps_made >= self.steps_allowed
 
     def _as_json(self, profile: privacy.Profile) -> dict[str, float | None] | None:
         """Returns the certified interval at the given delta; null stands for infinity."""
@@ -181,3 +228,13 @@ class Account:
             return None
         interval = profile.epsilon(self._settings.delta)._asdict()
         return {side: value if math.isfinite(value) else None for side, value in interval.items()}
+
+
+def _logs(callbacks: tuple[str, ...]) -> list[str]:
+    """Returns the sentence on what callbacks were given, if there are any."""
+    if not callbacks:
+        return []
+    return [
+        "the logs kept by callbacks of the training, which are given losses, shares of clipped examples and gradient "
+        f"norms of each batch without noise: {', '.join(callbacks)}"
+    ]

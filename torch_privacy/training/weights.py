@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..support.validate import Refused
+from .placement import local_of
 
 SAMPLED = 16  # entries of each parameter that are compared
 
@@ -21,9 +24,11 @@ class WeightMarks:
     """Remembers some entries of each parameter, and its version, which counts the writes into it."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._parameters, self._addresses = dict(parameters), [p.data_ptr() for p in parameters.values()]
+        self._parameters = dict(parameters)
+        self._locals = [local_of(p) for p in parameters.values()]
+        self._addresses = [p.data_ptr() for p in self._locals]
         self._views: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
-        for name, p in parameters.items():
+        for name, p in zip(parameters, self._locals, strict=True):
             view = _sampled(p)
             self._views.setdefault((view.dtype, view.device), []).append((name, view))
         devices = {device for _, device in self._views}
@@ -44,6 +49,7 @@ class WeightMarks:
         """True if these are the remembered parameters, at the same addresses in memory."""
         known = self._parameters
         same = parameters.keys() == known.keys() and all([known[name] is p for name, p in parameters.items()])
+        same = same and all([local_of(p) is here for p, here in zip(parameters.values(), self._locals, strict=True)])
         return same and self._are_in_place()
 
     def moved(self) -> list[str]:
@@ -53,10 +59,20 @@ class WeightMarks:
             return []
         elsewhere = {
             name
-            for (name, p), address in zip(self._parameters.items(), self._addresses, strict=True)
+            for name, p, address in zip(self._parameters, self._locals, self._addresses, strict=True)
             if p.data_ptr() != address
         }
         return self._names_of([a != b for a, b in zip(now, self._entries, strict=True)], elsewhere)
+
+    def digest(self, names: Collection[str] | None = None) -> bytes:
+        """Returns 8 bytes that depend on the remembered entries of these parameters, by default of all."""
+        digest = hashlib.blake2b(digest_size=8)
+        for views, entries in zip(self._views.values(), self._entries, strict=True):
+            parts = entries.cpu().split([len(view) for _, view in views])
+            for (name, _), part in zip(views, parts, strict=True):
+                if names is None or name in names:
+                    digest.update(part.numpy().tobytes())
+        return digest.digest()
 
     def look(self, step: int) -> None:
         """Notes what has changed, for `seen_late`, without reading it; on one device only."""
@@ -85,10 +101,10 @@ class WeightMarks:
         return self._versions == self._present_versions() and not self.moved()
 
     def _are_in_place(self) -> bool:
-        return self._addresses == [p.data_ptr() for p in self._parameters.values()]
+        return self._addresses == [p.data_ptr() for p in self._locals]
 
     def _present_versions(self) -> list[int]:
-        return [p._version for p in self._parameters.values()]
+        return [p._version for p in self._locals]
 
     def _present_entries(self) -> list[Tensor]:
         return [torch.cat([view for _, view in views]) for views in self._views.values()]
@@ -113,6 +129,32 @@ def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, i
     return {name: tables[id(p)] for name, p in trained.items() if id(p) in tables and uses.count(id(p)) == 1}
 
 
+_LENT: set[int] = set()  # ids of parameters with other values for a while
+
+
+@contextmanager
+def lent(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Lets parameters have other values within the ``with`` block: guards do not look, and no training may step."""
+    ids = {id(p) for p in parameters} - _LENT
+    _LENT.update(ids)
+    try:
+        yield
+    finally:
+        _LENT.difference_update(ids)
+
+
+def moves_nothing(optimizer: Optimizer) -> bool:
+    """True if all learning rates and gradients are zero.
+
+    ``torch.distributed.checkpoint`` makes a step with these to see the state of an optimizer that has none. A private
+    gradient is never zero, because of its noise.
+    """
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(local_of(gradient).any() for gradient in gradients)
+
+
 class WeightGuard:
     """Makes the updates of a training, and notices those of other code.
 
@@ -129,9 +171,21 @@ class WeightGuard:
         self._is_own_step = False
         self._handle: RemovableHandle | None = None  # while a loop is running
 
+    def check_not_lent(self) -> None:
+        """Refuses weights that have other values for a while."""
+        if self._is_lent():
+            raise Refused(
+                "PrivateTraining: the averaged weights are applied to the model, so that a step would begin with them "
+                "and be lost. Leave the block of MovingAverage.applied() before the loop goes on."
+            )
+
+    def _is_lent(self) -> bool:
+        return any(id(p) in _LENT for p in self._trained().values())
+
     def activate(self) -> None:
         """Refuses the steps of other optimizers from now on."""
         self.deactivate()
+        self.check_not_lent()
         self._handle = register_optimizer_step_pre_hook(self._check)
         if self._marks is None:
             self._marks = WeightMarks(self._trained())
@@ -146,20 +200,35 @@ class WeightGuard:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
         self._marks, self._moved_otherwise = None, moved_otherwise
 
+    def accept(self, moved_otherwise: str) -> None:
+        """Takes the present weights for its own; ``moved_otherwise`` is what is known about earlier changes."""
+        self._marks, self._moved_otherwise = WeightMarks(self._trained()), moved_otherwise
+
     def moved_otherwise(self, steps_made: int) -> str:
         """Returns when other code was first seen to have moved the weights; empty if it did not."""
-        if self._marks is not None and not self._moved_otherwise:
+        if self._marks is not None and not self._moved_otherwise and not self._is_lent():
             step, moved = self._marks.seen_late()
             self._note(*((step, moved) if moved else (steps_made, self._marks.moved())))
         return self._moved_otherwise
+
+    @property
+    def seen_otherwise(self) -> str:
+        """Returns what is known of moves by other code without looking at the weights; empty if nothing is."""
+        return self._moved_otherwise
+
+    def hear(self, steps_made: int, told: Sequence[int]) -> None:
+        """Takes over what another rank has seen in its shards; ``told`` has a true value for each rank that has."""
+        if any(told) and not self._moved_otherwise:
+            rank = next(rank for rank, seen in enumerate(told) if seen)
+            self._moved_otherwise = f"first seen after step {steps_made}, on rank {rank}"
 
     def _note(self, step: int, moved: list[str]) -> bool:
         if moved and not self._moved_otherwise:
             self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
         return bool(moved)
 
-    def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> None:
-        """Makes the training's own step, which must move the weights."""
+    def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> bool:
+        """Makes the training's own step; returns whether it moved the weights, or did not have to."""
         marks = self._marks
         if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
@@ -180,16 +249,17 @@ class WeightGuard:
         finally:
             self._is_own_step = False
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if marks.untouched() and any(rates):
-            raise Refused(
-                f"PrivateTraining: {type(optimizer).__name__}.step() made no update, like a wrapper that "
-                "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
-                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
-            )
+        moved = not (marks.untouched() and any(rates))
         marks.renew()
+        return moved
+
+    def digest(self, names: Collection[str] | None = None) -> bytes:
+        """Returns 8 bytes that depend on the remembered entries of these weights, those after the last update."""
+        assert self._marks is not None, "after an update"
+        return self._marks.digest(names)
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_own_step:
+        if self._is_own_step or moves_nothing(optimizer):
             return
         trained = {id(p) for p in self._trained().values()}
         if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):

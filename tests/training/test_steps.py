@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PrivateTraining.steps`` hands out one iterator for each step, empty batches included."""
+
+import pytest
+import torch
+from trainings import cross_entropy, network, training_of
+
+import torch_privacy as tp
+
+RARE = {"expected_batch_size": 0.8, "num_steps": 12, "microbatch_size": 1}
+
+
+def test_each_iterator_is_one_step_also_for_an_empty_batch():
+    model, other = network(), network()
+    training, expected = training_of(model, **RARE), training_of(other, **RARE)
+    sizes = []
+    for k, batches in enumerate(training.steps()):
+        assert training.step_count == k
+        sizes.append(0)
+        for x, y in batches:
+            training.step(cross_entropy(model, x, y))
+            sizes[-1] += 0 if training.rehearsing else len(x)
+        assert training.step_count == k + 1
+    assert sizes == [len(training._releases.indices(k)) for k in range(12)]
+    assert 0 in sizes
+    assert max(sizes) > 1
+    for x, y in expected:
+        expected.step(cross_entropy(other, x, y))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_going_on_before_the_step_is_made_is_refused():
+    training = training_of()
+    with pytest.raises(tp.Refused, match="step 0 was not made"):
+        for _ in training.steps():
+            pass
+    assert training.step_count == 0
+
+
+def test_loop_can_be_left_and_begun_anew():
+    model, other = network(), network()
+    training, expected = training_of(model), training_of(other)
+    for _ in range(2):
+        steps = training.steps()
+        for batches in steps:
+            for x, y in batches:
+                training.step(cross_entropy(model, x, y))
+            if training.step_count == 2:
+                break
+        steps.close()
+    for x, y in expected:
+        expected.step(cross_entropy(other, x, y))
+    assert training.step_count == 6
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_released_weights_may_be_loaded_and_others_are_noticed():
+    training = training_of()
+    for x, y in training:
+        training.step(cross_entropy(training.model, x, y))
+        if training.step_count == 2:
+            saved = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    with training.loading_released_weights():
+        training.model.load_state_dict(saved)
+    assert training._progress().moved_otherwise == ""
+    with torch.no_grad():
+        next(training.model.parameters()).add_(1)
+    assert training._progress().moved_otherwise

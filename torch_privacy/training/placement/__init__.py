@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds where the weights of a training are: in one process, on all ranks, or in shards."""
+
+from .base import Placement as Placement
+from .base import Ranked as Ranked
+from .base import Whole as Whole
+from .base import is_held as is_held
+from .base import local_of as local_of
+from .choose import placement_of as placement_of
+from .shards import reshard as reshard
+from .shards import shard_of as shard_of

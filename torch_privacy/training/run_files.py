@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the run folder of a training: settings at the start, all other files at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from .. import privacy
+from ..mechanism import summary_of
+from ..privacy.summary import Releases, summarize
+from ..runs.folder import RunFolder
+from ..runs.metrics import LossLog, Metrics, has_diverged
+from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
+from ..support.ranks import Ranks
+from ..support.validate import Refused, plain_number, quoted
+from .placement import reshard
+from .settings import TrainingSettings
+from .user_code import plain
+
+WHERE = "PrivateTraining"
+LARGEST_SCORE = 1e30
+LONGEST_NAME, LONGEST_SETTING = 200, 10_000  # characters
+LOSSES_NOT_COVERED = (
+    "the training losses in metrics.csv and on the page: exact means over the training data, made without noise"
+)
+FREE_SECONDS, SHARE_OF_TIME = 2.0, 0.05  # for the epsilon of each epoch
+OTHER_FILES = "Give this training a new folder, or delete what is no longer needed."
+
+
+def write_results(
+    folder: RunFolder,
+    weights: bytes,
+    statement: Callable[[], Mapping[str, Any]],
+    results: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Writes what a finished training leaves behind: model, privacy statement, results with digests, and page.
+
+    Metrics, ledger and settings must be in the folder. The model is written first, so that the trained weights are on
+    disk even if the rest cannot be computed or written.
+    """
+    from ..report import render  # matplotlib takes a second to import
+
+    folder.write_model(weights)
+    content = results()
+    folder.write_json(folder.privacy, dict(statement()))
+    files = [folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy]
+    files += [folder.schema] if folder.schema.exists() else []  # of a table
+    folder.write_checked(folder.results, dict(content), *files)
+    folder.write_report(render.render([folder]))
+
+
+def weights_of(model: nn.Module, ranks: Ranks) -> bytes:
+    """Returns a model's parameters and buffers in the safetensors format.
+
+    Of a sharded model every rank calls it, and the first one gets all weights; the others get nothing. Tied weights are
+    stored once, under their first name, and the metadata have the other names, as for
+    ``safetensors.torch.load_model``.
+    """
+    inner = without_wrapper(model)
+    reshard(inner)
+    weights: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}  # the first one of each tensor
+    metadata: dict[str, str] = {}
+    tied = {name: id(p) for name, p in inner.named_parameters(remove_duplicate=False)}
+    with torch.no_grad():
+        for name, value in inner.state_dict().items():
+            if not isinstance(value, Tensor):
+                continue  # extra state of a module, which the format cannot hold
+            place = _place(value.detach(), tied.get(name))
+            if place in names:
+                metadata[name] = names[place]
+                continue
+            names[place] = name
+            if hasattr(value, "full_tensor"):  # every rank takes part
+                value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+            if ranks.is_first:
+                dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+                weights[name] = dense.to("cpu", copy=True).contiguous()
+    return safetensors.torch.save(weights, metadata or None) if ranks.is_first else b""
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """Returns the network in a ``DistributedDataParallel``, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _place(value: Tensor, parameter: int | None) -> Any:
+    """Returns what all names of one tensor have in common: the same on all ranks, where it is a shard."""
+    is_here = not hasattr(value, "full_tensor") and value.layout is torch.strided and value.numel() > 0
+    if is_here:
+        return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+    return object() if parameter is None else parameter
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Test scores of a training by name, and those of the same model trained without privacy."""
+
+    private: Mapping[str, float] = field(default_factory=dict)
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    num_test_examples: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the scores as entries of ``results.json``."""
+        return {
+            **({} if self.num_test_examples is None else {"num_test_examples": self.num_test_examples}),
+            "scores": _in_json(self.private),
+            "baseline_scores": _in_json(self.baseline),
+        }
+
+
+class RunFiles:
+    """The run folder of a training in a loop of one's own, and the losses for its metrics.
+
+    Every rank has one, and the first rank alone reads and writes files.
+
+    Args:
+        path: the folder; None on ranks that do not write.
+        settings: those of the training.
+        ranks: processes of the training.
+    """
+
+    def __init__(self, path: Path | str | None, settings: TrainingSettings, ranks: Ranks):
+        self.folder = None if path is None else RunFolder(Path(path))
+        n = settings.num_units
+        self.delta = settings.delta or _delta_for(n)
+        self._settings, self._ranks = settings, ranks
+        self.log = LossLog(settings.num_steps, settings.num_steps * settings.expected_batch_size / n)
+        self.is_written = self.folder is not None and self.folder.results.exists()  # and no release made since
+        self._settings_to_write: Mapping[str, Any] | None = None
+        self._start, self._seconds = time.monotonic(), 0.0  # when the training began; to compute epsilon
+        self._data: dict[str, Any] | None = None  # fingerprint of the data
+        self._drawn = 0  # examples of the step in progress
+        self._sums: Tensor | None = None  # and the number of finite losses with their sum; secret
+        self._since_row: Tensor | None = None  # the same of the steps since they were read last
+
+    # The start
+
+    def begin(self, written: Mapping[str, Any], num_released: int) -> None:
+        """Writes ``settings.json``; a folder with releases of a training with other settings is refused.
+
+        In a folder with releases it is written at the next one: the old file belongs to what was written before.
+        """
+        assert self.folder is not None
+        self._settings_to_write = written
+        if num_released and self.folder.settings.exists():
+            found, ours = self.folder.read_own_settings()["fixed"], written["fixed"]
+            differing = [name for name in {**ours, **found} if found.get(name, ...) != ours.get(name, ...)]
+            if differing:
+                listed = "; ".join(
+                    f"{name}: {_short(ours, name)} here, {_short(found, name)} there" for name in differing
+                )
+                raise Refused(
+                    f"{WHERE}: run_folder={str(self.folder.path)!r} has {num_released} releases of a training with "
+                    f"other settings ({listed}). Resume it with the settings it began with, or name another folder."
+                )
+        else:
+            self._write_settings()
+
+    def before_new_release(self) -> None:
+        """Makes the folder one of an unfinished training again."""
+        if self.is_written and self.folder is not None:
+            self.folder.results.unlink(missing_ok=True)
+        self.is_written = False
+        self._write_settings()
+
+    def _write_settings(self) -> None:
+        if self.folder is not None and self._settings_to_write is not None:
+            self.folder.write_json(self.folder.settings, dict(self._settings_to_write))
+            self._settings_to_write = None
+
+    # The losses
+
+    def begin_step(self) -> None:
+        """Forgets the losses of a step that was not made."""
+        self._drawn, self._sums = 0, None
+
+    def note(self, losses: Tensor) -> None:
+        """Takes the losses of a (micro)batch: of the batch itself, not of a rehearsal or a stand-in."""
+        losses = losses.detach().double()
+        finite = losses.isfinite()
+        sums = torch.stack([finite.sum().double(), torch.where(finite, losses, 0).sum()])
+        self._drawn += losses.numel()
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def after_step(self, step: int) -> bool:
+        """Counts the losses of the step that was made; True if a row is due."""
+        if self._sums is not None:
+            self._since_row = self._sums if self._since_row is None else self._since_row + self._sums
+        self.log.add(self._drawn, 0.0, 0.0)
+        self.begin_step()
+        return self.log.is_due(step)
+
+    def read_losses(self) -> LossLog:
+        """Returns the log with all losses of this rank so far; it waits for a GPU."""
+        if self._since_row is not None:
+            count, total = self._since_row.tolist()
+            self.log.add(0, count, total)
+            self._since_row = None
+        return self.log
+
+    def sum_ranks(self) -> None:
+        """Adds up the losses since the last row over all ranks, which call it together; the first one keeps them."""
+        log = self.read_losses()
+        if self._ranks.size == 1:
+            return
+        sums = torch.tensor([log.num_drawn, log.num_examples, log.loss_sum], dtype=torch.float64, device="cpu")
+        self._ranks.sum_in_place(sums)
+        log.num_drawn, log.num_examples, log.loss_sum = 0, 0.0, 0.0
+        if self._ranks.is_first:
+            drawn, count, total = sums.tolist()
+            log.add(int(drawn), count, total)
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on with the losses in a state; without any, which older ones are, from here on."""
+        self._since_row = None
+        self.begin_step()
+        nothing = {"num_drawn": 0, "num_examples": 0.0, "loss_sum": 0.0}
+        self.log.load_state_dict({"rows": [], **nothing, **(state or {})})
+        if not self._ranks.is_first:  # it has the sums
+            self.log.load_state_dict({**self.log.state_dict(), **nothing})
+
+    # The end
+
+    def end_epoch(self, step: int, profile: Callable[[], privacy.Profile]) -> None:
+        """Adds a row with the losses since the last one and the epsilon so far, on the first rank.
+
+        Where epsilon takes long (thousands of different steps), most rows have none, so that it takes a twentieth of
+        the time of the training at most; the last one has it.
+        """
+        start = time.monotonic()
+        is_cheap = self._seconds < FREE_SECONDS + SHARE_OF_TIME * (start - self._start)
+        self.log.end_epoch(step, *(self._epsilon(profile()) if is_cheap else ()))
+        self._seconds += time.monotonic() - start
+
+    def rows(self, step: int, profile: privacy.Profile) -> list[Metrics]:
+        """Returns the rows so far, with one that ends at this step and has its epsilon."""
+        rows, epsilon = list(self.log.rows), self._epsilon(profile)
+        if not rows or rows[-1].step < step:
+            return [*rows, self.log.row(step, *epsilon)]
+        return [*rows[:-1], replace(rows[-1], epsilon_low=epsilon[0], epsilon_high=epsilon[1])]
+
+    def _epsilon(self, profile: privacy.Profile) -> tuple[float, float]:
+        """Returns the certified interval at the delta of the run folder."""
+        low, high = profile.epsilon(self.delta)
+        return float(low), float(high)
+
+    def data(self, dataset: Dataset) -> dict[str, Any]:
+        """Returns the fingerprint of the data under the folder's key."""
+        assert self.folder is not None
+        if self._data is None:
+            self._data = fingerprint_in(self.folder, dataset, self._settings)
+        return self._data
+
+    def write(
+        self,
+        step: int,
+        weights: bytes,
+        statement: Callable[[], Mapping[str, Any]],
+        releases: Releases,
+        profile: privacy.Profile,
+        model: nn.Module,
+        scores: Scores,
+    ) -> None:
+        """Writes everything but settings and ledger, on the first rank."""
+        folder, rows = self.folder, self.rows(step, profile)
+        assert folder is not None
+
+        def results() -> dict[str, Any]:
+            return {
+                "model": name_of(model),
+                **({"ranks": self._ranks.size} if self._ranks.size > 1 else {}),
+                **self._settings.public_size(),
+                **scores.as_json(),
+                "num_steps": self._settings.num_steps,
+                "num_steps_made": step,
+                "diverged": has_diverged(rows) or not all(map(math.isfinite, scores.private.values())),
+                "privacy": summarize(releases, self.delta).as_json(),
+            }
+
+        folder.results.unlink(missing_ok=True)  # the files belong together: until all are there, the run is unfinished
+        self.is_written = False
+        self._write_settings()
+        folder.write_metrics(rows)
+        write_results(folder, weights, statement, results)
+        self.is_written = True
+
+
+def fingerprint_in(folder: RunFolder, dataset: Any, settings: TrainingSettings) -> dict[str, Any]:
+    """Returns the fingerprint of a data set under the folder's key, which is made if there is none."""
+    path = folder.fingerprint_key
+    if path.exists():
+        key = read_key(path)
+    else:
+        key = new_key()
+        folder.write_fingerprint_key(key)
+    if settings.owners is None:
+        return fingerprint(dataset, key)
+    found = fingerprint(dataset, key, min(settings.num_units, MOST_ITEMS))
+    del found["num_examples"]  # it is private, and the number of owners is not
+    return found
+
+
+def open_files(run_folder: Path | str | RunFolder | None) -> Path | None:
+    """Returns the folder to write files to; refuses one that holds another kind of run, or other files in their place.
+
+    None for a `RunFolder`: whoever made it writes its files, and the training has the ledger in it.
+    """
+    if run_folder is None or isinstance(run_folder, RunFolder):
+        return None
+    folder = RunFolder(Path(run_folder))
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ValueError(f"{WHERE}: run_folder={str(run_folder)!r} is not a folder. Name a new one for this training.")
+    is_own = False
+    if folder.settings.is_file():
+        try:
+            is_own = bool(folder.read_own_settings())
+        except ValueError:
+            is_own = False
+    if not is_own and folder.settings.exists():
+        raise Refused(
+            f"{WHERE}: run_folder={str(run_folder)!r} has a settings.json that no training in a loop of your own has "
+            f"written: it is that of torch-privacy train or reproduce, of another program, or damaged. {OTHER_FILES}"
+        )
+    if not folder.ledger.exists():
+        ours = (folder.metrics, folder.model, folder.privacy, folder.results, folder.report)
+        if there := [path.name for path in ours if path.exists()]:
+            raise Refused(
+                f"{WHERE}: run_folder={str(run_folder)!r} has no ledger, but {', '.join(there)}, which would be "
+                f"overwritten. {OTHER_FILES}"
+            )
+    return folder.path
+
+
+def settings_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any,
+    dataset: Dataset,
+    trained: Mapping[str, Tensor],
+    settings: TrainingSettings,
+    fixed: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the content of ``settings.json``; ``fixed`` is what a resumed training must share."""
+    groups = [
+        ", ".join(f"{key}={plain(value)!r}" for key, value in group.items() if key != "params")
+        for group in optimizer.param_groups
+    ]
+    numbers = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    for name in ("noise_schedule", "clip_schedule"):  # in full, a schedule is as long as the training
+        if numbers[name] is not None:
+            numbers[name] = ", ".join(f"{which} {value:.4g}" for which, value in summary_of(numbers[name]).items())
+    prior = numbers.pop("prior_releases")
+    if not numbers["num_canaries"]:
+        del numbers["num_canaries"]
+    if settings.owners is not None:  # whoever resumes has the state, which is secret and holds both
+        numbers |= {"num_examples": None, "num_owners": settings.num_units, "owners": settings.owners.in_words}
+        public = {"num_owners": settings.num_units, "per_owner": settings.owners.per_owner}
+        fixed = {**fixed, "num_examples": None, "owners": None, **public, "owner_name": settings.owners.name}
+    written = {
+        "model": name_of(without_wrapper(model)),
+        "num_trained_parameters": sum(p.numel() for p in trained.values()),
+        "optimizer": name_of(optimizer),
+        "optimizer_settings": "; ".join(groups)[:LONGEST_SETTING],
+        **({} if scheduler is None else {"scheduler": name_of(scheduler)}),
+        "dataset": name_of(dataset),
+        **{name: _setting(value) for name, value in numbers.items()},
+        **({"prior_releases": "; ".join(repr(release.event) for release in prior)[:LONGEST_SETTING]} if prior else {}),
+        "fixed": fixed,
+    }
+    return json.loads(json.dumps(written))  # tuples become lists, as in the file
+
+
+def name_of(thing: object) -> str:
+    """Returns the name of an object's class, without what ``fully_shard`` adds to it."""
+    return type(thing).__name__.removeprefix("FSDP")[:LONGEST_NAME]
+
+
+def checked_scores(name: str, scores: Mapping[str, Any] | None) -> dict[str, float]:
+    """Returns scores as plain numbers by name.
+
+    Raises:
+        ValueError: something else was given.
+    """
+    found = {}
+    for key, value in (scores or {}).items():
+        value = plain_number(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_named = isinstance(key, str) and 0 < len(key) <= LONGEST_NAME
+        if not (is_named and is_number) or LARGEST_SCORE < abs(value) < math.inf:
+            raise ValueError(
+                f"{WHERE}.write_run: {name} has {key!r:.100}: {value!r:.100}; must be numbers by name, such as "
+                '{"accuracy": 0.84}.'
+            )
+        found[key] = float(value)
+    return found
+
+
+def check_alike(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    """Refuses a model without the trained parameters, by name and shape."""
+    inner = without_wrapper(model)
+    there = dict(inner.named_parameters(remove_duplicate=False))
+    differing = [name for name, p in trained.items() if name not in there or there[name].shape != p.shape]
+    if differing:
+        raise ValueError(
+            f"{WHERE}.write_run: model={type(inner).__name__} has no {quoted(differing, at_most=5)} of the shape that "
+            "was trained. Pass the trained model or its moving average, average.model."
+        )
+
+
+def _delta_for(num_examples: int) -> float:
+    """Returns the delta to report at if none was given: 1/(10 n), with two digits, rounded down."""
+    delta = 1 / (10 * num_examples)
+    scale = 10.0 ** (1 - math.floor(math.log10(delta)))
+    return min(float(f"{math.floor(delta * scale) / scale:.2g}"), delta)
+
+
+def _in_json(scores: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+
+
+def _setting(value: Any) -> Any:
+    """Returns a setting as JSON can hold it."""
+    if isinstance(value, tuple):  # a schedule
+        value = ", ".join(f"{name} {factor:g}" for name, factor in summary_of(value).items())
+    value = plain(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value[:LONGEST_SETTING] if isinstance(value, str) else value
+
+
+def _short(settings: Mapping[str, Any], name: str) -> str:
+    return f"{settings[name]!r:.200}" if name in settings else "nothing"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides what may differ from step to step: schedules of noise and clip norm, and the events that they plan."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from .. import privacy
+from ..support.validate import plain_number, positive
+
+WHERE = "PrivateTraining"
+Schedule = Callable[[int], float] | Sequence[float] | Tensor  # (num_steps,)
+
+
+def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: int, batch_size: float) -> int:
+    """Returns the number of steps: the one given, or the smallest with ``epochs * n`` examples drawn on average.
+
+    Raises:
+        ValueError: both or none are given, or ``epochs`` is not a finite number above 0.
+    """
+    if (num_steps is None) == (epochs is None):
+        raise ValueError(f"{WHERE}: num_steps={num_steps!r} and epochs={epochs!r}: give exactly one of the two.")
+    if num_steps is not None or epochs is None:
+        return num_steps  # pyright: ignore[reportReturnType]  # checked above
+    passes, mean_size = plain_number(epochs), plain_number(batch_size)
+    positive(WHERE, epochs=passes, expected_batch_size=mean_size)
+    exact = Fraction(passes) * num_examples / Fraction(mean_size)
+    return max(1, math.ceil(exact * (1 - Fraction(1, 10**9))))  # 20 steps also where n/B is rounded up to 20 + 4e-15
+
+
+def factors_of(name: str, schedule: Schedule | None, num_steps: int) -> tuple[float, ...] | None:
+    """Returns the factor of every step, (num_steps,), from a function of the step or from numbers.
+
+    They are computed once, before the first batch, so that they cannot follow the data.
+
+    Raises:
+        ValueError: another number of factors, or one that is not finite and above 0.
+    """
+    if schedule is None:
+        return None
+    listed: Any = map(schedule, range(num_steps)) if callable(schedule) else schedule
+    if isinstance(listed, (str, bytes)) or not hasattr(listed, "__iter__"):
+        raise ValueError(
+            f"{WHERE}: {name}={schedule!r} must be a function of the step, or {num_steps} numbers, one for each."
+        )
+    factors = tuple(plain_number(factor) for factor in listed)
+    if len(factors) != num_steps:
+        raise ValueError(f"{WHERE}: {name} has {len(factors)} factors for {num_steps} steps: give one for each.")
+    for step, factor in enumerate(factors):
+        positive(WHERE, **{f"{name}[{step}]": factor})
+    return tuple(map(float, factors))
+
+
+class Plan:
+    """Holds the event of every planned step.
+
+    Args:
+        releases: events in the order of the steps, each with the number of steps that it is for.
+    """
+
+    def __init__(self, releases: Iterable[tuple[privacy.Event, int]]):
+        runs = groupby(releases, key=lambda release: release[0])
+        self.releases = [(event, sum(count for _, count in same)) for event, same in runs]
+        self._ends = [*accumulate(count for _, count in self.releases)]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def is_constant(self) -> bool:
+        """True if all steps have one event."""
+        return len(self.releases) == 1
+
+    def at(self, step: int) -> privacy.Event:
+        """Returns the event of a step; after the last one, that of the last."""
+        return self.releases[min(bisect_right(self._ends, step), len(self.releases) - 1)][0]
+
+    def between(self, start: int, end: int) -> list[tuple[privacy.Event, int]]:
+        """Returns the releases of the steps from ``start`` up to ``end``, without ``end``."""
+        bounds = [0, *self._ends]
+        counts = [min(high, end) - max(low, start) for low, high in pairwise(bounds)]
+        return [(event, count) for (event, _), count in zip(self.releases, counts, strict=True) if count > 0]
