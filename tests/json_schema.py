@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates data against a JSON schema with the keywords that our schema uses; refuses other keywords."""
 
+import re
 from typing import Any
 
 TYPES = {
@@ -10,7 +11,7 @@ TYPES = {
     "boolean": bool,
     "null": type(None),
 }
-ANNOTATIONS = {"$schema", "$id", "title", "description", "then"}
+ANNOTATIONS = {"$schema", "$id", "title", "description", "then", "maxLength"}
 
 
 def _is(kind: str, value: Any) -> bool:
@@ -32,6 +33,8 @@ RULES = {  # keyword -> function that is true if a value satisfies it
     "maximum": lambda rule, value: not _number(value) or value <= rule,
     "exclusiveMinimum": lambda rule, value: not _number(value) or value > rule,
     "exclusiveMaximum": lambda rule, value: not _number(value) or value < rule,
+    "pattern": lambda rule, value: not isinstance(value, str) or re.search(rule, value) is not None,
+    "oneOf": lambda rule, value: sum(not violations(one, value) for one in rule) == 1,
     "required": lambda rule, value: not isinstance(value, dict) or set(rule) <= set(value),
 }
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
-from html.parser import HTMLParser
 
 import pytest
+from run_folders import EVENTS, ROWS, Links, write_run
 
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import compose_steps, equal_releases, privacy_lines, summarize
@@ -10,64 +10,6 @@ from torch_privacy.report import style, training_plots
 from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Measure, Metrics
-
-EVENTS = 1.1, 0.01, 100
-ROWS = [
-    Metrics("private", 1.0, 50, 0.6, 0.7, 0.71, 0.9, 1.0),
-    Metrics("private", 2.0, 100, 0.5, 0.8, 0.81, 1.2, 1.3),
-    Metrics("non-private", 1.0, 50, 0.4, 0.85, 0.84),
-    Metrics("non-private", 2.0, 100, 0.3, 0.9, 0.86),
-]
-
-STATEMENT = {
-    **{name: "" for name in ("sampler", "unit", "noise")},
-    **{name: 1 for name in ("num_examples", "expected_batch_size", "sampling_probability", "num_steps_planned")},
-    "format": 2,
-    "private": True,
-    "neighboring_relation": "add_or_remove_one",
-    "clipping": {"rule": "Flat"},
-    "sensitivity": 1.0,
-    "noise_multiplier": 1.1,
-    "target_epsilon": None,
-    "delta": 1e-5,
-    "epsilon": None,
-    "releases": [],
-    "treated_as_public": [],
-    "not_covered": ["what <nobody> promised"],
-    "versions": dict.fromkeys(("torch_privacy", "torch", "numpy", "python"), "0"),
-}
-
-
-class Links(HTMLParser):
-    """Collects every address that a browser would fetch or follow, and the text."""
-
-    def __init__(self):
-        super().__init__()
-        self.addresses, self.tags, self.text = [], set(), ""
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def write_run(folder, **statement):
-    results = {
-        "experiment": "<tiny>",
-        "num_examples": 1000,
-        "num_test_examples": 100,
-        "score": {"name": "accuracy", "percent": True},
-        "test_score": 0.81,
-        "baseline_test_score": 0.86,
-        "privacy": summarize(equal_releases(*EVENTS), 1e-5).as_json(),
-    }
-    folder.write_json(folder.results, results)
-    folder.write_json(folder.privacy, {**STATEMENT, **statement})
-    folder.write_json(folder.settings, {"experiment": "<tiny>", "target_epsilon": None, "baseline": True})
-    folder.write_metrics(ROWS)
-    return folder
 
 
 @pytest.fixture(scope="module")

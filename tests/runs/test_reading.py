@@ -108,7 +108,7 @@ def test_violations_are_told_in_words(value, words):
 
 def test_every_keyword_of_the_published_schema_is_known():
     assert violation(statement_schema(), {}).startswith("has no 'format'")
-    assert violation({**statement_schema(), "required": []}, {"private": True}) == ""
+    assert violation({**statement_schema(), "required": []}, {"private": True, "num_examples": 1}) == ""
 
 
 def test_changed_files_of_a_finished_run_are_refused(tmp_path):

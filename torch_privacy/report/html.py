@@ -5,6 +5,7 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import zip_longest
 from string import Template
 
 WIDE = 500  # points; wider figures take the page's whole width
@@ -34,6 +35,11 @@ PAGE = Template("""\
   .plots, .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
                    gap: 1.5rem 2rem; }
   figure { margin: 0; }
+  figcaption { font-size: .85rem; color: var(--second); max-width: 40rem; }
+  ul { padding-left: 1.25rem; }
+  li { margin: .15rem 0; overflow-wrap: anywhere; }
+  .rates { max-width: 34rem; }
+  .rates th { width: auto; }
   .plots svg { width: 100%; max-width: 40rem; height: auto; }
   .plots svg text { font-family: system-ui, sans-serif !important; }
   table { border-collapse: collapse; width: 100%; }
@@ -48,6 +54,23 @@ PAGE = Template("""\
   .many tr.paper td { color: var(--faint); }
   figure.wide { grid-column: 1 / -1; }
   .cards img { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }
+  @page { size: A4; margin: 18mm 16mm; }
+  @media print {
+    :root { color-scheme: light; --paper: #ffffff; --ink: #000000; --faint: #6b7480; --rule: #b9c0c9;
+            --first: #00548a; --second: #983d00; --third: #005f46;
+            --fourth: #6f3c80; --fifth: #544700; --sixth: #820022; }
+    body { max-width: none; padding: 0; font-size: 10pt; line-height: 1.4; }
+    h1 { font-size: 16pt; } h2 { font-size: 12pt; margin-top: 1.2rem; } .big b { font-size: 20pt; }
+    h1, h2 { break-after: avoid; }
+    figure, tr, li, .big, .warning { break-inside: avoid; }
+    p, li { orphans: 3; widows: 3; }
+    .plots, .cards { display: block; font-size: 0; }
+    .plots figure, .cards figure { display: inline-block; width: 48%; margin: 0 1% 1rem 0; vertical-align: top; }
+    figure.wide { width: 100%; }
+    figcaption { font-size: 8pt; }
+    .plots svg { max-width: 100%; }
+    .scroll { overflow: visible; } .many { font-size: 8pt; } .many td { white-space: normal; }
+    a { color: inherit; text-decoration: underline; } a[href^="http"]::after { content: " (" attr(href) ")"; } }
 </style>
 <h1>$title</h1>
 $body
@@ -61,14 +84,22 @@ def page(title: str, body: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # a name of a folder may hold bytes that are no text
 
 
-def figures(drawn: Iterable[str], kind: str = "plots") -> str:
+def figures(drawn: Iterable[str], kind: str = "plots", captions: Sequence[str] = ()) -> str:
     """Arranges SVG drawings side by side: our ``plots`` in the page's colors, or files as ``cards`` on white.
 
-    Files may be anyone's. They are embedded as images, in which no script runs and nothing is fetched.
+    Files may be anyone's. They are embedded as images, in which no script runs and nothing is fetched. The first
+    drawings get the captions.
     """
     shown = ((svg, _image(svg) if kind == "cards" else svg) for svg in drawn)
-    body = "".join(f"<figure{' class=wide' * _is_wide(svg)}>{element}</figure>" for svg, element in shown)
+    body = "".join(
+        f"<figure{' class=wide' * _is_wide(svg)}>{element}{_caption(caption)}</figure>"
+        for (svg, element), caption in zip_longest(shown, captions, fillvalue="")
+    )
     return f'<div class="{kind}">{body}</div>'
+
+
+def _caption(text: str) -> str:
+    return f"<figcaption>{escape(text)}</figcaption>" if text else ""
 
 
 def _image(svg: str) -> str:
@@ -85,6 +116,16 @@ def pairs(lines: Iterable[tuple[str, str]]) -> str:
     """Returns a table of names and values."""
     body = "".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
     return f'<table class="pairs">{body}</table>'
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """Returns texts as paragraphs."""
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
+
+
+def items(texts: Iterable[str]) -> str:
+    """Returns texts as a list."""
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
 
 
 def table(headings: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:

@@ -11,10 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy.privacy import NeighboringRelation
 from torch_privacy.privacy.rounding import round_down, round_up
-from torch_privacy.privacy.summary import FALSE_POSITIVES, Summary, privacy_lines
-from torch_privacy.report import audit, html, training_plots
+from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
+from torch_privacy.report import audit, html, training_plots, words
 from torch_privacy.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder
 
 LARGEST_DRAWING = 2**24  # bytes
+MOST_HEADLINES = 3  # scores shown large
 
 
 def render(folders: Sequence[RunFolder]) -> str:
@@ -111,11 +111,12 @@ def _comparison(trainings: Sequence[Training]) -> str:
     """Renders several trainings in the same plots, and their numbers."""
     lines = []
     for run in trainings:
-        baseline = run.results["baseline_test_score"]
+        without = [score.measure.text(score.baseline) for score in run.scores if score.has_baseline]
         cells = (
             run.name,
-            f"{run.measure.name} {run.measure.text(run.results['test_score'])}",
-            table.MISSING if baseline is None else run.measure.text(baseline),
+            ", ".join(f"{score.measure.name} {score.measure.text(score.value)}" for score in run.scores)
+            or table.MISSING,
+            ", ".join(without) or table.MISSING,
             f"{round_up(run.summary.epsilon_high)} at {run.summary.delta:g}",
             f"{round_up(100 * run.summary.true_positive_rate_high, 1)} %",
         )
@@ -128,56 +129,72 @@ def _comparison(trainings: Sequence[Training]) -> str:
 
 
 def _page_of_training(folder: RunFolder) -> str:
-    """Renders one training in full: results, metrics, settings and privacy statement."""
+    """Renders one training in full: results, what they mean, metrics, settings and privacy statement."""
     run = Training.read(folder)
     results, summary = run.results, run.summary
     digests = results.get("files", NO_DIGESTS)
-    statement, settings = folder.read_statement(digests), folder.read_settings(digests)
+    settings = folder.read_own_settings(digests) if run.is_own else folder.read_settings(digests)
+    measure = run.measure
     plots = (
-        training_plots.score_plot(run.rows, run.measure),
+        training_plots.loss_plot(run.rows) if measure is None else training_plots.score_plot(run.rows, measure),
         training_plots.epsilon_plot(run.rows, summary.delta),
         training_plots.tradeoff_plot(run.profile, summary),
         training_plots.profile_plot(run.profile, summary),
     )
-    shown = [(name.replace("_", " "), _plain(value)) for name, value in settings.items() if value is not None]
+    shown = [
+        (name.replace("_", " "), _plain(value))
+        for name, value in settings.items()
+        if value is not None and not isinstance(value, dict)
+    ]
+    ended = words.how_it_ended(run)
     body = (
         f'<p class="warning">{escape(run.warning)}</p>' if run.warning else "",
         f'<div class="big">{_headline(run)}</div>',
-        f"<p>{escape(_words(results, summary))}</p>",
-        html.figures(plots),
+        f"<p>{escape(ended)}</p>" if ended else "",
+        words.for_one_person(run),
+        words.not_protected(run),
+        "<h2>The course of the training</h2>",
+        html.figures(plots, captions=(words.LOSSES_ARE_EXACT,) if run.is_own else ()),
         "<h2>In numbers</h2>",
-        html.pairs(table.score_lines(results) + privacy_lines(summary)),
+        html.pairs(_score_lines(run) + privacy_lines(summary)),
         "" if (audited := folder.read_audit()) is None else audit.section(audited),
         "<h2>Settings</h2>",
         html.pairs(shown),
-        "<h2>What epsilon does not cover</h2>",
-        "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in statement["not_covered"]) + "</ul>",
+        "<h2>The privacy statement</h2>",
+        html.pairs(words.statement_lines(run)),
     )
     kind = f"Training, {NOT_PRIVATE}" if run.warning else "Private training"
-    return html.page(f"{kind}: {results['experiment']}", "\n".join(body))
+    name = folder.path.absolute().name if run.is_own else results["experiment"]
+    return html.page(f"{kind}: {name}", "\n".join(body))
+
+
+def _score_lines(run: Training) -> list[tuple[str, str]]:
+    """Returns the scores as lines of a table."""
+    if not run.is_own:
+        return table.score_lines(run.results)
+    count = run.results.get("num_test_examples")
+    of = "" if count is None else f" of {count:,} held-out examples"
+    lines = []
+    for score in run.scores:
+        digits = 2 if score.measure.percent else 4
+        lines.append((f"test {score.measure.name}, private", score.measure.text(score.value, digits) + of))
+        if score.has_baseline:
+            name = f"test {score.measure.name}, same network, not private"
+            lines.append((name, score.measure.text(score.baseline, digits)))
+    if run.results["diverged"]:
+        lines.append(("DIVERGED", "a loss or score is not a finite number; try a smaller learning rate"))
+    return lines
 
 
 def _headline(run: Training) -> str:
-    """Renders the score and epsilon, large."""
+    """Renders the scores and epsilon, large."""
     summary = run.summary
     bracket = f"certified to lie in [{round_down(summary.epsilon_low)}, {round_up(summary.epsilon_high)}]"
     figures = [
-        (run.measure.text(run.results["test_score"]), f"test {run.measure.name}"),
+        *((score.measure.text(score.value), f"test {score.measure.name}") for score in run.scores[:MOST_HEADLINES]),
         (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {summary.delta:g}; {bracket}"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)
-
-
-def _words(results: dict[str, Any], summary: Summary) -> str:
-    """Explains the guarantee in words, for readers who do not know epsilon."""
-    examples, power = results["num_examples"], round_up(100 * summary.true_positive_rate_high, 1)
-    relation = NeighboringRelation(results["privacy"]["neighboring_relation"]).in_words
-    words = (
-        f"The model was trained on {examples:,} examples. Suppose somebody knows all of them but one, sees the "
-        f"finished model, and tries to find out whether that one was used ({relation}). If false alarms may happen in "
-        f"{FALSE_POSITIVES} of the cases, no method recognizes more than {power} % of those who were used."
-    )
-    return words.replace(" %", "\u00a0%")  # a number and its unit stay together
 
 
 def _plain(value: Any) -> str:

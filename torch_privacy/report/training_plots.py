@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -40,19 +41,25 @@ ALPHAS = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, 40), np.linspace(0.06, 
 DELTAS = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments accountant is slow
 FIRST, SECOND, THIRD = PAGE_COLORS[:3]
 NOT_PRIVATE = "NOT PRIVATE"
+SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+ITEM = "one item of the dataset"
 
 
 @dataclass(frozen=True)
 class Training:
-    """A finished training, as stored in its run folder."""
+    """A finished training, as stored in its run folder: one of an experiment, or one in a loop of the user's own.
+
+    Only the trainings of experiments have a test score after each epoch.
+    """
 
     name: str
     results: dict[str, Any]
-    measure: Measure
+    measure: Measure | None  # of the test score after each epoch; None in a loop of one's own
     rows: list[Metrics]
     summary: Summary
     profile: privacy.Profile
-    warning: str  # NOT PRIVATE and the reason; empty for a private training
+    statement: dict[str, Any]
+    scores: list[Score]  # on test data, after training
 
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
@@ -68,10 +75,64 @@ class Training:
             reason = str(error).rstrip(".")
             raise ValueError(f"{folder.results}: states releases that cannot be priced ({reason}).") from None
         digests = results.get("files", NO_DIGESTS)
-        rows, measure = folder.read_metrics(digests), Measure(**results["score"])
-        warning = folder.read_statement(digests).get("warning") or ""
-        name = (name or folder.path.name) + (f", {NOT_PRIVATE}" if warning else "")
-        return cls(name, results, measure, rows, summary, privacy.compose(releases), warning)
+        measure = Measure(**results["score"]) if "score" in results else None
+        rows, statement = folder.read_metrics(digests), folder.read_statement(digests)
+        if measure is not None and any(row.test_score is None or row.loss is None for row in rows):
+            raise ValueError(f"{folder.metrics}: a line has no loss or no test score; the file is damaged.")
+        name = (name or folder.path.absolute().name) + (f", {NOT_PRIVATE}" if statement.get("warning") else "")
+        profile = privacy.compose(releases)
+        return cls(name, results, measure, rows, summary, profile, statement, scores_of(results))
+
+    @property
+    def warning(self) -> str:
+        """Returns NOT PRIVATE and the reason; empty for a private training."""
+        return self.statement.get("warning") or ""
+
+    @property
+    def is_own(self) -> bool:
+        """True if the training ran in a loop of the user's own."""
+        return self.measure is None
+
+    @property
+    def unit(self) -> str:
+        """Returns what one protected unit is, in words."""
+        if "owner" in self.statement:
+            return f"one {self.statement['owner']}"
+        unit = self.statement["unit"].strip().rstrip(".")
+        return unit if unit and unit != ITEM else "one example"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A test score of the private training, and that of the same network trained without privacy."""
+
+    measure: Measure
+    value: float | None  # None if it is not finite
+    baseline: float | None = None
+    has_baseline: bool = False
+
+
+def scores_of(results: dict[str, Any]) -> list[Score]:
+    """Returns the test scores in a ``results.json``."""
+    if "score" in results:
+        baseline = results["baseline_test_score"]
+        return [Score(Measure(**results["score"]), results["test_score"], baseline, baseline is not None)]
+    scores, baselines = results["scores"], results["baseline_scores"]
+    return [
+        Score(measure_of(name, [scores.get(name), baselines.get(name)]), value, baselines.get(name), name in baselines)
+        for name, value in scores.items()
+    ]
+
+
+def measure_of(name: str, values: Sequence[float | None]) -> Measure:
+    """Returns how to show scores by this name; accuracies between 0 and 1 are shown in percent.
+
+    Example:
+        >>> measure_of("eval_accuracy", [0.84]).text(0.84), measure_of("loss", [0.41]).text(0.41)
+        ('84.0 %', '0.410')
+    """
+    is_share = re.search("accuracy|^acc$|_acc$", name.lower()) is not None
+    return Measure(name, percent=is_share and all(0 <= value <= 1 for value in values if value is not None))
 
 
 def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
@@ -86,6 +147,44 @@ def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
     return as_svg(figure)
 
 
+def loss_axes() -> tuple[Figure, Axes]:
+    """Returns the axes of the training loss over epochs."""
+    figure, axes = new_axes("Training loss (not private)", "epoch", "mean loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def loss_plot(rows: Sequence[Metrics]) -> str:
+    """Draws the mean training loss of each epoch; epochs without one, or with one that is not finite, are left out."""
+    figure, axes = loss_axes()
+    draw_losses(axes, rows, color=FIRST)
+    if shown := list(_losses(rows)):
+        falls = len(shown) > 1 and shown[-1][1] < shown[-2][1]
+        shift, align = ((0, -8), "top") if falls else ((0, 8), "bottom")
+        _label(axes, f"{shown[-1][1]:.3g}", shown[-1], shift, FIRST, ha="right", va=align)
+    else:
+        axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color=PAGE_INK)
+    axes.margins(y=0.15)
+    return as_svg(figure)
+
+
+def _losses(rows: Sequence[Metrics]) -> Iterator[Point]:
+    for row in rows:
+        if row.training == "private" and row.loss is not None and np.isfinite(row.loss):
+            yield row.epoch, row.loss
+
+
+def draw_losses(axes: Axes, rows: Sequence[Metrics], **style: Any) -> None:
+    """Draws one training's mean loss of every epoch."""
+    shown = np.array(list(_losses(rows)), float).reshape(-1, 2)
+    axes.plot(*shown.T, **_markers(len(shown)), **style)
+
+
+def _markers(count: int) -> dict[str, Any]:
+    """Returns the style of points on a curve, unless there are too many."""
+    return {"marker": "o", "markersize": 3} if count <= 60 else {}
+
+
 def score_axes(measure: Measure) -> tuple[Figure, Axes]:
     """Returns the axes of a test score over epochs."""
     name = measure.name[0].upper() + measure.name[1:]
@@ -96,18 +195,20 @@ def score_axes(measure: Measure) -> tuple[Figure, Axes]:
 
 def draw_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: Any) -> None:
     """Draws one training's test score after every epoch."""
-    values = [(100 if measure.percent else 1) * row.test_score for row in rows]
+    values = [(100 if measure.percent else 1) * row.test_score for row in rows if row.test_score is not None]
     axes.plot([row.epoch for row in rows], values, marker="o", markersize=3, **style)
 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     """Draws the epsilon spent over epochs, as a certified interval."""
     figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
-    rows = [row for row in rows if row.training == "private"]
+    rows = [row for row in rows if row.training == "private" and row.epsilon_high is not None]
     epochs = [row.epoch for row in rows]
+    if not rows:
+        return as_svg(figure)
     low, high = (np.array([getattr(row, end) for row in rows], float) for end in ("epsilon_low", "epsilon_high"))
     axes.fill_between(epochs, low, high, color=FIRST, alpha=0.25, linewidth=0)
-    axes.plot(epochs, high, color=FIRST, marker="o", markersize=3)
+    axes.plot(epochs, high, color=FIRST, **_markers(len(rows)))
     _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
     axes.set_ylim(0, max(1.15 * max(high[np.isfinite(high)], default=1), SMALLEST_AXIS))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -145,11 +246,17 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
         moments = [privacy.moments(*steps, float(d)) for d in DELTAS]
         axes.plot(DELTAS, moments, color=THIRD, linestyle=":", label="moments accountant")
     axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
-    axes.set_xscale("log")
+    _scale_deltas(axes)
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="y", nbins=6)
     axes.legend(frameon=False, labelcolor="linecolor", loc="lower left", handlelength=2.4)
     return as_svg(figure)
+
+
+def _scale_deltas(axes: Axes) -> None:
+    """Makes the axis of delta logarithmic; its labels are plain text, as formulas take half a second to set."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"10{f'{np.log10(value):.0f}'.translate(SUPERSCRIPTS)}")
 
 
 def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
@@ -163,11 +270,12 @@ def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 def _label_ends(axes: Axes, rows: Sequence[Metrics], measure: Measure) -> None:
     """Labels each curve at its end, the higher one above and the lower one below."""
-    ends = sorted({row.training: row for row in rows}.values(), key=lambda row: row.test_score, reverse=True)
-    for row, (shift, align) in zip(ends, [(8, "bottom"), (-8, "top")], strict=False):
-        color = FIRST if row.training == "private" else SECOND
-        text, value = f"{row.training} {measure.text(row.test_score)}", (100 if measure.percent else 1) * row.test_score
-        _label(axes, text, (row.epoch, value), (0, shift), color, ha="right", va=align)
+    last = {row.training: (row.test_score, row.epoch) for row in rows if row.test_score is not None}
+    ends = sorted(last.items(), key=lambda end: end[1][0], reverse=True)
+    for (training, (score, epoch)), (shift, align) in zip(ends, [(8, "bottom"), (-8, "top")], strict=False):
+        color = FIRST if training == "private" else SECOND
+        text, value = f"{training} {measure.text(score)}", (100 if measure.percent else 1) * score
+        _label(axes, text, (epoch, value), (0, shift), color, ha="right", va=align)
 
 
 def _label(axes: Axes, text: str, point: Point, shift: Point, color: str, **align: Any) -> None:
@@ -189,8 +297,18 @@ def as_svg(figure: Figure) -> str:
 
 
 def overlay_plots(runs: Sequence[Training]) -> Iterator[str]:
-    """Draws several trainings in the same axes, as ``<svg>`` elements; one score plot for each kind of score."""
-    for measure in dict.fromkeys(run.measure for run in runs):
+    """Draws several trainings in the same axes, as ``<svg>`` elements.
+
+    There is one plot for each kind of test score, and one for the losses of trainings without test scores per epoch.
+    """
+    if any(run.is_own for run in runs):
+        figure, axes = loss_axes()
+        for run, style in _styled(runs):
+            if run.is_own:
+                draw_losses(axes, run.rows, **style)
+        _legend(axes, runs)
+        yield as_svg(figure)
+    for measure in dict.fromkeys(run.measure for run in runs if run.measure is not None):
         figure, axes = score_axes(measure)
         for run, style in _styled(runs):
             if run.measure == measure:
@@ -227,7 +345,7 @@ def _overlaid_profiles(runs: Sequence[Training]) -> str:
     figure, axes = new_axes("Epsilon at every delta", "delta", "epsilon")
     for run, style in _styled(runs):
         axes.plot(DELTAS, [run.profile.epsilon_high(float(d)) for d in DELTAS], **style)
-    axes.set_xscale("log")
+    _scale_deltas(axes)
     scale_epsilons(axes)
     return as_svg(figure)
 

@@ -22,12 +22,13 @@ from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_ch
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
 from torch_privacy.support.schema import Schema, violation
+from torch_privacy.support.write_file import PARTIAL, partial_of, write_whole
 
-PARTIAL = ".partial"
 LARGEST_METRICS = 2**25  # bytes
+LARGEST_MODEL = 2**33
 DAMAGED = "the file is damaged. Restore it from a copy, or name another folder."
 NO_TRAINING = "it is no finished training, nor an experiment of reproduce, or it is damaged."
-RUN_WANTED = "Name a folder that train or reproduce has made."
+RUN_WANTED = "Name the folder of a finished training or experiment."
 Digests = Mapping[str, str]  # file name -> SHA-256 of the content, in hexadecimal
 NO_DIGESTS: Digests = {}
 _LOCKED: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()  # by this process
@@ -45,7 +46,10 @@ class RunFolder:
         self.privacy = self.path / "privacy.json"
         self.results = self.path / "results.json"
         self.report = self.path / "report.html"
+        self.schema = self.path / "schema.toml"  # of a training on the user's own table
         self.audit = self.path / "audit" / "audit.json"
+        self.card = self.path / "README.md"
+        self.fingerprint_key = self.path / "fingerprint.key"  # SECRET: with it guesses of the data can be tested
         self.checkpoint = self.path / "checkpoint.pt"  # SECRET: determines all noise, past and future
         self._lock_file = self.path / "lock"  # held by the process that trains here
         self._unlock: Callable[[], object] | None = None
@@ -114,7 +118,7 @@ class RunFolder:
 
     def write_json(self, path: Path, content: dict[str, Any]) -> None:
         """Writes one of the folder's JSON files."""
-        self._write(path, lambda file: file.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode()))
+        write_whole(path, lambda file: file.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode()))
 
     def write_checked(self, path: Path, content: dict[str, Any], *files: Path) -> None:
         """Writes one of the folder's JSON files with a digest of itself and of these other files, all closed."""
@@ -126,10 +130,14 @@ class RunFolder:
         """Reads the settings of a training; raises a ``ValueError`` if the file is damaged."""
         return self._read_json(self.settings, schemas.SETTINGS, digests)
 
+    def read_own_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
+        """Reads the settings of a training in a loop of one's own; raises a ``ValueError`` if the file is damaged."""
+        return self._read_json(self.settings, schemas.OWN_SETTINGS, digests)
+
     def read_request(self) -> dict[str, Any] | None:
         """Reads the settings of an experiment, or returns None if the folder is that of a training."""
         content = self._self_checked(self.settings)
-        if isinstance(content, dict) and "experiment" in content:
+        if isinstance(content, dict) and ("experiment" in content or "fixed" in content):
             return None
         return self._valid(self.settings, schemas.REQUEST, content)
 
@@ -140,14 +148,23 @@ class RunFolder:
     def read_results(self) -> dict[str, Any]:
         """Reads the results of a training, an experiment (``reproduce`` is one of the keys) or a row (``numbers`` is).
 
+        Those of a training in a loop of one's own have the key ``scores``.
+
         Raises:
             ValueError: If the file is damaged, or of none of these.
         """
+        if not self.results.exists() and self.ledger.is_file():
+            raise ValueError(
+                f"{self.path}: this training is unfinished (it has no results.json). Resume it. One in a loop of "
+                "your own writes what there is by training.write_run(), at any time."
+            )
         content = self._self_checked(self.results)
         if isinstance(content, dict) and "reproduce" in content:
             return self._valid(self.results, schemas.EXPERIMENT_RESULTS, content)
         if isinstance(content, dict) and "numbers" in content:
             return self._valid(self.results, schemas.ROW_RESULTS, content)
+        if isinstance(content, dict) and "scores" in content:
+            return self._valid(self.results, schemas.OWN_RESULTS, content)
         return self._valid(self.results, schemas.TRAINING_RESULTS, content, NO_TRAINING)
 
     def read_audit(self) -> dict[str, Any] | None:
@@ -186,10 +203,13 @@ class RunFolder:
         writer = csv.DictWriter(text, [field.name for field in fields(Metrics)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-        self._write(self.metrics, lambda file: file.write(text.getvalue().encode()))
+        write_whole(self.metrics, lambda file: file.write(text.getvalue().encode()))
 
     def read_metrics(self, digests: Digests = NO_DIGESTS) -> list[Metrics]:
-        """Returns the rows of ``metrics.csv``, at least one; raises a ``ValueError`` if the file is damaged."""
+        """Returns the rows of ``metrics.csv``, at least one; raises a ``ValueError`` if the file is damaged.
+
+        Cells of a loss or score may be empty.
+        """
         names = list(schemas.METRICS)
         try:
             text = io.StringIO(_read(self.metrics, LARGEST_METRICS, digests).decode("utf-8"), newline="")
@@ -207,12 +227,12 @@ class RunFolder:
 
     def write_checkpoint(self, save: Callable[[BinaryIO], object]) -> None:
         """Writes the checkpoint with ``save``, readable by its owner only."""
-        self._write(self.checkpoint, save, mode=0o600)
+        write_whole(self.checkpoint, save, mode=0o600)
 
     def delete_checkpoint(self) -> None:
         """Deletes the checkpoint of a complete run, with anything of it that a crash left behind."""
         self.checkpoint.unlink()
-        _partial(self.checkpoint).unlink(missing_ok=True)
+        partial_of(self.checkpoint).unlink(missing_ok=True)
 
     @contextmanager
     def opened_checkpoint(self) -> Iterator[Checkpoint]:
@@ -238,25 +258,34 @@ class RunFolder:
             )
 
     def write_model(self, content: bytes) -> None:
-        """Writes the model in the safetensors format."""
-        self._write(self.model, lambda file: file.write(content))
+        """Writes the model, in the safetensors format."""
+        write_whole(self.model, lambda file: file.write(content))
+
+    def read_model(self, digests: Digests = NO_DIGESTS) -> bytes:
+        """Returns the content of the model's file; raises a ``ValueError`` if it is damaged."""
+        return self._read_own(self.model, LARGEST_MODEL, digests)
+
+    def write_schema(self, text: str) -> None:
+        """Writes the schema of the table that is trained on."""
+        write_whole(self.schema, lambda file: file.write(text.encode()))
+
+    def read_schema(self, digests: Digests = NO_DIGESTS) -> str:
+        """Returns the schema of the table that was trained on; raises a ``ValueError`` if the file is damaged."""
+        return self._read_own(self.schema, LARGEST_JSON, digests).decode("utf-8", "replace")
+
+    def _read_own(self, path: Path, at_most: int, digests: Digests) -> bytes:
+        try:
+            return _read(path, at_most, digests)
+        except ValueError as error:
+            raise ValueError(f"{path}: cannot be read ({error}). {RUN_WANTED}") from None
+
+    def write_fingerprint_key(self, key: bytes) -> None:
+        """Writes the key of the data's fingerprint, readable by its owner only."""
+        write_whole(self.fingerprint_key, lambda file: file.write(key.hex().encode() + b"\n"), mode=0o600)
 
     def write_report(self, page: str) -> None:
         """Writes the report, one self-contained page."""
-        self._write(self.report, lambda file: file.write(page.encode()))
-
-    def _write(self, path: Path, save: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-        """Writes a temporary file, flushes it to disk and renames it: a crash leaves the old file or the new one."""
-        partial = _partial(path)
-        try:
-            partial.unlink(missing_ok=True)
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                save(file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        write_whole(self.report, lambda file: file.write(page.encode()))
 
 
 def _leave_to_parent() -> None:
@@ -269,11 +298,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _partial(path: Path) -> Path:
-    """Returns the name under which a file is written before it is complete."""
-    return path.with_name(path.name + PARTIAL)
 
 
 def _read(path: Path, at_most: int, digests: Digests) -> bytes:

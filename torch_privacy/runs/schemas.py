@@ -14,6 +14,7 @@ TEXTS = {"type": "array", "items": TEXT, "maxItems": 10_000}
 NAME = {"type": "string", "maxLength": 200}
 FLAG = {"type": "boolean"}
 SECONDS = {"type": "number", "minimum": 0, "maximum": 1e10}
+RANKS = {"type": "integer", "minimum": 2, "maximum": 10**6}  # number of processes, if there were several
 DIGEST = {"type": "string", "pattern": "[0-9a-f]{64}"}
 DELTA = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 SEEDS = {
@@ -83,36 +84,71 @@ REQUEST = record(  # the settings of an experiment
     optional=("only", "skip", "format", "check"),
     closed=True,
 )
+OPTION = {"type": ["number", "string", "boolean", "null"]}
+OWN_SETTINGS = record(  # of a training in a loop of one's own
+    {
+        "model": NAME,
+        "num_trained_parameters": COUNT,
+        "optimizer": NAME,
+        "dataset": NAME,
+        # What the releases depend on: a training goes on only with the same.
+        "fixed": {"type": "object", "additionalProperties": {"type": [*OPTION["type"], "array", "object"]}},
+    }
+)
+OWN_SETTINGS["additionalProperties"] = OPTION
+PRIVACY = record(
+    {
+        "neighboring_relation": {"enum": ["add_or_remove_one", "replace_one", "replace_special"]},
+        "sampler": TEXT,
+        "noise_multiplier": NUMBER,
+        "sampling_probability": NUMBER,
+        "num_steps": COUNT,
+        "releases": RELEASES,
+        "delta": DELTA,
+        "epsilon": BOUNDS,
+        "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
+        "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
+        "attacker": record({"false_positive_rate": NUMBER, "true_positive_rate": RATES}, closed=True),
+    },
+    optional=("noise_multiplier", "sampling_probability"),
+    closed=True,
+)
+SCORES = {"type": "object", "additionalProperties": SCORE}
+OWNERS = {"num_owners": {**COUNT, "minimum": 1}, "examples_per_owner": {**COUNT, "minimum": 1}}
+OWN_RESULTS = record(
+    {
+        "model": NAME,
+        "ranks": RANKS,
+        "num_examples": {**COUNT, "minimum": 1},  # with owners that of owners: the number of examples is private
+        **OWNERS,
+        "num_test_examples": COUNT,
+        "num_steps": {**COUNT, "minimum": 1},
+        "num_steps_made": {**COUNT, "minimum": 1},
+        "scores": SCORES,  # on test data, by name; null stands for one that is not finite
+        "baseline_scores": SCORES,
+        "diverged": FLAG,
+        "privacy": PRIVACY,
+        **DIGESTS,
+    },
+    optional=("ranks", *OWNERS, "num_test_examples", "check"),
+    closed=True,
+)
 TRAINING_RESULTS = record(
     {
         "experiment": NAME,
-        "num_examples": {**COUNT, "minimum": 1},
+        "ranks": RANKS,
+        "num_examples": {**COUNT, "minimum": 1},  # with owners that of owners: the number of examples is private
+        **OWNERS,
         "num_test_examples": COUNT,
         "score": MEASURE,
         "test_score": SCORE,
         "baseline_test_score": SCORE,
         "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
-        "privacy": record(
-            {
-                "neighboring_relation": {"enum": ["add_or_remove_one", "replace_one", "replace_special"]},
-                "sampler": TEXT,
-                "noise_multiplier": NUMBER,
-                "sampling_probability": NUMBER,
-                "num_steps": COUNT,
-                "releases": RELEASES,
-                "delta": DELTA,
-                "epsilon": BOUNDS,
-                "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
-                "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
-                "attacker": record({"false_positive_rate": NUMBER, "true_positive_rate": RATES}, closed=True),
-            },
-            optional=("noise_multiplier", "sampling_probability"),
-            closed=True,
-        ),
+        "privacy": PRIVACY,
         "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
         **DIGESTS,
     },
-    optional=("diverged", "seconds", *DIGESTS),
+    optional=("ranks", *OWNERS, "diverged", "seconds", *DIGESTS),
 )
 ROW_NUMBERS = {
     "type": "object",
@@ -170,6 +206,7 @@ EXPERIMENT_RESULTS = record(
         "only": TEXTS,
         "skip": TEXTS,
         "machine": TEXT,
+        "ranks": RANKS,
         "versions": {"type": "object", "additionalProperties": TEXT},
         "columns": {
             "type": "object",
@@ -204,27 +241,45 @@ EXPERIMENT_RESULTS = record(
         "notes": TEXTS,
         **DIGESTS,
     },
-    optional=("deltas", "only", "skip", "versions", *DIGESTS),
+    optional=("deltas", "only", "skip", "ranks", "versions", *DIGESTS),
     closed=True,
 )
 ANY_NUMBER = {"type": "any number", "minimum": -1e30, "maximum": 1e30}  # NaN where a training has diverged
 METRICS = {  # by column of metrics.csv; an empty cell is null
     "training": {"enum": ["private", "non-private"]},
-    "epoch": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6},
+    "epoch": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e12},
     "step": {"type": "integer", "minimum": 1, "maximum": 10**12},
-    "loss": {"type": "any number"},
-    "train_score": ANY_NUMBER,
-    "test_score": ANY_NUMBER,
+    "loss": {"type": ["any number", "null"]},
+    "train_score": {**ANY_NUMBER, "type": ["any number", "null"]},
+    "test_score": {**ANY_NUMBER, "type": ["any number", "null"]},
     "epsilon_low": {"type": ["any number", "null"], "minimum": 0},
     "epsilon_high": {"type": ["any number", "null"], "minimum": 0},
 }
-LOG = record(  # of a training, in its checkpoint
+SCORED = {**METRICS, "loss": {"type": "any number"}, "train_score": ANY_NUMBER, "test_score": ANY_NUMBER}
+LOG = record(  # of a training with test scores, in its checkpoint
     {
         "num_examples": COUNT,
         "loss_sum": {"type": "any number"},
         "score_sum": {"type": "any number"},
         "seconds": SECONDS,
-        "rows": {"type": "array", "maxItems": 2**20, "items": record(METRICS, closed=True)},
+        "rows": {"type": "array", "maxItems": 2**20, "items": record(SCORED, closed=True)},
+    },
+    closed=True,
+)
+IN_JSON = {"type": ["number", "null", "string"], "pattern": "nan|-?inf"}  # JSON has no other numbers
+LOSS_LOG = record(  # of a training in a loop of one's own, in its state
+    {
+        "num_drawn": COUNT,
+        "num_examples": {"type": "number", "minimum": 0, "maximum": 1e12},
+        "loss_sum": {**IN_JSON, "type": ["number", "string"]},
+        "rows": {
+            "type": "array",
+            "maxItems": 2**12,
+            "items": record(
+                METRICS | dict.fromkeys(("loss", "train_score", "test_score", "epsilon_low", "epsilon_high"), IN_JSON),
+                closed=True,
+            ),
+        },
     },
     closed=True,
 )
