@@ -92,7 +92,7 @@ def test_finished_run_has_metrics_for_every_epoch_of_both_trainings(finished):
 def test_finished_run_states_its_privacy(finished):
     statement, results = json.loads(finished.privacy.read_text()), json.loads(finished.results.read_text())
     assert statement["private"] is True
-    assert statement["noise_multiplier"] == 0.55
+    assert statement["target_epsilon"] == 2.0
     assert sum(release["count"] for release in statement["releases"]) == results["privacy"]["num_steps"]
     assert statement["run"]["settings"]["seed"] == 0
     assert statement["run"]["versions"] == {"scipy": scipy.__version__}

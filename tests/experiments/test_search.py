@@ -66,7 +66,9 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     monkeypatch.setattr(search, "rank", None)  # nothing is ranked without noise
     add_to = private_search.Noise.add_to
     monkeypatch.setattr(
-        private_search.Noise, "add_to", lambda self, step, sums, sd: noises.append(sd) or add_to(self, step, sums, sd)
+        private_search.Noise,
+        "add_to",
+        lambda self, step, sums, sd, *rest: noises.append(sd) or add_to(self, step, sums, sd, *rest),
     )
     job = PrivateSearch("adult", [{"learning_rate": 0.1}, {"learning_rate": 0.5}], noise_multiplier=0.8, **LAW, **FEW)
     results = job.run(RunFolder(tmp_path / "run"))

@@ -9,6 +9,7 @@ from torch_privacy.support import validate as _check
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CATALOG}
 SHORT = {"adult": "gdp-adult"}  # short name -> name
+OWN_TABLE = "table"  # the experiment of a file of the user's own
 TRAININGS = (*SHORT, *(name for name, experiment in EXPERIMENTS.items() if experiment.trains))
 
 
@@ -21,5 +22,7 @@ def load_study(name: str) -> Study:
 
 def load_trainable(name: str) -> Study:
     """Returns the study of an experiment that ``train`` can train; raises a ``ValueError`` for any other name."""
+    if name == OWN_TABLE:
+        return import_module("torch_privacy.experiments.own_table").STUDY
     _check.one_of("train", TRAININGS, experiment=name)
     return load_study(SHORT.get(name, name))

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.experiments import TRAININGS, load_trainable
+from torch_privacy.experiments import OWN_TABLE, TRAININGS, load_trainable
 from torch_privacy.experiments.runner import losses_and_scores, new_training
-from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings
+from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings, num_units
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import read_bytes
 from torch_privacy.training.repetition import number_of_threads
@@ -49,11 +49,12 @@ def audit_experiment(
     chosen = study.settings(**settings)
     check_numbers(chosen)
     task = study.task(chosen)
-    check_settings(chosen, len(task.train))  # type: ignore[arg-type]
+    check_settings(chosen, num_units(task))
 
     def train(dataset: Dataset) -> tp.PrivateTraining:
         torch.manual_seed(chosen.seed)
-        training = new_training(chosen, replace(task, train=dataset), folder)
+        files = None if folder is None else RunFolder(folder)
+        training = new_training(chosen, replace(task, train=dataset), files)
         with number_of_threads(task.num_threads):
             for batch in training:
                 losses, _ = losses_and_scores(task, training.model, batch, task.views)
@@ -78,6 +79,9 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"audit: {name!r} is no experiment ({known}), no folder of a run, and no function.")
     content = dict(folder.read_settings())
     experiment = content.pop("experiment", None)
+    if experiment == OWN_TABLE:  # with the schema that the run kept: nothing is learnt again
+        fields = load_trainable(experiment).settings().__dataclass_fields__
+        return experiment, {**{key: content[key] for key in fields if key in content}, "schema": str(folder.schema)}
     if experiment not in TRAININGS:
         raise ValueError(f"{folder.settings}: names no experiment that this version can train: {experiment!r}.")
     known = {key: value for key, value in content.items() if key in Settings.__dataclass_fields__}

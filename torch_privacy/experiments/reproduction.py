@@ -36,6 +36,8 @@ from torch_privacy.support import validate as _check
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run
 
+Beginning = tuple[Path, str | None, dict[str, Any]]  # arguments of `runner.begin`
+
 
 @dataclass(frozen=True)
 class Job:
@@ -87,9 +89,9 @@ class Selection:
 class Reproduction:
     """A run of one experiment in its folder, which is locked while the run is open.
 
-    Do every job of ``unfinished()``, a training by ``training(job)`` and a computation by ``compute(job)``, then call
-    ``finish()``. You may leave the run at any time with ``close()``: ``resume`` does the remaining jobs and continues
-    trainings from their last checkpoint.
+    Do every job of ``unfinished()``, a training by ``training(job)`` or as ``beginning(job)`` says, a computation by
+    ``compute(job)``, then call ``finish()``. You may leave the run at any time with ``close()``: ``resume`` does the
+    remaining jobs and continues trainings from their last checkpoint.
     """
 
     folder: RunFolder
@@ -99,6 +101,7 @@ class Reproduction:
     seeds: Sequence[int]
     data: str | None
     selection: Selection = Selection()
+    num_processes: int = 1  # that share each training
     made: Sequence[Path] = ()  # folders created by this run; removed again if no job was begun
 
     @classmethod
@@ -112,6 +115,7 @@ class Reproduction:
         data: str | None = None,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
+        num_processes: int = 1,
     ) -> Reproduction:
         """Starts a run in a new folder.
 
@@ -128,12 +132,12 @@ class Reproduction:
             _check.whole("reproduce", seed=seed)
         made = [place for place in (path, *path.parents) if not place.exists()]
         folder.create()
-        run = cls(folder, EXPERIMENTS[name], study, quick, list(seeds), data, selection, made)
+        run = cls(folder, EXPERIMENTS[name], study, quick, list(seeds), data, selection, num_processes, made)
         folder.write_checked(folder.settings, run._request())
         return run
 
     @classmethod
-    def resume(cls, path: Path) -> Reproduction:
+    def resume(cls, path: Path, *, num_processes: int = 1) -> Reproduction:
         """Continues the unfinished run in ``path``.
 
         Raises:
@@ -147,7 +151,8 @@ class Reproduction:
             raise ValueError(f"{path}: this run is complete, nothing is left to resume. Its report is {folder.report}.")
         name, selection = request["reproduce"], Selection(request.get("only", ()), request.get("skip", ()))
         study = load_study(name)
-        run = cls(folder, EXPERIMENTS[name], study, request["quick"], request["seeds"], request["data"], selection)
+        quick, seeds, data = request["quick"], request["seeds"], request["data"]
+        run = cls(folder, EXPERIMENTS[name], study, quick, seeds, data, selection, num_processes)
         run._check_rows()
         folder.lock()
         return run
@@ -177,12 +182,16 @@ class Reproduction:
         return [job for job in self.jobs() if not job.folder.is_complete]
 
     def training(self, job: Job) -> Run:
-        """Starts or resumes the training of a job."""
-        from torch_privacy.experiments.runner import Run
+        """Starts or resumes the training of a job, in one process."""
+        from torch_privacy.experiments.runner import begin
 
+        return begin(*self.beginning(job))
+
+    def beginning(self, job: Job) -> Beginning:
+        """Returns how the training of a job begins: folder, and experiment with settings, or None to resume it."""
         assert isinstance(job.row, Training)
         if job.folder.checkpoint.exists():
-            return Run.resume(job.folder.path)
+            return job.folder.path, None, {}
         if job.folder.path.exists():
             ledger = job.folder.ledger
             if ledger.exists() and Ledger.load(ledger).events:
@@ -191,7 +200,7 @@ class Reproduction:
                     "releases, which a new start would not count. Move the folder elsewhere, then resume again."
                 )
             shutil.rmtree(job.folder.path)  # stopped before the first step
-        return Run.start(job.folder.path, self.experiment.name, **self._settings_of(job))
+        return job.folder.path, self.experiment.name, self._settings_of(job)
 
     def _settings_of(self, job: Job) -> dict[str, Any]:
         """Returns the settings of a job's training: seed, data folder, what depends on the data, and the row's own."""
@@ -283,6 +292,7 @@ class Reproduction:
             "deltas": self._deltas(),
             **asdict(self.selection),
             "machine": _machine(),
+            **({"ranks": self.num_processes} if self.num_processes > 1 else {}),
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
             "columns": {key: asdict(column) for key, column in self.study.columns.items()},
             "rows": [

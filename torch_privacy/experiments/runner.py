@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one training end to end: private training, non-private baseline, run folder, and resuming after a stop."""
+"""Runs one training end to end: private training, non-private baseline, run folder, and resuming after a stop.
+
+In a process group of several ranks every rank makes the same calls. The network is wrapped in
+``DistributedDataParallel``; rank 0 alone reads and writes files, and the others get from it what they need.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -14,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -25,17 +30,26 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.study import Study
-from torch_privacy.experiments.task import Settings, Task, check_names, check_numbers, check_settings, number_of_steps
+from torch_privacy.experiments.task import (
+    Settings,
+    Task,
+    check_names,
+    check_numbers,
+    check_settings,
+    num_units,
+    number_of_steps,
+)
 from torch_privacy.privacy.summary import Releases, Summary, summarize
-from torch_privacy.report import render as report
 from torch_privacy.runs import schemas
 from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, differences, listed
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.metrics import Log, Progress
+from torch_privacy.runs.metrics import SUMS, Log, Progress
 from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
+from torch_privacy.support.ranks import Ranks, num_processes
 from torch_privacy.support.schema import violation
 from torch_privacy.training.repetition import number_of_threads
+from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
 
 TEST_BATCH_SIZE = 4096
 SPARE_STORAGE = 2**26  # bytes of tensors in a checkpoint beyond those of the run's own state
@@ -67,8 +81,10 @@ class Run:
     Guarantees:
         - The run starts with a checkpoint, renews it at the end of every epoch, and deletes it when it is complete.
         - Only its owner can read the checkpoint: it determines all noise, past and future.
+        - Of several ranks, rank 0 alone uses the folder. What it refuses or fails at is an error on all ranks.
     """
 
+    ranks: Ranks
     folder: RunFolder
     experiment: str
     settings: Settings
@@ -85,19 +101,23 @@ class Run:
         Raises:
             ValueError: If the experiment is unknown, a setting is invalid, or the folder is not empty or in use.
         """
-        folder = RunFolder(path)
-        folder.check_new()
-        study = load_trainable(experiment)
-        check_names(experiment, study.settings(), chosen)
-        settings = study.settings(**chosen)
-        check_numbers(settings)
-        task = study.task(settings)
-        check_settings(settings, _length(task.train))
-        _check_priced(settings, task)
-        folder.create()
-        run = cls._build(folder, experiment, settings, task)
-        folder.write_json(folder.settings, run._all_settings())
+        ranks, folder = Ranks.here(), RunFolder(path)
+        with ranks.together("prepares a run"):
+            if ranks.is_first:
+                folder.check_new()
+            study = load_trainable(experiment)
+            check_names(experiment, study.settings(), chosen)
+            settings = study.settings(**chosen)
+            check_numbers(settings)
+        task = _task(ranks, study, settings)
+        with ranks.together("checks the settings"):
+            check_settings(settings, num_units(task))
+        _check_priced(ranks, settings, task)
+        _first(ranks, "creates the folder", folder.create)
+        run = cls._build(ranks, folder, experiment, settings, task)
+        _first(ranks, "writes the settings", lambda: folder.write_json(folder.settings, run._all_settings()))
         run.checkpoint()
+        run._keep_schema()  # after the checkpoint, so that what was learnt privately is never learnt twice
         return run
 
     @classmethod
@@ -107,39 +127,43 @@ class Run:
         Raises:
             ValueError: If the folder holds no unfinished run, is in use, or its settings or checkpoint were changed.
         """
-        folder = RunFolder(path)
-        folder.check_resumable()
-        folder.lock()
-        folder.check_resumable()  # again: the process that had the lock may have finished the run
-        with folder.opened_checkpoint() as checkpoint:
-            outline = checkpoint.outline
-            if wrong := violation(CHECKPOINT, outline):
-                raise CheckpointError(wrong)
-            folder.check_settings({"experiment": outline["experiment"], **outline["settings"]})
-            study, settings = _study_and_settings(outline["experiment"], outline["settings"])
-            released = (checkpoint.load()["released"],) if outline["released"] else ()
-            run = cls._build(folder, outline["experiment"], settings, study.task(settings, *released))
+        ranks, folder = Ranks.here(), RunFolder(path)
+        _first(ranks, "locks the folder", partial(_lock, folder))
+        with ExitStack() as opened:
+            found: list[Checkpoint] = []  # none but on rank 0
+            _first(ranks, "reads the checkpoint", lambda: found.append(_opened(folder, opened)))
+            outline = found[0].outline if found else {}
+            experiment, chosen = ranks.from_first((outline.get("experiment"), outline.get("settings")))
+            released: list[Any] = []
+            with ranks.together("prepares the run"):
+                study, settings = _study_and_settings(experiment, chosen)
+                if outline.get("released"):
+                    released.append(found[0].load()["released"])
+            released = ranks.from_first(released)
+            run = cls._build(ranks, folder, experiment, settings, _task(ranks, study, settings, *released))
+            state: dict[str, Any] = {}
             try:
-                run._check(checkpoint)
-                run._restore(checkpoint.load())
+                _first(ranks, "checks the checkpoint", lambda: state.update(run._checked(found[0])))
+                run._restore(state)
+                run._keep_schema()
             except BaseException:
                 run.close()
                 raise
         return run
 
     @classmethod
-    def _build(cls, folder: RunFolder, experiment: str, settings: Settings, task: Task) -> Run:
+    def _build(cls, ranks: Ranks, folder: RunFolder, experiment: str, settings: Settings, task: Task) -> Run:
         torch.manual_seed(settings.seed)  # for dropout and the like; never for the batches or the noise
-        training = new_training(settings, task, folder.path)
-        average = new_average(task, training.model, training.optimizer)
+        training = new_training(settings, task, folder)
+        average = new_average(task, unwrapped(training.model), training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
         log = partial(Log, num_steps=training.settings.num_steps, epochs=settings.epochs, **score)
-        return cls(folder, experiment, settings, task, training, average, log("private"), log("non-private"))
+        return cls(ranks, folder, experiment, settings, task, training, average, log("private"), log("non-private"))
 
     @property
     def model(self) -> nn.Module:
-        """Returns the network that is trained privately."""
-        return self.training.model
+        """Returns the network that is trained privately, without a wrapper."""
+        return unwrapped(self.training.model)
 
     @property
     def released_model(self) -> nn.Module:
@@ -154,12 +178,43 @@ class Run:
                 yield from self.baseline.timed(self._baseline_steps())
 
     def checkpoint(self) -> None:
-        """Saves the state of private training in a secret file; a resumed baseline starts over."""
+        """Saves the state of private training in a secret file; a resumed baseline starts over.
+
+        Every rank calls it, and none goes on before rank 0 has written the file.
+        """
+        sums = self._sums(self.private)
+        self._first("saves a checkpoint", lambda: self._save(sums))
+
+    def agreed(self, signal: int | None) -> int | None:
+        """Returns the signal that this or another rank has received: the same on all ranks, which call it together."""
+        told = self.ranks.exchange("goes on", payload=bytes([signal or 0]))
+        return max(message[0] for message in told) or None
+
+    def _save(self, sums: dict[str, Any]) -> None:
         state = self._state()
+        state["log"] |= sums
         content = BytesIO()
         torch.save(state, content)
         self.training.ledger.sync()
         self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
+
+    def _first(self, place: str, action: Callable[[], object]) -> None:
+        _first(self.ranks, place, action)
+
+    def _keep_schema(self) -> None:
+        self._first("writes the schema", self._write_schema)
+
+    def _write_schema(self) -> None:
+        if self.task.schema is not None:
+            self.folder.write_schema(self.task.schema)
+
+    def _sums(self, log: Log) -> dict[str, Any]:
+        """Returns the log's sums over the examples of all ranks."""
+        if self.ranks.size == 1:
+            return {name: getattr(log, name) for name in SUMS}
+        sums = torch.tensor([float(getattr(log, name)) for name in SUMS], dtype=torch.float64, device="cpu")
+        self.ranks.sum_in_place(sums)
+        return {name: type(getattr(log, name))(value) for name, value in zip(SUMS, sums.tolist(), strict=True)}
 
     def _state(self) -> dict[str, Any]:
         """Returns the content of a checkpoint."""
@@ -181,23 +236,27 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Writes model, privacy statement, results and report; deletes the checkpoint; returns the results.
 
-        The model is written first, so that the trained weights are on disk even if a later file cannot be written.
+        The model is written first, so that the trained weights are on disk even if a later file cannot be written. Of
+        several ranks, rank 0 does so, and the others return nothing.
         """
-        state = self.released_model.state_dict()
-        weights = {name: value.detach().clone().contiguous() for name, value in state.items()}
-        self.folder.write_model(safetensors.torch.save(weights))
-        results = self._results()
-        self.folder.write_json(self.folder.privacy, self._statement())
-        self.training.ledger.sync()
-        folder = self.folder
-        folder.write_checked(
-            folder.results, results, folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy
-        )
-        self.folder.write_report(report.render([self.folder]))
-        self.training.ledger.close()
-        self.folder.delete_checkpoint()
+        results: dict[str, Any] = {}
+        self._first("writes the results", lambda: results.update(self._written_results()))
         self.close()
         return results
+
+    def _written_results(self) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+
+        def results() -> dict[str, Any]:
+            found.append(self._results())
+            self._write_schema()
+            self.training.ledger.sync()
+            return found[0]
+
+        write_results(self.folder, weights_of(self.released_model, Ranks()), self._statement, results)
+        self.training.ledger.close()
+        self.folder.delete_checkpoint()
+        return found[0]
 
     def close(self) -> None:
         """Unlocks the folder, so that the run can be resumed; this object cannot be used afterwards."""
@@ -216,8 +275,8 @@ class Run:
         """Returns the content of ``settings.json``."""
         return {"experiment": self.experiment, **asdict(self.settings)}
 
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """Raises a `CheckpointError` that lists where a checkpoint differs from this run in its structure."""
+    def _checked(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Returns a checkpoint's content; raises a `CheckpointError` that lists where its structure is another one."""
         expected = self._state()
         found = {name: checkpoint.outline[name] for name in expected}
         stepped = _optimizer_state_after_a_step(self.task, self.training.settings.num_steps)
@@ -237,9 +296,12 @@ class Run:
         rows = checkpoint.outline["log"]["rows"]
         if len(rows) > math.ceil(self.settings.epochs) or any(row["training"] != "private" for row in rows):
             raise CheckpointError(f"log has {len(rows)} epochs of {self.settings.epochs:g}")
+        return checkpoint.load()
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.training.load_state_dict(state["training"])  # first, because it alone can refuse what is in the checkpoint
+        """Goes on from a checkpoint, which rank 0 has; the others pass anything."""
+        self.training.load_state_dict(state.pop("training", {}))  # first: it alone can refuse what is in the checkpoint
+        state = self.ranks.from_first(state)
         self.model.load_state_dict(state["model"])
         self.training.optimizer.load_state_dict(state["optimizer"])
         if self.training.scheduler is not None:
@@ -247,17 +309,19 @@ class Run:
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.private.load_state_dict(state["log"])
+        if not self.ranks.is_first:
+            self.private.forget()  # rank 0 has the sums of all ranks
         torch.set_rng_state(state["random_state"])
 
     def _private_steps(self) -> Iterator[Progress]:
         num_lost = self.training.num_lost
         for batch in self.training:
-            losses, scores = losses_and_scores(self.task, self.model, batch, self.task.views)
+            losses, scores = losses_and_scores(self.task, self.training.model, batch, self.task.views)
             made = self.training.step(losses)
             if self.training.num_lost != num_lost:  # new keys: to be saved before they are used
                 num_lost = self.training.num_lost
                 self.checkpoint()
-            if not self.training.rehearsing:
+            if not self.training.rehearsing and not self.training.stands_in:
                 self.private.add(losses.flatten(), scores)
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
@@ -270,21 +334,31 @@ class Run:
         step = self.training.step_count
         if not is_last and not self.private.is_epoch_over(step):
             return replace(self.private.progress(step), num_lost=self.training.num_lost)
-        epsilon = map(float, self.training.spent().epsilon)
-        progress = self.private.end_epoch(step, test_score(self.task, self.released_model), *epsilon)
-        self.folder.write_metrics(self.private.rows)
+        epsilon: list[float] = []  # none but on rank 0
+        self._first("computes epsilon", lambda: epsilon.extend(map(float, self.training.spent().epsilon)))
+        progress = self._end_epoch(self.private, step, self.released_model, *epsilon)
+        self._first("writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
         self.checkpoint()
         return replace(progress, num_lost=self.training.num_lost)
 
+    def _end_epoch(self, log: Log, step: int, model: nn.Module, *epsilon: float) -> Progress:
+        """Adds a row with the losses and scores of all ranks, and the model's test score."""
+        score = test_score(self.task, model)
+        for name, value in self._sums(log).items():
+            setattr(log, name, value)
+        return log.end_epoch(step, score, *epsilon)
+
     def _baseline_steps(self) -> Iterator[Progress]:
         """Trains the same network for as many steps on shuffled batches, without clipping and noise."""
+        if self.ranks.rank:
+            torch.manual_seed(self.settings.seed + self.ranks.rank)  # other dropout masks for other examples
         task = replace(self.task, new_optimizer=self.task.new_baseline_optimizer or self.task.new_optimizer)
         model, optimizer, scheduler = _new_parts(task, self.baseline.num_steps)
-        average = new_average(self.task, model, optimizer)
-        for step, batch in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
-            losses, scores = losses_and_scores(self.task, model, batch)
+        average, wrapped = new_average(self.task, model, optimizer), wrapped_for_ranks(model)
+        for step, (batch, weight) in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
+            losses, scores = losses_and_scores(self.task, wrapped, batch)
             optimizer.zero_grad()
-            losses.mean().backward()
+            (losses.mean() * weight).backward()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
@@ -292,22 +366,36 @@ class Run:
             if not self.baseline.is_epoch_over(step):
                 yield self.baseline.progress(step)
                 continue
-            score = test_score(self.task, model if average is None else average.model)
-            progress = self.baseline.end_epoch(step, score)
-            self.folder.write_metrics(self.private.rows + self.baseline.rows)
+            progress = self._end_epoch(self.baseline, step, model if average is None else average.model)
+            rows = self.private.rows + self.baseline.rows
+            self._first("writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
             yield progress
 
-    def _shuffled_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields shuffled batches, epoch after epoch, without end."""
+    def _shuffled_batches(self) -> Iterator[tuple[Any, float]]:
+        """Yields this rank's part of shuffled batches, epoch after epoch, without end, and the weight of its mean loss.
+
+        The mean over the ranks of these means, each times its weight, is that over the batch.
+        """
         order, batches = np.random.default_rng(self.settings.seed), Batches(self.task.train, None, 0)
-        n = _length(self.task.train)
+        n, (rank, size) = _length(self.task.train), (self.ranks.rank, self.ranks.size)
         while True:
-            yield from batches.plain(split(order.permutation(n), self.settings.expected_batch_size))
+            whole = split(order.permutation(n), self.settings.expected_batch_size)
+            # A batch smaller than the number of ranks is computed by all of them.
+            parts = [indices[rank::size] if len(indices) >= size else indices for indices in whole]
+            weights = [
+                len(own) * size / len(indices) if len(indices) >= size else 1.0
+                for own, indices in zip(parts, whole, strict=True)
+            ]
+            yield from zip(batches.plain(parts), weights, strict=True)
 
     def _statement(self) -> dict[str, Any]:
         """Returns the training's privacy statement with the run's settings, data files and versions."""
         statement = self.training.statement()
         statement["not_covered"] += self.task.not_covered
+        if self.task.unit is not None:
+            statement["unit"] = self.task.unit
+        if self.task.rows is not None:
+            statement["data"] = fingerprint_in(self.folder, self.task.rows, self.training.settings)
         if self.settings.baseline:
             statement["not_covered"].append("the non-private baseline that was trained to compare")
         run = {
@@ -318,12 +406,21 @@ class Run:
         }
         return statement | {"run": run}
 
+    def _num_units(self) -> dict[str, int]:
+        """Returns what is public of the size of the training data: with owners, their number, and not that of rows."""
+        number, owners = num_units(self.task), self.training.settings.owners
+        return {
+            "num_examples": number,
+            **({} if owners is None else {"num_owners": number, "examples_per_owner": owners.per_owner}),
+        }
+
     def _results(self) -> dict[str, Any]:
         """Returns the content of ``results.json``."""
         last = self.private.rows[-1]
         return {
             "experiment": self.experiment,
-            "num_examples": _length(self.task.train),
+            **({"ranks": self.ranks.size} if self.ranks.size > 1 else {}),
+            **self._num_units(),
             "num_test_examples": _length(self.task.test),
             "score": asdict(self.task.score.measure),
             "test_score": _finite(last.test_score),
@@ -332,6 +429,62 @@ class Run:
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }
+
+
+def begin(path: Path, experiment: str | None, chosen: dict[str, Any]) -> Run:
+    """Starts a run, or resumes the one in the folder if ``experiment`` is None."""
+    return Run.resume(path) if experiment is None else Run.start(path, experiment, **chosen)
+
+
+def _first(ranks: Ranks, place: str, action: Callable[[], object]) -> None:
+    """Lets rank 0 do something before all go on; what it fails at is an error on all ranks."""
+
+    def act() -> int:
+        action()
+        return 0
+
+    ranks.first_does(place, act)
+
+
+def _lock(folder: RunFolder) -> None:
+    """Locks the folder of an unfinished run."""
+    folder.check_resumable()
+    folder.lock()
+    folder.check_resumable()  # again: the process that had the lock may have finished the run
+
+
+def _opened(folder: RunFolder, opened: ExitStack) -> Checkpoint:
+    """Returns the folder's checkpoint, open until ``opened`` closes, with a valid outline and unchanged settings."""
+    checkpoint = opened.enter_context(folder.opened_checkpoint())
+    outline = checkpoint.outline
+    if wrong := violation(CHECKPOINT, outline):
+        raise CheckpointError(wrong)
+    folder.check_settings({"experiment": outline["experiment"], **outline["settings"]})
+    return checkpoint
+
+
+def _task(ranks: Ranks, study: Study, settings: Settings, *released: Any) -> Task:
+    """Returns the task; what it releases all ranks release together, as one release."""
+    with ranks.together("prepares the data"):
+        task = study.task(settings, *released)
+    _check_devices(ranks, task)
+    return task
+
+
+def _check_devices(ranks: Ranks, task: Task) -> None:
+    """Refuses two ranks on one GPU."""
+    own = None
+    if ranks.size > 1 and task.device.startswith("cuda"):
+        own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    ranks_of: dict[str | None, list[int]] = {}
+    for rank, gpu in enumerate(ranks.gather(own)):
+        ranks_of.setdefault(gpu, []).append(rank)
+    ranks_of.pop(None, None)
+    if shared := next((found for found in ranks_of.values() if len(found) > 1), None):
+        raise ValueError(
+            f"train: ranks {', '.join(map(str, shared))} have the same GPU. Start one process for each GPU, as by "
+            "torchrun --nproc-per-node 1 where there is one, or set CUDA_VISIBLE_DEVICES= to train on processors."
+        )
 
 
 def _study_and_settings(experiment: str, chosen: dict[str, Any]) -> tuple[Study, Settings]:
@@ -368,15 +521,28 @@ def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRSche
     return model, optimizer, None if task.new_scheduler is None else task.new_scheduler(optimizer, num_steps)
 
 
-def new_training(settings: Settings, task: Task, run_folder: Path | None, **more: Any) -> tp.PrivateTraining:
-    """Returns the private training of a task; ``more`` arguments override those of the task."""
-    num_steps = number_of_steps(settings, _length(task.train))
+def wrapped_for_ranks(model: nn.Module) -> nn.Module:
+    """Returns the network, wrapped in ``DistributedDataParallel`` if there are several processes."""
+    return model if num_processes() == 1 else DistributedDataParallel(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the network that `wrapped_for_ranks` got."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def new_training(settings: Settings, task: Task, run_folder: RunFolder | None, **more: Any) -> tp.PrivateTraining:
+    """Returns the private training of a task; ``more`` arguments override those of the task.
+
+    In several processes every rank calls it, and gets the training of a replica.
+    """
+    num_steps = number_of_steps(settings, num_units(task))
     model, optimizer, scheduler = _new_parts(task, num_steps)
     arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model), **more}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="delta=")  # the papers' delta is close to 1/n for some data
         return tp.PrivateTraining(
-            model,
+            wrapped_for_ranks(model),
             optimizer,
             task.train,
             expected_batch_size=settings.expected_batch_size,
@@ -409,15 +575,23 @@ def _releases(training: tp.PrivateTraining, num_steps: int) -> Releases:
     return [*((release.event, 1) for release in training.settings.prior_releases), (training.event, num_steps)]
 
 
-def _check_priced(settings: Settings, task: Task) -> None:
+def _check_priced(ranks: Ranks, settings: Settings, task: Task) -> None:
     """Raises a ``ValueError`` before training if no epsilon can be computed for these settings."""
     training = new_training(settings, task, None)
+    _first(ranks, "computes epsilon", partial(_check_prices, settings, training))
+
+
+def _check_prices(settings: Settings, training: tp.PrivateTraining) -> None:
     try:
         for steps in (
             max(1, round(training.settings.num_steps / max(1, settings.epochs))),
             training.settings.num_steps,
         ):
-            summarize(_releases(training, steps), settings.delta)
+            releases = _releases(training, steps)
+            if training.settings.prior_releases and steps < training.settings.num_steps:
+                privacy.compose(releases).epsilon(settings.delta)  # a summary of unlike releases takes a while
+            else:
+                summarize(releases, settings.delta)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(
             f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
@@ -425,25 +599,30 @@ def _check_priced(settings: Settings, task: Task) -> None:
         ) from None
 
 
-def _finite(score: float) -> float | None:
+def _finite(score: float | None) -> float | None:
     """Returns the score, or None for that of a model that has diverged: JSON has no number for it."""
-    return score if math.isfinite(score) else None
+    return score if score is not None and math.isfinite(score) else None
 
 
 def test_score(task: Task, model: nn.Module) -> float:
-    """Returns the score over all test examples."""
+    """Returns the score over all test examples; several ranks share them, and all get the score."""
+    ranks = Ranks.here()
     was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        batches = Batches(task.test, None, 0).plain(split(np.arange(_length(task.test)), TEST_BATCH_SIZE))
-        scores = [task.score.of_each(model(x), y) for x, y in (_moved(batch, task.device) for batch in batches)]
-    model.train(was_training)
+    with ranks.together("computes the test score"), torch.no_grad():
+        model.eval()
+        parts = split(np.arange(_length(task.test)), TEST_BATCH_SIZE)[ranks.rank :: ranks.size]
+        batches = (_moved(batch, task.device) for batch in Batches(task.test, None, 0).plain(parts))
+        scores = [task.score.of_each(model(x), y) for x, y in batches]
+        model.train(was_training)
+    if ranks.size > 1:
+        scores = [score for of_rank in ranks.gather([score.cpu() for score in scores]) for score in of_rank]
     return task.score.of_mean(float(torch.cat(scores).mean()))
 
 
-def _moved(batch: Any, device: str) -> tuple[Tensor, Tensor]:
+def _moved(batch: Any, device: str) -> tuple[Any, Tensor]:
     inputs, targets = batch
-    return inputs.to(device), targets.to(device)
+    moved = tuple(part.to(device) for part in inputs) if isinstance(inputs, (tuple, list)) else inputs.to(device)
+    return moved, targets.to(device)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,12 @@ class Task:
     not_covered: tuple[str, ...] = ()  # what was computed from private data without noise
     data_files: Mapping[str, str] = field(default_factory=dict)  # public: name -> SHA-256 of every file read
     num_threads: int | None = None  # torch threads; 1 is fastest for small networks
+    num_units: int | None = None  # of protection in the training data, such as persons; None for that of examples
+    unit: str | None = None  # of protection, for the privacy statement; None for that of PrivateTraining
+    schema: str | None = None  # of a table, as TOML: kept in the run folder, to encode other tables in the same way
+    rows: Sequence[Any] | None = None  # of the private table, for the keyed fingerprint in the privacy statement
+    notes: tuple[str, ...] = ()  # sentences to say before the first step; they may tell what ``released`` holds
+    exact: tuple[str, ...] = ()  # sentences with exact counts of private data: to show, and to write nowhere
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -136,6 +142,11 @@ def gpu_if_any() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_units(task: Task) -> int:
+    """Returns the number n of units of protection: of examples, or of their owners."""
+    return len(task.train) if task.num_units is None else task.num_units  # pyright: ignore[reportArgumentType]
 
 
 def check_names(experiment: str, settings: Settings, chosen: Mapping[str, Any]) -> None:

@@ -122,7 +122,7 @@ def build_task(settings: Settings, released: Mapping[str, Any] | None = None) ->
 
 def release_components(rows: Tensor, settings: Settings) -> dict[str, Any]:
     """Releases private principal components (k, d) of the rows, with event and fingerprint."""
-    pca = tp.PrivatePCA(settings.num_components, noise_multiplier=settings.pca_noise_multiplier).fit(rows)
+    pca = tp.PrivatePCA(settings.num_components, noise_multiplier=settings.pca_noise_multiplier, rows="same").fit(rows)
     event = privacy.event_to_dict(pca.event_)
     return {"components": pca.to_layer().weight.detach(), "event": event, "fingerprint": pca.release_.fingerprint}
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the rows of a new table with the model of a finished run on a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from torch_privacy import tables
+from torch_privacy.experiments import OWN_TABLE
+from torch_privacy.runs.folder import NO_DIGESTS, RunFolder
+from torch_privacy.support.validate import quoted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ROWS_AT_ONCE = 4096
+MOST_NAMES = 10  # of columns, in a note
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The predictions for a table, with sentences on how it was read."""
+
+    frame: DataFrame
+    notes: tuple[str, ...]
+
+    def as_csv(self) -> str:
+        """Returns the predictions as CSV, one line for each row, in the rows' order."""
+        return self.frame.to_csv(index=False, lineterminator="\n", float_format="%.9g")
+
+    def as_records(self) -> list[dict[str, Any]]:
+        """Returns the predictions as plain values, one record for each row."""
+        return json.loads(self.frame.to_json(orient="records", double_precision=15) or "[]")
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """The model of a finished run on a table, with the schema that encodes other tables."""
+
+    schema: tables.Schema
+    model: nn.Module
+
+    @classmethod
+    def load(cls, path: Path) -> Predictor:
+        """Returns the model in a run folder, of which every file is checked by its digest.
+
+        Raises:
+            ValueError: the folder holds no finished run on a table, or one of its files was changed.
+        """
+        folder = RunFolder(path)
+        if folder.checkpoint.is_file() and not folder.results.is_file():
+            raise ValueError(f"{path}: this run is unfinished. Continue it with torch-privacy train --resume {path}.")
+        results = folder.read_results()
+        if results.get("experiment") != OWN_TABLE:
+            raise ValueError(f"{path}: is no run on a table of your own. Name a folder that train FILE has made.")
+        digests = results.get("files", NO_DIGESTS)
+        settings = folder.read_settings(digests)
+        schema = tables.Schema.from_toml(folder.read_schema(digests))
+        model = tables.new_model(schema, settings["hidden_units"]).float()  # as it was trained
+        try:
+            model.load_state_dict(safetensors.torch.load(folder.read_model(digests)))
+        except (RuntimeError, safetensors.SafetensorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{folder.model}: does not fit the schema beside it ({reason}).") from None
+        return cls(schema, model.eval())
+
+    @property
+    def target(self) -> str:
+        """Returns the name of the column that is predicted."""
+        return self.schema.target
+
+    def predict_file(self, path: Path) -> Predictions:
+        """Returns the predictions for a CSV or Parquet file, with notes on columns that were not used."""
+        frame = tables.read_table(path, allow_empty=True)
+        self.schema.check_frame(frame, str(path), with_target=False)
+        known = {column.name for column in self.schema.columns}
+        extra = [str(name) for name in frame.columns if name not in known]
+        notes = list(frame.attrs.get("notes", ()))
+        if extra:
+            notes.append(f"{path}: columns that the model does not know are ignored: {_quoted(extra)}.")
+        return Predictions(self.predict(frame), tuple(notes))
+
+    def predict(self, frame: DataFrame) -> DataFrame:
+        """Returns a column ``prediction`` and, for classes, the probability of each."""
+        encoder = tables.Encoder(self.schema)
+        encoded = encoder.encode(frame, with_target=False)
+        with torch.no_grad():
+            parts = zip(encoded.numbers.split(ROWS_AT_ONCE), encoded.categories.split(ROWS_AT_ONCE), strict=True)
+            outputs = torch.cat([self.model(part) for part in parts])
+        return encoder.predictions(outputs)
+
+
+def _quoted(names: list[str]) -> str:
+    return quoted(names, at_most=MOST_NAMES)

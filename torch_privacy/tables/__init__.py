@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains on tables as people have them: reading, schemas, private learning of what a schema leaves open, a model.
+
+Needs pandas, pyarrow and opendp: ``pip install 'torch-privacy[tables]'``.
+"""
+
+from .defaults import Defaults as Defaults
+from .defaults import defaults as defaults
+from .encode import Encoded as Encoded
+from .encode import Encoder as Encoder
+from .learn import Learnt as Learnt
+from .learn import TableError as TableError
+from .learn import learn as learn
+from .model import TableModel as TableModel
+from .model import losses as losses
+from .model import new_model as new_model
+from .read import read_table as read_table
+from .read import rows_of as rows_of
+from .schema import Column as Column
+from .schema import Schema as Schema
+from .split import split as split

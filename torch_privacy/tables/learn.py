@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns privately what a schema leaves open: kinds, categories, bounds, and the counts of cells that are missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import privacy
+from ..support.validate import positive, strictly_between, whole
+from .bounds import (
+    STANDS_OUT,
+    Ends,
+    as_dates,
+    ends_of_days,
+    ends_of_numbers,
+    fine_ends,
+    histogram,
+    rounded,
+    standing_out,
+    with_margin,
+)
+from .cells import Cells, dates, numbers, read_cells
+from .extra import needed
+from .mechanisms import CountNoise, frequent, noisy_counts
+from .price import Budget
+from .schema import KIND_OF_TASK, Column, Schema, Task
+from .split import owner_codes
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MAJORITY = 0.75  # share of the cells that must be numbers (or dates) where the kind is learnt
+COVERED = 0.9  # share of the target's cells in frequent values, from which on it is a class
+MOST_CLASSES = 100
+LONGEST_CATEGORY = 200  # characters
+MANY_ERRORS = 4.0  # standard deviations from which on a noisy count is said to be more than nothing
+KINDS_OF_CELLS = ("missing", "number", "date", "date, month first", "date, day first", "text")
+USE_OF_CELLS = ("missing", "used", "not understood")
+
+
+class TableError(ValueError):
+    """Raised after private learning found nothing that can be trained on; ``releases`` were spent nevertheless."""
+
+    def __init__(self, message: str, releases: Sequence[privacy.Release] = ()):
+        super().__init__(message)
+        self.releases = tuple(releases)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A complete schema, and the releases that it took. All of it may be published.
+
+    Args:
+        schema: complete.
+        releases: for ``PrivateTraining(prior_releases=...)``.
+        notes: sentences on what was learnt and what is missing.
+        counts: noisy numbers of cells: column -> {"missing", "used", "not understood"} -> number.
+        count_stddev: standard deviation of the noise on each of ``counts``.
+    """
+
+    schema: Schema
+    releases: tuple[privacy.Release, ...]
+    notes: tuple[str, ...]
+    counts: Mapping[str, Mapping[str, int]]
+    count_stddev: float
+
+    def epsilon(self, delta: float) -> float:
+        """Returns the epsilon of all releases of the learning alone, at ``delta``."""
+        return privacy.compose([(release.event, 1) for release in self.releases]).epsilon_high(delta)
+
+
+def learn(
+    frame: DataFrame, schema: Schema, *, epsilon: float, delta: float, owners: Any = None, per_owner: int = 1
+) -> Learnt:
+    """Learns what a schema leaves open from training rows, with differential privacy, and counts unusable cells.
+
+    There are up to four releases, one after the other, each by opendp and with an event of its own. Which there are,
+    and their prices, depends on the schema and the number of rows alone:
+
+    1. **Counts**: for each column the cells that are missing, numbers, dates or text, with discrete Gaussian noise.
+       They decide the kinds to be learnt: number or date if three quarters of the cells are, else category.
+    2. **Categories**: for each column all values with a noisy count above a threshold (discrete Gaussian noise). Rarer
+       ones become "other".
+    3. **Bounds**: two histograms of each number or date with discrete Gaussian noise, the second with finer bins in the
+       range that the first has found. The bounds are the ends of the bins that stand out of the noise, and a
+       twentieth of the range more.
+
+    Args:
+        frame: training rows, as from `read_table`. Their number is public.
+        schema: what is public.
+        epsilon: what all releases together may spend at ``delta``, alone. A training with them as ``prior_releases``
+            costs less than the sum of both epsilons.
+        delta: in (0, 1); a tenth of it is the chance that a value of one person alone passes a threshold.
+        owners: one value per row: the person to whom the row belongs. Rows of the same person are then protected
+            together: at most ``per_owner`` of them, chosen at random, take part in learning.
+        per_owner: largest number of rows of one owner, 1 or more.
+
+    Guarantees:
+        - ``learnt.epsilon(delta) <= epsilon``. The neighboring relation is adding or removing one row, or one owner.
+        - Schema, notes and counts are functions of the releases, the schema and the number of rows alone.
+        - Nothing is released if an argument is refused.
+
+    Edge cases:
+        A complete schema costs one release, of counts, with noise of up to half a percent of the rows.
+
+        A column of which nothing can be learnt is ignored, and a note says so: empty, all values different, or too few
+        rows for this epsilon.
+
+    Raises:
+        ValueError: the table lacks columns of the schema, an owner is missing, or a number is out of range.
+        TableError: the target cannot be predicted: constant, empty, or too rare values. ``error.releases`` were made.
+        ImportError: opendp or pandas is not installed.
+
+    Source: Canonne, Kamath & Steinke (2020), arXiv:2004.00010 (noise); Rogers (2023), arXiv:2309.09170 (thresholds).
+    """
+    positive("learn", epsilon=epsilon)
+    strictly_between("learn", 0, 1, delta=delta)
+    whole("learn", at_least=1, per_owner=per_owner)
+    needed("opendp.measurements")
+    schema.check_frame(frame, "the table")
+    if not len(frame):
+        raise ValueError("learn: the table has no rows.")
+    rows = 1 if owners is None else per_owner
+    kept = np.arange(len(frame)) if owners is None else capped(owners, per_owner, len(frame))
+    # with owners their number is public, and that of their rows is not
+    n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
+    budget = Budget.of(schema, n, rows, epsilon, delta)
+    learning = _Learning(schema, frame.iloc[kept], budget)
+    return learning.learnt()
+
+
+def capped(owners: Any, per_owner: int, n: int) -> NDArray[np.int64]:
+    """Returns the positions of at most ``per_owner`` rows of each owner, chosen at random, in increasing order.
+
+    Which rows of an owner are chosen does not depend on the other owners.
+    """
+    codes, _ = owner_codes(owners, n, "learn")
+    order = np.lexsort((np.random.default_rng(secrets.randbits(128)).random(n), codes))
+    first = np.searchsorted(codes[order], codes[order], side="left")  # position of the owner's first row in the order
+    return np.sort(order[np.arange(n) - first < per_owner])
+
+
+def _joined(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, np.int64), *counts])
+
+
+def _parts(counts: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+    return np.split(counts, np.cumsum(sizes)[:-1]) if sizes else []
+
+
+class _Learning:
+    """The state between the three releases; what is private of it is ``_cells`` alone."""
+
+    def __init__(self, schema: Schema, frame: DataFrame, budget: Budget):
+        self._open = schema
+        self._budget = budget
+        self._cells = {
+            column.name: read_cells(frame[column.name], schema.rules)
+            for column in schema.columns
+            if column.kind != "ignored"
+        }
+        self._columns = {column.name: column for column in schema.columns}
+        self._task: Task | None = schema.task
+        self._releases: list[privacy.Release] = []
+        self._counts: dict[str, dict[str, int]] = {}
+        self._notes: list[str] = []
+
+    def learnt(self) -> Learnt:
+        """Makes the releases and returns what was learnt."""
+        self._learn_kinds(self._release_counts())
+        if self._budget.categories is not None:
+            self._learn_categories()
+        if self._budget.bounds is not None:
+            self._learn_bounds()
+        self._say_counts()
+        if all(column.kind == "ignored" or column.name == self._open.target for column in self._columns.values()):
+            raise TableError(
+                f"Nothing can be learnt of any column at this epsilon ({' '.join(self._notes)}) Write bounds and "
+                "categories into a schema, or raise epsilon.",
+                self._releases,
+            )
+        schema = self._open.with_columns(self._columns.values(), self._task)
+        counts = MappingProxyType({name: MappingProxyType(values) for name, values in self._counts.items()})
+        return Learnt(schema, tuple(self._releases), tuple(self._notes), counts, self._budget.counts.stddev)
+
+    def _record(self, what: str, rho: float, released: Any, delta: float = 0.0) -> None:
+        text = json.dumps([what, released], sort_keys=True, ensure_ascii=False)
+        fingerprint = f"{what}: {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+        self._releases.append(privacy.Release(privacy.ZeroConcentrated(rho, delta), fingerprint))
+
+    def _release_counts(self) -> dict[str, dict[str, int]]:
+        """Releases the number of cells of each sort, for each column."""
+        sorts = {name: self._sorts(self._columns[name], cells) for name, cells in self._cells.items()}
+        exact = [int((of == i).sum()) for names, of in sorts.values() for i in range(len(names))]
+        noise = self._budget.counts
+        released = noisy_counts(np.array(exact, np.int64), noise).tolist()
+        self._record("counts", noise.rho, released)
+        following = iter(released)
+        return {name: {sort: next(following) for sort in names} for name, (names, _) in sorts.items()}
+
+    def _sorts(self, column: Column, cells: Cells) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """Returns the names of the sorts of cells, and the number of the sort of each cell."""
+        rules = self._open.rules
+        if column.kind == "learn":
+            is_number = ~np.isnan(numbers(cells, rules))
+            month, day = (~np.isnan(dates(cells, day_first=day_first)) for day_first in (False, True))
+            conditions = [cells.is_missing, is_number, month & day, month, day]
+            return KINDS_OF_CELLS, np.select(conditions, range(5), 5)
+        if column.kind == "category":
+            known = None if column.categories is None else set(column.categories)
+            is_used = np.array([known is None or value in known for value in cells.values], bool)
+            understood = cells.spread(is_used, False)
+        else:
+            values = numbers(cells, rules) if column.kind == "number" else dates(cells, day_first=column.day_first)
+            understood = ~np.isnan(values)
+        return USE_OF_CELLS, np.select([cells.is_missing, understood], [0, 1], 2)
+
+    def _learn_kinds(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        error = MANY_ERRORS * self._budget.counts.stddev
+        for name, of in counts.items():
+            column = self._columns[name]
+            if column.kind != "learn":
+                self._counts[name] = {sort: max(of[sort], 0) for sort in USE_OF_CELLS}
+                continue
+            sorts = {sort: number if number > error else 0 for sort, number in of.items()}  # the rest is noise
+            all_dates = sorts["date"] + max(sorts["date, month first"], sorts["date, day first"])
+            filled = sum(sorts.values()) - sorts["missing"]
+            is_target = name == self._open.target
+            if not filled and not is_target:
+                used, column = 0, self._without(column, "empty, as far as can be learnt")
+            elif filled and sorts["number"] >= MAJORITY * filled:
+                used, column = sorts["number"], replace(column, kind="number")
+            elif filled and all_dates >= MAJORITY * filled and not is_target:
+                day_first = of["date, day first"] - of["date, month first"] > error
+                used, column = all_dates, replace(column, kind="date", day_first=day_first)
+            else:
+                used, column = filled, replace(column, kind="category")
+            if is_target and self._task is not None:
+                used = sorts["number"] if self._task == "regression" else filled
+                column = replace(column, kind=KIND_OF_TASK[self._task], day_first=False)
+            self._columns[name] = column
+            self._counts[name] = dict(zip(USE_OF_CELLS, (sorts["missing"], used, filled - used), strict=True))
+
+    def _learn_categories(self) -> None:
+        """Releases the frequent values of all open categories, and of the target if its task is open."""
+        budget, target = self._budget.categories, self._open.target
+        assert budget is not None
+        chosen = [
+            name
+            for name, column in self._columns.items()
+            if (column.kind == "category" and column.categories is None) or (name == target and column.is_open)
+        ]
+        exact: dict[str, int] = {}
+        for place, name in enumerate(chosen):
+            cells = self._cells[name]
+            numbers_of = np.bincount(cells.codes[cells.codes >= 0], minlength=len(cells.values))
+            exact |= {
+                f"{place} {value}": int(count)
+                for value, count in zip(cells.values, numbers_of, strict=True)
+                if len(value) <= LONGEST_CATEGORY
+            }
+        noise = replace(budget.noise, groups=len(chosen))
+        released, threshold = frequent(exact, noise, budget.delta)
+        self._record("categories", budget.noise.rho, released, budget.delta)
+        for place, name in enumerate(chosen):
+            start = f"{place} "
+            found = {key.removeprefix(start): count for key, count in released.items() if key.startswith(start)}
+            if name == target:
+                self._learn_classes(found, threshold, noise)
+            elif found:
+                self._columns[name] = replace(self._columns[name], categories=tuple(sorted(found)))
+                self._note_rare(name, found, threshold, noise)
+            else:
+                reason = f"no value is frequent enough to be learnt (it takes about {threshold} rows)"
+                self._columns[name] = self._without(self._columns[name], reason)
+
+    def _learn_classes(self, found: Mapping[str, int], threshold: int, noise: CountNoise) -> None:
+        name = self._open.target
+        column, used = self._columns[name], self._counts[name]["used"]
+        covered = sum(found.values()) >= COVERED * used
+        if column.kind == "number" and len(found) == 1 and covered:
+            self._refuse(f"has one frequent value alone, {next(iter(found))!r}, so there is nothing to predict")
+        if self._task is None:
+            is_class = column.kind != "number" or (2 <= len(found) <= MOST_CLASSES and covered)
+            self._task = "classification" if is_class else "regression"
+            self._notes.append(f"The target {name!r} was taken for {self._task}. State the task if that is wrong.")
+        if self._task == "regression":
+            return
+        if not found:
+            self._refuse(
+                f"has no value in about {threshold} rows or more, which it takes to be learnt; list its categories in "
+                "the schema, or make it a regression"
+            )
+        if len(found) == 1:
+            self._refuse(
+                f"has one frequent value alone, {next(iter(found))!r}, so there is nothing to predict; a rarer value "
+                f"takes about {threshold} rows to be learnt, or list the categories in the schema"
+            )
+        self._columns[name] = replace(column, kind="category", categories=tuple(sorted(found)))
+        self._note_rare(name, found, threshold, noise)
+
+    def _note_rare(self, name: str, found: Mapping[str, int], threshold: int, noise: CountNoise) -> None:
+        rare = self._counts[name]["used"] - sum(found.values())
+        error = self._budget.counts.stddev + np.sqrt(len(found)) * noise.stddev
+        if rare > MANY_ERRORS * error:
+            what = "have the loss 0" if name == self._open.target else 'count as "other"'
+            self._notes.append(f"{name!r}: about {rare} cells with values in fewer than {threshold} rows {what}.")
+
+    def _learn_bounds(self) -> None:
+        """Releases two histograms of all numbers and dates without bounds, in the second with bins from the first."""
+        rho, target = self._budget.bounds, self._open.target
+        assert rho is not None
+        chosen = [
+            column for column in self._columns.values() if column.kind in ("number", "date") and column.bounds is None
+        ]
+        noise = CountNoise(self._budget.rows, len(chosen), rho / 2)
+        values = {column.name: self._values(column) for column in chosen}
+        ends = {column.name: ends_of_days() if column.kind == "date" else ends_of_numbers() for column in chosen}
+        found_ends: dict[str, Ends] = {}
+        for least in STANDS_OUT:
+            counts = noisy_counts(_joined([histogram(values[name], ends[name]) for name in ends]), noise)
+            self._record("bounds", noise.rho, counts.tolist())
+            for name, part in zip(ends, _parts(counts, [len(one) - 1 for one in ends.values()]), strict=True):
+                found = standing_out(part, ends[name], least * noise.stddev)
+                if found is not None:
+                    found_ends[name] = fine_ends(*found)
+            ends = dict(found_ends)
+        for column in chosen:
+            if column.name in ends:
+                low, high = with_margin(ends[column.name][0], ends[column.name][-1])
+                bounds = as_dates(low, high) if column.kind == "date" else rounded(low, high)
+                self._columns[column.name] = replace(column, bounds=bounds)
+            elif column.name == target:
+                self._refuse("has too few rows to learn its bounds at this epsilon; write its bounds into the schema")
+            else:
+                self._columns[column.name] = self._without(column, "too few rows to learn its bounds at this epsilon")
+
+    def _values(self, column: Column) -> NDArray[np.float64]:
+        cells = self._cells[column.name]
+        return dates(cells, day_first=column.day_first) if column.kind == "date" else numbers(cells, self._open.rules)
+
+    def _without(self, column: Column, reason: str) -> Column:
+        """Returns the column as ignored, and says so."""
+        if column.name != self._open.target:
+            self._notes.append(f"{column.name!r} is ignored: {reason}.")
+        return Column(column.name, "ignored", reason=reason)
+
+    def _say_counts(self) -> None:
+        error = MANY_ERRORS * self._budget.counts.stddev
+        for name, of in self._counts.items():
+            column = self._columns[name]
+            if column.kind == "ignored":
+                continue
+            rule = "have the loss 0" if name == self._open.target else "are imputed"
+            for sort, words in (("missing", "missing"), ("not understood", f"no {column.kind}")):
+                if of[sort] > error and not (sort == "not understood" and column.kind == "category"):
+                    self._notes.append(f"{name!r}: about {of[sort]} cells are {words} and {rule}.")
+
+    def _refuse(self, what: str) -> None:
+        raise TableError(f"The target {self._open.target!r} {what}.", self._releases)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads CSV and Parquet files into a table of pandas, without guessing anything from the cells."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..support.read_file import opened
+from .extra import needed
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+DELIMITERS = ",;\t|"
+PARQUET = b"PAR1"
+LONGEST_CELL = 2**20  # characters; a longer one is an open quote or not a table
+OTHER_FORMATS = {  # how files begin that people take for tables
+    b"PK\x03\x04": "is an Excel workbook or a zip file. Save the sheet as CSV",
+    b"\xd0\xcf\x11\xe0": "is an old Excel workbook. Save the sheet as CSV",
+    b"\x1f\x8b": "is packed with gzip. Unpack it",
+    b"BZh": "is packed with bzip2. Unpack it",
+    b"\xfd7zXZ": "is packed with xz. Unpack it",
+    b"%PDF": "is a PDF document. Export the table as CSV",
+    b"\x89HDF": "is an HDF5 file. Export the table as CSV or Parquet",
+    b"ARROW1": "is an Arrow (Feather) file. Save it as Parquet",
+    b"SQLite": "is a database. Export the table as CSV",
+}
+
+
+def rows_of(frame: DataFrame) -> list[tuple[Any, ...]]:
+    """Returns the rows of a table, missing cells as None: what the fingerprint of a run on this table was made of.
+
+    ``tp.matches_fingerprint("runs/people/privacy.json", rows_of(read_table("people.csv")),
+    "runs/people/fingerprint.key")`` says whether the table is the one that the run was made with.
+    """
+    plain = frame.astype(object)
+    return list(plain.where(plain.notna(), None).itertuples(index=False, name=None))
+
+
+def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
+    """Returns the table in a CSV or Parquet file.
+
+    The file's first bytes show which it is. Cells of CSV stay text, so that no type follows silently from the data;
+    columns of Parquet keep their storage types. Only the line of column names determines the delimiter, one of comma,
+    semicolon, tab and ``|``.
+
+    Args:
+        path: CSV in UTF-8 (with or without BOM), UTF-16 with BOM, or else Latin-1, with a first line of column names
+            and quotes as in RFC 4180; or Parquet.
+        allow_empty: whether the table may have no rows.
+
+    Returns:
+        The rows in the file's order. ``frame.attrs["notes"]`` lists sentences on how the file was read: another
+        encoding, names that were empty or came twice.
+
+    Guarantees:
+        - Column names are unique and not empty: an empty one becomes ``column 3``, a second ``a`` becomes ``a (2)``.
+        - A line with fewer or more cells than the first is refused, not filled. Blank lines are left out of a table
+          with several columns.
+
+    Raises:
+        ValueError: one sentence with the path, what is wrong and, of CSV, the line.
+        ImportError: pandas or pyarrow is not installed.
+    """
+    place = Path(path)
+    with _opened(place) as file:
+        if file.read(4) == PARQUET:
+            frame, notes = _parquet(place)
+        else:
+            file.seek(0)
+            frame, notes = _csv(place, file.read())
+    if not len(frame) and not allow_empty:
+        raise ValueError(f"{place}: the table has no rows.")
+    frame.attrs["notes"] = notes
+    return frame
+
+
+def column_types(path: str | Path) -> dict[str, str]:
+    """Returns the name of each column and its storage type in words; of CSV, ``"text"``.
+
+    It reads the line of names of CSV, and the schema in the footer of Parquet: no cell enters.
+    """
+    place = Path(path)
+    with _opened(place) as file:
+        if file.read(4) != PARQUET:
+            file.seek(0)
+            _, header = _header(place, _rows(place, _text(place, _first_line(file))[0]))
+            return dict.fromkeys(_names(place, header)[0], "text")
+    schema = _parquet_file(place).schema_arrow
+    names, _ = _names(place, schema.names)
+    return {name: _storage_type(field.type) for name, field in zip(names, schema, strict=True)}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for reading; one that cannot be opened is refused in one sentence."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(opened(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: cannot be read ({str(error).rstrip('.')}).") from None
+        yield file
+
+
+def _first_line(file: Any) -> bytes:
+    """Returns the bytes of the first record, which may hold quoted line ends."""
+    content = b""
+    for line in file:
+        content += line
+        if content.strip() and content.count(b'"') % 2 == 0 and b"\x00" not in content:
+            break
+    return content
+
+
+def _parquet_file(path: Path) -> Any:
+    parquet, arrow = needed("pyarrow.parquet"), needed("pyarrow")
+    try:
+        return parquet.ParquetFile(path)
+    except (arrow.ArrowException, ValueError, OSError) as error:
+        raise ValueError(f"{path}: is a damaged Parquet file ({_one_line(error)}).") from None
+
+
+def _parquet(path: Path) -> tuple[DataFrame, list[str]]:
+    pandas, arrow = needed("pandas"), needed("pyarrow")
+    file = _parquet_file(path)
+    names, notes = _names(path, file.schema_arrow.names)
+    try:
+        table = file.read()
+    except (arrow.ArrowException, ValueError, OSError) as error:
+        raise ValueError(f"{path}: is a damaged Parquet file ({_one_line(error)}).") from None
+    table = table.rename_columns(names)
+    # indexes that pandas wrote are columns, and storage types stay, also where cells are null
+    frame = table.replace_schema_metadata(None).to_pandas(types_mapper=pandas.ArrowDtype)
+    return frame, notes
+
+
+def _storage_type(kind: Any) -> str:
+    types = needed("pyarrow").types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_boolean(kind):
+        return "boolean"
+    if types.is_integer(kind):
+        return "integer"
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return "number"
+    if types.is_timestamp(kind) or types.is_date(kind):
+        return "date"
+    if types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view":
+        return "text"
+    return str(kind)
+
+
+def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
+    pandas = needed("pandas")
+    for magic, what in OTHER_FORMATS.items():
+        if content.startswith(magic):
+            raise ValueError(f"{path}: {what}.")
+    text, notes = _text(path, content)
+    rows = _rows(path, text)
+    header_line, header = _header(path, rows)
+    names, more = _names(path, header)
+    columns: list[list[str]] = [[] for _ in names]
+    for line, row in rows:
+        if not row and len(names) > 1:
+            continue
+        if len(row) != len(names) and not (not row and len(names) == 1):
+            raise ValueError(
+                f"{path}: line {line} has {_cells(len(row))}, but line {header_line} names {_columns(len(names))}."
+            )
+        for column, cell in zip(columns, row or [""], strict=True):
+            column.append(cell)
+    frame = pandas.DataFrame(dict(zip(names, columns, strict=True)), columns=names, dtype=object)
+    return frame, [*notes, *more]
+
+
+def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
+    """Returns the content as text, and a note if the encoding is not UTF-8."""
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        try:
+            return content.decode("utf-16"), ["The file was read as UTF-16."]
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: is damaged UTF-16. Save it as UTF-8.") from None
+    if b"\0" in content[: 2**16]:
+        raise ValueError(f"{path}: is not a CSV or Parquet file (it holds zero bytes).")
+    try:
+        return content.decode("utf-8-sig"), []
+    except UnicodeDecodeError:
+        note = "The file is not UTF-8 and was read as Latin-1: save it as UTF-8 if letters look wrong."
+        return content.decode("latin-1"), [note]
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields the line number and the cells of each record, the column names first."""
+    limit = csv.field_size_limit(LONGEST_CELL)
+    start = len(text) - len(text.lstrip("\r\n"))
+    skipped = len(text[:start].splitlines())
+    line = skipped + 1
+    try:
+        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=_delimiter(text[start:]), strict=True)
+        for row in reader:
+            yield line, row
+            line = skipped + reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {line} is not CSV ({_one_line(error)}).") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _delimiter(text: str) -> str:
+    """Returns the delimiter that is most frequent in the first line, outside of quotes; a comma if none is there."""
+    counts, quoted = dict.fromkeys(DELIMITERS, 0), False
+    for letter in text:
+        if letter == '"':
+            quoted = not quoted
+        elif not quoted and letter in "\r\n":
+            break
+        elif not quoted and letter in counts:
+            counts[letter] += 1
+    return max(counts, key=lambda one: counts[one])
+
+
+def _header(path: Path, rows: Iterator[tuple[int, list[str]]]) -> tuple[int, list[str]]:
+    """Returns the line number and the cells of the column names."""
+    try:
+        return next(rows)
+    except StopIteration:
+        raise ValueError(f"{path}: the file is empty. The first line must hold the column names.") from None
+
+
+def _names(path: Path, header: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns unique names of the columns, and notes on those that were changed."""
+    if not header or not any(name.strip() for name in header):
+        raise ValueError(f"{path}: the first line names no column.")
+    names: list[str] = []
+    notes: list[str] = []
+    given = {name.strip() for name in header}
+    for place, name in enumerate(header, start=1):
+        stripped = " ".join(name.split())
+        chosen = stripped or f"column {place}"
+        if chosen in names or (not stripped and chosen in given):
+            count = 2
+            while (candidate := f"{chosen} ({count})") in names or candidate in given:
+                count += 1
+            chosen = candidate
+        if chosen != stripped:
+            what = "comes twice, the later one is" if stripped else "is empty, it is"
+            notes.append(f"The name of column {place} {what} called {chosen!r}.")
+        names.append(chosen)
+    return names, notes
+
+
+def _cells(count: int) -> str:
+    return f"{count} cell" if count == 1 else f"{count} cells"
+
+
+def _columns(count: int) -> str:
+    return f"{count} column" if count == 1 else f"{count} columns"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")[:200]
