@@ -1,0 +1,661 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that Lightning's Trainer with ``PrivateFit`` trains as the plain loop does, or refuses."""
+
+import json
+import logging
+import os
+import stat
+import warnings
+import zipfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from trainings import data
+
+import torch_privacy as tp
+
+lightning = pytest.importorskip("lightning.pytorch")  # an extra, which the tests install
+from lightning.pytorch.plugins.environments import ClusterEnvironment  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
+
+from torch_privacy.lightning import PrivateFit  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated"),  # Lightning's own call
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*does not have a default .validation_step"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+PRIVACY = {"expected_batch_size": 8, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0, "delta": 1e-3, "test_seed": 5}
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    """A classifier; keeps what Lightning calls in which step."""
+
+    def __init__(self, schedule=None, seed=1):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self._schedule, self.seen = schedule, []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def losses(self, batch):
+        x, y = batch
+        return F.cross_entropy(self(x), y, reduction="none")
+
+    def training_step(self, batch, batch_idx):
+        return self.losses(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.losses(batch).mean(), sync_dist=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((self.trainer.global_step, self.trainer.optimizers[0].param_groups[0]["lr"], outputs))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9)
+        schedule = {} if self._schedule is None else {"lr_scheduler": self._schedule(optimizer)}
+        return {"optimizer": optimizer, **schedule}
+
+
+def trainer_of(*callbacks, **settings):
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **quiet | {"max_epochs": 2} | settings)
+
+
+def fitted(module, loader=None, *, trainer=None, callbacks=(), ckpt_path=None, val=None, settings=None, **privacy):
+    fit = PrivateFit(**PRIVACY | privacy)
+    trainer = trainer_of(fit, *callbacks, **settings or {})
+    trainer.fit(module, data() if loader is None else loader, val, ckpt_path=ckpt_path)
+    return trainer, fit
+
+
+def plain(num_steps, make=Module, schedule=None, losses=Module.losses, **privacy):
+    """Trains by the plain loop."""
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9)
+    scheduler = None if schedule is None else schedule(optimizer)
+    training = tp.PrivateTraining(
+        module, optimizer, data(), num_steps=num_steps, scheduler=scheduler, **PRIVACY | privacy
+    )
+    for batch in training:
+        with training.record():
+            of_batch = losses(module, batch)
+        training.step(of_batch)
+    return module, training
+
+
+def assert_same(module, other):
+    for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"microbatch_size": 3}, {"expected_batch_size": 0.7}, {"clipping": tp.PerLayer(0.5)}],
+    ids=["plain", "microbatches", "empty batches", "per layer"],
+)
+def test_weights_and_ledger_equal_those_of_the_plain_loop(settings):
+    module = Module()
+    trainer, fit = fitted(module, settings={"max_steps": 9, "max_epochs": -1}, **settings)
+    other, training = plain(9, **settings)
+    assert_same(module, other)
+    assert fit.training.ledger.state_dict() == training.ledger.state_dict()
+    assert trainer.global_step == fit.training.step_count == 9
+    assert [step for step, _, _ in module.seen] == list(range(1, 10))
+    assert fit.training.spent().epsilon == training.spent().epsilon
+
+
+def by_step(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_schedules_advance_once_per_release_also_for_empty_batches():
+    module = Module(lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"})
+    _, fit = fitted(module, settings={"max_steps": 9, "max_epochs": -1}, expected_batch_size=0.7)
+    assert_same(module, plain(9, schedule=by_step, expected_batch_size=0.7)[0])
+    assert [rate for _, rate, _ in module.seen] == [0.5**step for step in range(1, 10)]
+    assert [outputs.get("loss") is None for _, _, outputs in module.seen] == [
+        not len(fit.training._releases.indices(step)) for step in range(9)
+    ]
+
+
+def test_schedules_of_epochs_and_total_steps():
+    module = Module(lambda optimizer: {"scheduler": by_step(optimizer), "interval": "epoch"})
+    fitted(module, settings={"max_epochs": 2})
+    assert [rate for _, rate, _ in module.seen] == [1.0] * 4 + [0.5] * 5 + [0.25]
+
+    class OneCycle(Module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            assert self.trainer.estimated_stepping_batches == 10
+            total = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total + 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    trainer, _ = fitted(OneCycle())
+    assert trainer.global_step == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps"),
+    [
+        ({"max_epochs": 3}, 15),
+        ({"max_epochs": 3, "max_steps": 7}, 7),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 6),
+        ({"max_epochs": 2, "limit_train_batches": 0.4}, 4),
+        ({"fast_dev_run": 2}, 2),
+    ],
+    ids=["epochs", "steps", "limit", "share", "fast_dev_run"],
+)
+def test_number_of_steps_is_that_of_the_trainer(settings, num_steps):
+    trainer, fit = fitted(Module(), settings=settings)
+    assert trainer.global_step == fit.training.step_count == fit.training.settings.num_steps == num_steps
+
+
+def test_a_budget_ends_the_training_and_no_step_is_counted_after_it():
+    fit = PrivateFit(**PRIVACY | {"budget": tp.privacy.Budget(2.0, 1e-3)})
+    trainer = trainer_of(fit, max_epochs=3, min_epochs=3)
+    trainer.fit(Module(), data())
+    assert 0 < trainer.global_step == fit.training.step_count < 15
+    assert fit.training.spent().epsilon.high <= 2.0
+
+
+class WithAccuracy(Module):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(2, average="micro")
+
+
+class Logs(WithAccuracy):
+    """Logs as users do; a metric gets what the training step returned."""
+
+    def training_step(self, batch, batch_idx):
+        losses = self.losses(batch)
+        self.log("loss", losses.mean(), on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"size": float(len(losses))}, on_step=True, on_epoch=False)
+        return {"loss": losses, "scores": self(batch[0]).detach(), "labels": batch[1]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert batch.batch[1] is outputs["labels"]
+        self.accuracy(outputs["scores"], outputs["labels"])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True, batch_size=len(outputs["labels"]))
+
+
+class KeepsMetric(WithAccuracy):
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self(batch[0]), batch[1])
+        return self.losses(batch)
+
+
+def test_logs_have_no_rehearsals():
+    from lightning.pytorch.loggers import Logger
+
+    class Kept(Logger):
+        name, version = "kept", 0
+
+        def __init__(self):
+            super().__init__()
+            self.points = []
+
+        def log_hyperparams(self, *args, **kwargs): ...
+
+        def log_metrics(self, metrics, step=None):
+            self.points.append((step, metrics))
+
+    logger, module = Kept(), Logs()
+    fitted(module, settings={"logger": logger, "log_every_n_steps": 1, "max_epochs": 1})
+    batches, right = [], 0
+    other = Module()
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.9)
+    training = tp.PrivateTraining(other, optimizer, data(), num_steps=5, **PRIVACY)
+    for batch in training:
+        losses, scores = other.losses(batch), other(batch[0])
+        training.step(losses)
+        if not training.rehearsing:
+            batches.append(losses.detach())
+            right += int((scores.argmax(1) == batch[1]).sum())
+    means = [float(losses.mean()) for losses in batches]
+    assert [metrics["loss_step"] for _, metrics in logger.points if "loss_step" in metrics] == pytest.approx(means)
+    epoch = next(metrics for _, metrics in logger.points if "loss_epoch" in metrics)
+    everything = torch.cat(batches)
+    assert epoch["loss_epoch"] == pytest.approx(float(everything.mean()), rel=1e-5)
+    assert [metrics["size"] for _, metrics in logger.points if "size" in metrics] == [len(part) for part in batches]
+    assert epoch["accuracy"] == pytest.approx(right / len(everything))
+    assert [step for step, metrics in logger.points if "not_private/epsilon" in metrics] == [0, 1, 2, 3, 4]
+    assert not any("epsilon" in metrics for _, metrics in logger.points)
+    assert float(module.seen[0][2]["loss"]) == pytest.approx(means[0])
+
+
+def test_validation_between_steps_changes_nothing():
+    module = Module()
+    trainer, _ = fitted(module, val=DataLoader(data(8), batch_size=4), settings={"val_check_interval": 2})
+    assert trainer.callback_metrics["val_loss"] > 0
+    assert_same(module, plain(10)[0])
+
+
+def test_parts_of_the_module_may_be_called_and_hooks_of_transfer_are_kept():
+    class Parts(Module):
+        def losses(self, batch):
+            x, y = batch
+            return F.cross_entropy(self.net[2](self.net[1](self.net[0](x))), y, reduction="none")
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            x, y = batch
+            return 2 * x, y
+
+    module = Parts()
+    fitted(module)
+
+    def doubled(module, batch):
+        return Module.losses(module, (2 * batch[0], batch[1]))
+
+    assert_same(module, plain(10, losses=doubled)[0])
+
+
+def test_bfloat16_autocast():
+    torch.set_default_dtype(torch.float32)  # autocast leaves float64 as it is
+    module = Module()
+    fitted(module, settings={"precision": "bf16-mixed"})
+
+    def losses(module, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return Module.losses(module, batch)
+
+    assert_same(module, plain(10, losses=losses)[0])
+    assert not torch.equal(module.net[0].weight, plain(10)[0].net[0].weight)
+
+
+def test_early_stopping_by_a_validation_metric_is_a_stop_that_costs_all_steps():
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    stop = EarlyStopping("val_loss", stopping_threshold=100.0)
+    _, fit = fitted(Module(), val=DataLoader(data(8), batch_size=4), callbacks=[stop])
+    assert fit.training.step_count == 5
+    assert "after 5 of 10 steps" in str(fit.training.spent())
+    fit.training.optimizer.step()  # the guard of the loop is off
+
+
+# Checkpoints
+
+
+def saving(folder, **settings):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **settings)
+
+
+class Interrupts(lightning.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 7:
+            raise OSError("lost power")
+
+
+@pytest.mark.parametrize("at", [3, 5, 6], ids=["in an epoch", "at its end", "in the second"])
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_path, at):
+    schedule = lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"}  # noqa: E731
+    checkpoints = tmp_path / "checkpoints"
+    with pytest.raises(OSError, match="lost power"):
+        fitted(
+            Module(schedule),
+            callbacks=[saving(checkpoints, every_n_train_steps=1), Interrupts()],
+            settings={"enable_checkpointing": True},
+            run_folder=tmp_path / "run",
+        )
+    module = Module(schedule, seed=3)
+    trainer, fit = fitted(module, run_folder=tmp_path / "run", ckpt_path=checkpoints / f"step={at}.ckpt")
+    assert trainer.global_step == fit.training.step_count == 10
+    assert fit.training.num_lost == 0
+    assert_same(module, plain(10, schedule=by_step)[0])
+    secret = tmp_path / "run" / "secret" / f"step-{at}.json"
+    assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
+    keys = [value for name, value in json.loads(secret.read_text()).items() if name.endswith("_key")]
+    assert len(keys) == 2
+    for path in checkpoints.rglob("*"):
+        with zipfile.ZipFile(path) as file:
+            content = b"".join(file.read(name) for name in file.namelist())
+        assert not any(key.encode() in content or bytes.fromhex(key) in content for key in keys)
+
+
+def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
+    fitted(Logged(), val=DataLoader(data(8), batch_size=4), run_folder=tmp_path / "run")
+    results = (tmp_path / "run" / "results.json").read_text()
+    assert "val_loss" in results
+    assert "loss_epoch" not in results
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_checkpoints_without_their_keys_are_refused(tmp_path):
+    saved = {"callbacks": [saving(tmp_path, every_n_train_steps=5)], "settings": {"enable_checkpointing": True}}
+    fitted(Module(), **saved)
+    with pytest.raises(tp.Refused, match="no run_folder= was given"):
+        fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt")
+    with pytest.raises(tp.Refused, match=r"step-5.json' does not fit it"):
+        fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt", run_folder=tmp_path / "run")
+    with pytest.raises(tp.Refused, match="must lie outside of"):
+        fitted(Module(), **saved, run_folder=tmp_path / "inside")
+    with pytest.raises(tp.Refused, match="holds the ledger of an earlier run"):
+        fitted(Module(), run_folder=tmp_path / "inside")
+
+
+# Refused
+
+
+class ReturnsMean(Module):
+    def training_step(self, batch, batch_idx):
+        return self.losses(batch).mean()
+
+
+class ReturnsNothing(Module):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class StepsItself(Module):
+    def training_step(self, batch, batch_idx):
+        losses = self.losses(batch)
+        losses.mean().backward()
+        self.optimizers().step()
+        return losses
+
+
+class NoOptimizer(Module):
+    def configure_optimizers(self):
+        return None
+
+
+class TwoOptimizers(Module):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=1.0) for part in (self.net[0], self.net[2])]
+
+
+class OwnStep(Module):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+
+
+class LogsGradients(Module):
+    def on_before_optimizer_step(self, optimizer): ...
+
+
+class Coupled(Module):
+    def losses(self, batch):
+        losses = super().losses(batch)
+        return losses / losses.sum().detach()
+
+
+class WithBatchNorm(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Logged(Module):
+    def training_step(self, batch, batch_idx):
+        losses = self.losses(batch)
+        self.log("loss", losses.mean(), on_epoch=True)
+        return losses
+
+
+class Plateau(Logged):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss_epoch"}}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+def callback(name, *arguments, **named):
+    from lightning.pytorch import callbacks
+
+    return getattr(callbacks, name)(*arguments, **named)
+
+
+def weighted():
+    return DataLoader(data(), sampler=WeightedRandomSampler(torch.rand(40), 40))
+
+
+REFUSED = {
+    "scalar": (ReturnsMean, {}, "training_step returned a scalar"),
+    "nothing": (ReturnsNothing, {}, "NoneType as its loss"),
+    "manual optimization": (Manual, {}, "automatic_optimization is False"),
+    "steps itself": (StepsItself, {}, "optimizer.step"),
+    "no optimizer": (NoOptimizer, {}, "nothing to train"),
+    "own optimizer_step": (OwnStep, {}, "OwnStep defines optimizer_step"),
+    "own hook": (LogsGradients, {}, "LogsGradients defines on_before_optimizer_step"),
+    "coupled losses": (Coupled, {}, "example"),
+    "a metric's state": (KeepsMetric, {}, "the forward changed 'accuracy"),
+    "batch norm": (WithBatchNorm, {}, "batch normalization"),
+    "gradient clipping": (Module, {"settings": {"gradient_clip_val": 1.0}}, "gradient_clip_val=1.0"),
+    "accumulation": (Module, {"settings": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches=2"),
+    "overfitting": (Module, {"settings": {"overfit_batches": 1}}, "overfit_batches=1"),
+    "reloading": (Module, {"settings": {"reload_dataloaders_every_n_epochs": 1}}, "reload_dataloaders_every_n_epochs"),
+    "endless": (Module, {"settings": {"max_epochs": -1}}, "must be known at the start"),
+    "learning rate finder": (Module, {"callbacks": [callback("LearningRateFinder")]}, "LearningRateFinder cannot"),
+    "weight averaging": (
+        Module,
+        {"callbacks": [callback("StochasticWeightAveraging", 0.1)]},
+        "StochasticWeightAveraging cannot",
+    ),
+    "accumulation by a callback": (
+        Module,
+        {"callbacks": [callback("GradientAccumulationScheduler", {0: 2})]},
+        "GradientAccumulationScheduler must be left out",
+    ),
+    "stop by a private loss": (Logged, {"callbacks": [callback("EarlyStopping", "loss")]}, "training_step logs 'loss'"),
+    "schedule by a private loss": (Plateau, {}, "'loss_epoch' to steer"),
+    "stream": (Module, {"loader": DataLoader(Stream())}, "must be map-style"),
+    "weighted sampler": (Module, {"loader": weighted()}, "WeightedRandomSampler"),
+    "no batches": (Module, {"loader": DataLoader(data(), batch_size=None)}, "batch_size=None"),
+    "several loaders": (Module, {"loader": [DataLoader(data())] * 2}, "Give one DataLoader"),
+    "worker_init_fn": (Module, {"loader": DataLoader(data(), worker_init_fn=print)}, "worker_init_fn"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore:.LightningModule.configure_optimizers. returned .None")
+def test_what_is_not_covered_is_refused_before_anything_is_released(case):
+    make, arguments, message = REFUSED[case]
+    module = make()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(tp.Refused, match=message):
+        fitted(module, **arguments)
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_lightning_refuses_several_optimizers_and_two_of_the_callbacks():
+    with pytest.raises(RuntimeError, match="Training with multiple optimizers is only supported with manual"):
+        fitted(TwoOptimizers())
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `PrivateFit`"):
+        trainer_of(PrivateFit(**PRIVACY), PrivateFit(**PRIVACY))
+
+
+def test_stops_by_scores_on_examples_of_the_training_data_are_refused():
+    everyone = data()
+    stop = callback("EarlyStopping", "val_loss")
+    with pytest.raises(tp.Refused, match="holds examples of the training data"):
+        fitted(Module(), Subset(everyone, range(30)), val=DataLoader(Subset(everyone, range(29, 40))), callbacks=[stop])
+    fitted(
+        Module(),
+        Subset(everyone, range(30)),
+        val=DataLoader(Subset(everyone, range(30, 40))),
+        callbacks=[callback("EarlyStopping", "val_loss")],
+        settings={"max_epochs": 1},
+    )
+
+
+def test_a_tuner_cannot_train_without_privacy():
+    """The learning-rate finder takes all other callbacks away while it trains."""
+    from lightning.pytorch.tuner import Tuner
+
+    module, fit = Module(), PrivateFit(**PRIVACY)
+    module.lr = 1.0
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(tp.Refused, match="LearningRateFinder cannot be used"):
+        Tuner(trainer_of(fit)).lr_find(module, data())
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_a_second_fit_is_refused():
+    module = Module()
+    trainer, fit = fitted(module)
+    before = [p.detach().clone() for p in module.parameters()]
+    trainer.fit_loop.max_epochs = 4
+    with pytest.raises(tp.Refused, match="fit was called before"):
+        trainer.fit(module, data())
+    trainer.callbacks.remove(fit)
+    with pytest.raises(tp.Refused, match="outside of the private training"):
+        trainer.fit(module, data())
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_keywords_are_checked_at_once():
+    with pytest.raises(ValueError, match="leave out num_steps="):
+        PrivateFit(expected_batch_size=8, num_steps=3)
+    with pytest.raises(ValueError, match="noise_multplier= must be a keyword"):
+        PrivateFit(expected_batch_size=8, noise_multplier=1.0)
+    with pytest.raises(ValueError, match="expected_batch_size= is missing"):
+        PrivateFit(clipping=tp.Flat(1.0))
+
+
+def test_loaders_give_data_collate_fn_and_workers():
+    def collate(items):
+        return torch.stack([x for x, _ in items]), torch.tensor([int(y) for _, y in items])
+
+    class FromModule(Module):
+        def train_dataloader(self):
+            return DataLoader(data(), batch_size=3, shuffle=True, collate_fn=collate)
+
+    module, fit = FromModule(), PrivateFit(**PRIVACY)
+    trainer_of(fit).fit(module)
+    assert_same(module, plain(10)[0])
+    assert fit.training._batches._collate is collate
+
+
+def test_validation_test_and_prediction_are_as_usual():
+    fit, module = PrivateFit(**PRIVACY), Module()
+    trainer = trainer_of(fit)
+    trainer.validate(module, DataLoader(data(), batch_size=8), verbose=False)
+    assert fit.training is None
+
+
+# Ranks
+
+
+class Pool(ClusterEnvironment):
+    """Tells Lightning which of the pool's ranks this is."""
+
+    creates_processes_externally = True
+    main_address, main_port = "127.0.0.1", 0
+
+    @staticmethod
+    def detect():
+        return True
+
+    def world_size(self):
+        return dist.get_world_size()
+
+    def global_rank(self):
+        return dist.get_rank()
+
+    local_rank = global_rank
+
+    def node_rank(self):
+        return 0
+
+    def set_world_size(self, size): ...
+
+    def set_global_rank(self, rank): ...
+
+
+class LogsOnRanks(Logged):
+    def training_step(self, batch, batch_idx):
+        losses = self.losses(batch)
+        self.log("synced", losses.mean(), on_epoch=True, sync_dist=True)
+        return losses
+
+
+def fitted_on_ranks(rank, settings):
+    filters = [mark.args[0].removeprefix("ignore:") for mark in pytestmark]
+    for message in filters:
+        warnings.filterwarnings("ignore", message)
+    folder = settings.get("folder")
+    saved = {} if folder is None else {"callbacks": [saving(f"{folder}/checkpoints", every_n_train_steps=3)]}
+    run = {} if folder is None else {"run_folder": f"{folder}/run"}
+    module = LogsOnRanks()
+    strategy = DDPStrategy(cluster_environment=Pool())
+    trainer, fit = fitted(
+        module,
+        settings={"strategy": strategy, "devices": 2, "enable_checkpointing": folder is not None},
+        val=DataLoader(data(8), batch_size=4),
+        **saved,
+        **run,
+        **settings["privacy"],
+    )
+    return (
+        trainer.global_step,
+        {name: p.detach() for name, p in module.named_parameters()},
+        fit.training.ledger.state_dict(),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("privacy", [{}, {"expected_batch_size": 3}], ids=["plain", "stand-ins"])
+def test_two_ranks_train_as_one(ranks2, privacy):
+    (steps, weights, ledger), (others, same, _) = ranks2.run(fitted_on_ranks, {"privacy": privacy}, timeout=90)
+    alone, training = plain(steps, **privacy)
+    assert steps == others == training.step_count
+    for name, p in alone.named_parameters():
+        assert torch.equal(weights[name], same[name])
+        torch.testing.assert_close(weights[name], p, rtol=1e-6, atol=1e-6)
+    assert len(ledger["releases"]) == steps
+
+
+@pytest.mark.slow
+def test_two_ranks_save_one_secret(ranks2, tmp_path):
+    ranks2.run(fitted_on_ranks, {"privacy": {}, "folder": str(tmp_path)}, timeout=90)
+    assert sorted(path.name for path in (tmp_path / "run" / "secret").iterdir()) == [
+        "step-3.json",
+        "step-6.json",
+        "step-9.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
+def test_other_strategies_are_refused_by_name(name):
+    from lightning.pytorch import strategies
+
+    from torch_privacy.lightning.checks import check_trainer
+
+    trainer, module = trainer_of(), Module()
+    strategy = object.__new__(getattr(strategies, name))
+    trainer.strategy.__class__ = type(strategy)
+    with pytest.raises(tp.Refused, match=f"strategy {name} steps or shards"):
+        check_trainer(trainer, module)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what a ``PrivateTrainer`` logs, writes and chooses by scores, and what of it epsilon does not cover."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from ..sampling.batches import share_examples
+from ..support.validate import Refused
+from ..support.write_file import write_whole
+from ..training import PrivateTraining
+from .checkpoints import Secrets
+
+WHERE = "PrivateTrainer"
+STATEMENT = "privacy.json"
+LOSS = "train_loss_not_private"
+CHOICE = (
+    "the choice among checkpoints or the number of steps by scores on eval_dataset, unless eval_dataset holds none of "
+    "the private examples"
+)
+
+
+def _is_score(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not name.endswith(("runtime", "per_second", "preparation_time"))
+
+
+class Reporting(Trainer):
+    """The part of a ``PrivateTrainer`` that reports: logs, checkpoints, the run folder and the privacy statement."""
+
+    training: PrivateTraining | None
+    _privacy: dict[str, Any]
+    _secrets: Secrets
+    _scores: dict[str, float]  # of the latest evaluation
+
+    def privacy_statement(self) -> dict[str, Any]:
+        """Returns ``training.statement()``, with what choices by evaluation leave uncovered."""
+        statement = self._begun().statement()
+        if self._chooses():
+            statement["not_covered"] = [*statement["not_covered"], CHOICE]
+        return statement
+
+    def _begun(self) -> PrivateTraining:
+        if self.training is None:
+            raise Refused(f"{WHERE}: there is no training yet. Call train() first.")
+        return self.training
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it."""
+        for name in ("loss", "train_loss"):
+            if name in logs:
+                logs[LOSS] = logs.pop(name)
+                if self.training is not None and (delta := self.training.settings.delta) is not None:
+                    logs["epsilon"] = self.training.profile().epsilon(delta).high
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
+        """Evaluates as ``Trainer`` does; the run folder gets the scores after training."""
+        metrics = super().evaluate(*args, **named)
+        self._scores = {name: x for name, x in metrics.items() if name.startswith("eval_") and _is_score(name, x)}
+        if not self.is_in_train:
+            self._write_run(self._scores)
+        return metrics
+
+    def _write_run(self, scores: Mapping[str, float]) -> None:
+        if self.training is not None and self._privacy.get("run_folder") is not None and self.training.step_count:
+            self.training.write_run(scores)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.training is not None and not self.args.save_only_model:
+            self._secrets.save(self.training, self.state.global_step)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.training is not None and self.args.should_save:
+            content = json.dumps(self.privacy_statement(), indent=2, allow_nan=False).encode()
+            folder = Path(output_dir or str(self.args.output_dir))
+            write_whole(folder / STATEMENT, lambda file: file.write(content))
+
+    def _load_best_model(self) -> None:
+        with self._begun().loading_released_weights():
+            super()._load_best_model()
+
+    def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
+        """Refuses: trials on private data are releases of their own."""
+        raise Refused(
+            f"{WHERE}.hyperparameter_search: each trial is a training on the private data, and the choice by their "
+            "scores is a release, too: epsilon of one training would be wrong. Use tp.search_privately, which prices "
+            "the search, or search on public data with Trainer."
+        )
+
+    def _chooses(self) -> bool:
+        """True if scores on ``eval_dataset`` choose a checkpoint, a learning rate or the number of steps."""
+        stops = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        plateau = hasattr(self.lr_scheduler, "best") or "reduce" in str(self.args.lr_scheduler_type)
+        return bool(
+            self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST or stops or plateau
+        )
+
+    def _check_choice(self) -> None:
+        if not self._chooses() or self.train_dataset is None:
+            return
+        evaluated: Any = self.eval_dataset
+        trained: Any = self.train_dataset
+        for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
+            if dataset is not None and share_examples(dataset, trained):
+                raise Refused(
+                    f"{WHERE}: eval_dataset holds examples of train_dataset, and load_best_model_at_end, "
+                    "save_strategy='best', early stopping or a plateau schedule choose by its scores: a release "
+                    "without noise. Evaluate on other data, or leave the choice out."
+                )

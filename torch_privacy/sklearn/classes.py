@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases which classes occur in the data: those with a noisy count above a threshold."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from .. import privacy
+from ..noise import Noise, key_from_test_seed
+
+Array = NDArray[Any]
+
+SHARE = 4  # epsilon of the counts alone is this part of the whole; noise adds up in squares, so less of it is lost
+SHARE_OF_DELTA = 10
+LARGEST = 50.0  # epsilon of the counts; more is of no use
+
+
+@dataclass(frozen=True)
+class FoundClasses:
+    """The classes found, and what finding them cost."""
+
+    classes: Array
+    threshold: float
+    noise: float
+    releases: tuple[privacy.Release, ...]
+
+
+def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) -> FoundClasses:
+    """Returns the classes with ``count + noise > threshold``, the noise being normal.
+
+    One example changes one count by 1. If it is the only one of its class, that class is found with a probability of at
+    most ``delta / 10``; if not, the noise hides it. So the release is covered by a Gaussian release and a
+    (0, ``delta / 10``)-private one together.
+
+    Source: Korolova, Kenthapadi, Mishra & Ntoulas (2009), WWW, with Gaussian noise in place of Laplace noise.
+    """
+    failure = delta / SHARE_OF_DELTA
+    noise = privacy.calibrate(min(epsilon / SHARE, LARGEST), failure, sampling_probability=1.0, num_steps=1)
+    threshold = float(1 + noise * norm.isf(failure))
+    classes, counts = np.unique(y, return_counts=True)
+    noisy = {"counts": torch.tensor(counts, dtype=torch.float64)}
+    key = None if test_seed is None else key_from_test_seed(test_seed, "classes of PrivateClassifier")
+    Noise(key).add_to(0, noisy, noise)
+    found = classes[noisy["counts"].numpy() > threshold]
+    digest = hashlib.sha256(repr(found.tolist()).encode()).hexdigest()
+    events = privacy.Gaussian(noise), privacy.KnownProfile((0.0,), (failure,))
+    return FoundClasses(found, threshold, noise, tuple(privacy.Release(event, digest) for event in events))

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a network for an estimator, and states what that spent."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.utils import check_random_state
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from .. import privacy
+from ..clipping import Flat
+from ..privacy.spent import Spent
+from ..support.validate import Refused, in_range, strictly_between, whole
+from ..training.averaging import MovingAverage
+from ..training.loop import PrivateTraining
+from ..training.schedule import number_of_steps
+from .features import scaled
+from .refits import Fit
+
+Array = NDArray[Any]
+Losses = Callable[[Tensor, Tensor], Tensor]
+
+USUAL_DELTA = 1e-5
+STANDARDIZED = (
+    "NOT PRIVATE (column {} of X has mean 0 and standard deviation 1, as after a StandardScaler that was fitted to "
+    "these data; the trained network depends on its numbers, which have no noise)"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a training that follow from the parameters and the number of examples."""
+
+    delta: float
+    batch_size: float
+    num_steps: int
+    releases: list[tuple[privacy.Event, int]]  # of one fit, as far as known before it
+
+
+@dataclass(frozen=True)
+class Target:
+    """Holds what a network learns: a tensor, the losses, and what became known of the targets."""
+
+    values: Tensor = field(default_factory=lambda: torch.zeros(0))
+    num_outputs: int = 1
+    losses: Losses = lambda outputs, targets: outputs
+    classes: Array | None = None
+    releases: tuple[privacy.Release, ...] = ()  # that finding the classes took
+    treated_as_public: tuple[str, ...] = ()
+    statement: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plan_of(estimator: Any, num_examples: int) -> Plan:
+    """Returns delta, batch size and number of steps; by default they are functions of the number of examples alone."""
+    n, size, delta = num_examples, estimator.batch_size, estimator.delta
+    if size is None:
+        size = min(n, max(256, n // 50))
+    where = type(estimator).__name__
+    in_range(where, 0, n, batch_size=size, hint="It is the mean size of a batch.")
+    steps = number_of_steps(None, estimator.epochs, n, size)
+    delta = min(USUAL_DELTA, 1 / (10 * n)) if delta is None else delta
+    strictly_between(where, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for the {n} examples.")
+    noise = privacy.calibrate(float(estimator.epsilon), delta, sampling_probability=size / n, num_steps=steps)
+    return Plan(delta, size, steps, [(privacy.SubsampledGaussian(noise, size / n), steps)])
+
+
+def new_network(estimator: Any, num_inputs: int, num_outputs: int) -> nn.Module:
+    """Returns the network with initial weights that depend on ``random_state`` alone."""
+    where, widths = type(estimator).__name__, estimator.hidden_units
+    seed = int(check_random_state(estimator.random_state).randint(np.iinfo(np.int32).max))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if estimator.module is not None:
+            network = estimator.module(num_inputs, num_outputs)
+            if not isinstance(network, nn.Module):
+                raise ValueError(
+                    f"{where}: module={estimator.module!r} returned a {type(network).__name__}: must be a function of "
+                    "the numbers of inputs and outputs that returns an nn.Module, such as torch.nn.Linear."
+                )
+            return network
+        hidden = [widths] if isinstance(widths, (int, np.integer)) else list(widths)
+        layers: list[nn.Module] = []
+        for width in map(int, hidden):
+            whole(where, at_least=1, hidden_units=width)
+            layers += [nn.Linear(num_inputs, width, dtype=torch.float32), nn.ReLU()]
+            num_inputs = width
+        return nn.Sequential(*layers, nn.Linear(num_inputs, num_outputs, dtype=torch.float32))
+
+
+def rows_for(network: nn.Module, x: Array, low: Array, high: Array) -> Tensor:
+    """Returns the features scaled by their bounds, in the dtype of the network."""
+    dtypes = (p.dtype for p in network.parameters() if p.is_floating_point())
+    return torch.from_numpy(scaled(x, low, high)).to(next(dtypes, torch.float32))
+
+
+def _noise_of(estimator: Any, plan: Plan, target: Target) -> tuple[float | None, float | None]:
+    """Returns the target epsilon or the noise multiplier of the training; finding the classes is part of epsilon.
+
+    A release that fails to be private with some probability is slow to calibrate with. So the noise is calibrated for
+    the other releases and for the rest of delta, which is certain to be enough; the whole is then checked once.
+    """
+    epsilon = float(estimator.epsilon)
+    if not target.releases:
+        return epsilon, None
+    others = [(release.event, 1) for release in estimator.prior_releases]
+    ((gaussian, failing), (step, count)) = (release.event for release in target.releases), plan.releases[0]
+    assert isinstance(failing, privacy.KnownProfile)
+    assert isinstance(step, privacy.SubsampledGaussian)
+
+    def releases(noise: float) -> list[tuple[privacy.Event, int]]:
+        return [*others, (gaussian, 1), (privacy.SubsampledGaussian(noise, step.sampling_probability), count)]
+
+    left = plan.delta - sum(failing.deltas)
+    noise = privacy.calibrate_schedule(releases, epsilon, left, start=step.noise_multiplier)
+    while privacy.compose([(failing, 1), *releases(noise)]).epsilon_high(plan.delta) > epsilon:
+        noise *= 1.001
+    return None, noise
+
+
+@dataclass
+class Fitted:
+    """A trained network, and what it spent."""
+
+    module: nn.Module
+    spent: Spent
+    statement: dict[str, Any]
+    num_steps: int
+
+
+def check_folder(estimator: Any, fit: Fit) -> None:
+    """Refuses a run folder that would not state what was spent, before anything is."""
+    folder, where = estimator.run_folder, f"{type(estimator).__name__}.fit"
+    if folder is None:
+        return
+    if (Path(folder) / "ledger.jsonl").exists():
+        raise Refused(f"{where}: run_folder={str(folder)!r} has a ledger already. Give each fit a new folder.")
+    if fit.earlier or fit.warning is not None:
+        lacks = fit.warning or f"{len(fit.earlier)} earlier fits, which refits='count' counts"
+        raise Refused(
+            f"{where}: the files in run_folder={str(folder)!r} would state this training alone, and lack: {lacks}. "
+            "Leave run_folder out, and save statement_."
+        )
+
+
+def train(
+    estimator: Any,
+    plan: Plan,
+    network: nn.Module,
+    data: TensorDataset,
+    target: Target,
+    fit: Fit,
+) -> Fitted:
+    """Trains the network, notes in ``fit`` what was released, and returns copies without ties to the training."""
+    average, warning = estimator.average, fit.warning
+    training: PrivateTraining | None = None
+    try:
+        released = copy.deepcopy(network)
+        make = torch.optim.Adam if estimator.optimizer is None else estimator.optimizer
+        optimizer = make(network.parameters(), lr=estimator.learning_rate)
+        mean = None
+        if average is not None:
+            in_range(type(estimator).__name__, 0, 1, average=average, hint="It is a share of the steps.")
+            mean = MovingAverage(network, optimizer, decay=1 - 1 / max(2.0, average * plan.num_steps))
+        network.train()
+        epsilon, noise = _noise_of(estimator, plan, target)
+        training = PrivateTraining(
+            network,
+            optimizer,
+            data,
+            expected_batch_size=plan.batch_size,
+            num_steps=plan.num_steps,
+            clipping=Flat(float(estimator.clip_norm)) if estimator.clipping is None else estimator.clipping,
+            target_epsilon=epsilon,
+            noise_multiplier=noise,
+            delta=plan.delta,
+            microbatch_size=estimator.microbatch_size,
+            prior_releases=(*estimator.prior_releases, *target.releases),
+            run_folder=estimator.run_folder,
+            assume_independent=estimator.assume_independent,
+            test_seed=estimator.test_seed,
+        )
+        for x, y in training:
+            training.step(target.losses(network(x), y))
+        if estimator.run_folder is not None and mean is not None:
+            training.write_run(model=mean.model)
+        spent, statement = training.spent(), training.statement()
+        warning = warning or statement.get("warning")
+    finally:
+        made = [(release.event, 1) for release in target.releases]
+        if training is not None:
+            made = training.ledger.events if made or training.step_count else []
+        fit.end(made, warning)
+    assert training is not None
+    released.load_state_dict((network if mean is None else mean.model).state_dict())
+    spent, statement = _of_all(fit, spent, statement, warning)
+    return Fitted(released.requires_grad_(False).eval(), spent, statement, training.step_count)
+
+
+def _of_all(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str | None) -> tuple[Spent, dict[str, Any]]:
+    """Returns what was spent with the earlier fits that count, and with the warnings of all."""
+    if fit.earlier:
+        releases = [release for past in [*fit.earlier, fit] for release in past.releases]
+        profile = privacy.compose(releases)
+        epsilon = profile.epsilon(spent.delta)
+        text = f"{profile.statement(spent.delta)} for {len(fit.earlier) + 1} fits"
+        warning = warning or next((past.warning for past in fit.earlier if past.warning), None)
+        text = text if warning is None else f"{warning}: {text}"
+        spent = Spent(epsilon, spent.delta, text, epsilon, is_public=warning is not None)
+        events = [{"event": privacy.event_to_dict(event), "count": count} for event, count in releases]
+        of_all = {"low": epsilon.low, "high": epsilon.high}
+        statement |= {"epsilon": of_all, "releases": events, "fits": len(fit.earlier) + 1}
+    elif warning is not None and not spent.text.startswith(warning):
+        spent = Spent(spent.epsilon, spent.delta, f"{warning}: {spent.text}", spent.planned, is_public=True)
+    if warning is not None:
+        statement |= {"private": False, "warning": warning}
+    return spent, statement

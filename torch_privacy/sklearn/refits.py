@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remembers which rows were trained on in this process, so that no fit spends privacy on them again unnoticed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import privacy
+from ..privacy.rounding import round_up
+from ..support.validate import Refused
+
+Releases = Sequence[tuple[privacy.Event, int]]
+
+CHOICES = ("refuse", "count", "separate")
+RUNS = 10  # of the search whose price a refusal names
+
+_KEY = secrets.token_bytes(32)  # so that the digests say nothing about the rows to who reads them
+_PROCESS = f"{os.getpid()} {secrets.token_hex(8)}"
+_LOCK = threading.Lock()
+_FITS: list[Fit] = []
+_families = iter(range(2**63))
+
+
+class Origin(NamedTuple):
+    """Says where an estimator comes from; goes with its pickles."""
+
+    process: str
+    family: int  # shared by an estimator and its clones
+    is_clone: bool
+
+
+@dataclass(eq=False)
+class Fit:
+    """One fit: digests of its rows, and what it released."""
+
+    rows: NDArray[np.uint64]
+    family: int
+    releases: Releases
+    warning: str | None = None
+    earlier: list[Fit] = field(default_factory=list)  # of the same data, if they are to be counted
+
+    def end(self, releases: Releases, warning: str | None) -> None:
+        """Notes what was released; forgets the fit if that is nothing."""
+        self.releases, self.warning = releases, warning
+        if not releases:
+            with _LOCK:
+                _FITS.remove(self)
+
+
+def new_origin() -> Origin:
+    """Returns the origin of an estimator that was made in this process, and is no clone."""
+    return Origin(_PROCESS, next(_families), False)
+
+
+def digests(x: NDArray[Any]) -> NDArray[np.uint64]:
+    """Returns the sorted keyed digests of rows (n, d), as float32; equal rows have equal digests."""
+    rows = np.ascontiguousarray(x.astype(np.float32) + np.float32(0))  # no negative zeros
+    found = b"".join(blake2b(row.tobytes(), key=_KEY, digest_size=8).digest() for row in rows)
+    return np.sort(np.frombuffer(found, np.uint64))
+
+
+def begin_fit(where: str, refits: str, origin: Origin, x: NDArray[Any], planned: Releases, delta: float) -> Fit:
+    """Returns the fit of these rows, noted with what it will release at most; refuses it if ``refits`` says so.
+
+    Raises:
+        Refused: by default, if the estimator is a clone, comes from another process, or if it, a clone of it, or
+            another estimator was fitted to some of these rows before. With "count" only if the process is another one.
+    """
+    if refits not in CHOICES:
+        raise ValueError(f"{where}: refits={refits!r} must be one of {', '.join(map(repr, CHOICES))}.")
+    if refits == "refuse" and origin.is_clone:
+        raise Refused(
+            f"{where}: the estimator is a clone, as cross_val_score, grids and ensembles make them, and each of their "
+            f"fits spends epsilon on the same data again. {_price(tuple(planned), delta)} {_choices(refits)}"
+        )
+    is_elsewhere = origin.process != _PROCESS or not _PROCESS.startswith(f"{os.getpid()} ")
+    if refits != "separate" and is_elsewhere:
+        raise Refused(
+            f"{where}: the estimator was made in another process, as with n_jobs=2 or by pickle, so that earlier fits "
+            "to the same data cannot be seen from here. Nothing was released. Make a new estimator here, or fit with "
+            f"n_jobs=1. {_choices(refits)}"
+        )
+    fit = Fit(digests(x), origin.family, planned)
+    with _LOCK:
+        earlier = [past for past in _FITS if past.family == fit.family or np.isin(fit.rows, past.rows).any()]
+        if refits == "refuse" and earlier:
+            how = "this estimator, or a clone of it," if earlier[-1].family == fit.family else "another estimator"
+            raise Refused(
+                f"{where}: {how} was fitted before to rows that are in X, and every further fit spends epsilon on "
+                f"them again. {_price(tuple(planned), delta)} {_choices(refits)}"
+            )
+        fit.earlier = earlier if refits == "count" else []
+        _FITS.append(fit)
+    return fit
+
+
+def _choices(refits: str) -> str:
+    count = "refits='count' allows further fits, and spent_ then covers all of them; " if refits == "refuse" else ""
+    return f"{count}refits='separate' is for data that need no protection, or other people's with equal rows."
+
+
+@lru_cache(maxsize=16)
+def _price(planned: tuple[tuple[privacy.Event, int], ...], delta: float) -> str:
+    """Returns the prices of several fits and of a search, in words."""
+    try:
+        all_fits = privacy.compose([(event, RUNS * count) for event, count in planned]).epsilon_high(delta)
+        search = privacy.compose([(privacy.Repeated(planned, float(RUNS), "logarithmic"), 1)]).epsilon_high(delta)
+    except (ValueError, OverflowError):
+        prices = "A private search costs less than its fits one by one:"
+    else:
+        prices = (
+            f"{RUNS} fits like this one cost epsilon = {round_up(all_fits)} together; a private search that makes "
+            f"{RUNS} on average, among any number of settings, costs {round_up(search)}:"
+        )
+    return f"Nothing was released. {prices} `torch-privacy search`, or tp.search_privately (docs/search.md)."
