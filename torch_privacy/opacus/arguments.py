@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the arguments of `PrivacyEngine.make_private`, and finds what they are called here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from ..clipping import Adaptive, ClippingRule, Flat, Groups
+from ..support.validate import Refused, one_of
+from .run import PrivateLoader
+
+WHERE = "make_private"
+OURS = (  # arguments of PrivateTraining that a loop written for Opacus may add
+    "assume_independent",
+    "budget",
+    "callbacks",
+    "clip_schedule",
+    "compile",
+    "delta",
+    "memory_budget",
+    "noise_schedule",
+    "num_workers",
+    "prior_releases",
+    "run_folder",
+    "test_seed",
+)
+ADAPTIVE = {  # argument of Opacus -> of the clipping rule
+    "target_unclipped_quantile": "target_quantile",
+    "clipbound_learning_rate": "learning_rate",
+    "unclipped_num_std": "count_noise_stddev",
+    "min_clipbound": "smallest",
+    "max_clipbound": "largest",
+}
+
+
+def check_kept(
+    poisson_sampling: bool, noise_generator: Any, grad_sample_mode: str, loss_reduction: str, clipping: str
+) -> None:
+    """Refuses arguments of Opacus that would make epsilon wrong."""
+    if not poisson_sampling:
+        raise Refused(
+            f"{WHERE}: poisson_sampling=False would keep the loader's own batches, and epsilon holds for Poisson "
+            "samples only (Opacus reports the epsilon of Poisson sampling all the same). Leave it out."
+        )
+    if noise_generator is not None:
+        raise Refused(
+            f"{WHERE}: noise_generator={noise_generator!r}: the noise always comes from AES with a secret key of the "
+            "operating system (Opacus: secure_mode=True). Leave it out; for tests pass test_seed=0."
+        )
+    one_of(WHERE, ("hooks", "ew", "functorch", "ghost", "ghost_fsdp"), grad_sample_mode=grad_sample_mode)
+    one_of(WHERE, ("mean", "sum"), loss_reduction=loss_reduction)
+    one_of(WHERE, ("flat", "per_layer", "adaptive"), clipping=clipping)
+
+
+def check_unwrapped(*parts: Any) -> None:
+    """Refuses models and optimizers that Opacus has wrapped."""
+    for part in parts:
+        if type(part).__module__.startswith(("opacus.grad_sample", "opacus.optimizers", "opacus.distributed")):
+            raise Refused(
+                f"{WHERE}: the {type(part).__name__} comes from Opacus. Pass model and optimizer as they were before "
+                "Opacus' make_private."
+            )
+
+
+def check_loader(loader: Any) -> None:
+    """Refuses a loader whose way of sampling would not be kept."""
+    if isinstance(loader, PrivateLoader):  # of an earlier call
+        return
+    name = f"{WHERE}: data_loader"
+    if not isinstance(loader, DataLoader):
+        raise Refused(f"{name} is a {type(loader).__name__}: must be a torch.utils.data.DataLoader.")
+    if isinstance(loader.dataset, IterableDataset):
+        raise Refused(f"{name} has an IterableDataset, which cannot be sampled. Use a map-style dataset.")
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise Refused(
+            f"{name} has a batch_sampler of its own ({type(loader.batch_sampler).__name__}) or no batch_size. Its "
+            "batches would not be used: pass DataLoader(dataset, batch_size=...), and no loader of Opacus."
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not plain:
+        raise Refused(
+            f"{name} has a {type(sampler).__name__}, which Poisson sampling replaces: every example has the same "
+            "chance. (Opacus drops it without a word.) Leave it out; take a part of the data by "
+            "torch.utils.data.Subset, and weight examples in the loss."
+        )
+    if loader.num_workers and loader.worker_init_fn is not None:
+        raise Refused(
+            f"{name} has a worker_init_fn, which is not called: the random numbers of workers come from the training's "
+            "secret key. Leave it out, or set num_workers=0."
+        )
+
+
+def clipping_rule(
+    clipping: str, max_grad_norm: Any, module: nn.Module, optimizer: Optimizer, kwargs: dict[str, Any]
+) -> tuple[ClippingRule, float]:
+    """Returns the clipping rule and the bound on an example's gradient; takes its arguments out of ``kwargs``."""
+    if clipping == "per_layer":
+        return _per_parameter(max_grad_norm, module, optimizer)
+    if isinstance(max_grad_norm, list | tuple):
+        raise ValueError(f"{WHERE}: max_grad_norm={max_grad_norm!r} is a list, which clipping='per_layer' takes.")
+    if clipping == "flat":
+        return Flat(max_grad_norm), max_grad_norm
+    missing = ADAPTIVE.keys() - kwargs.keys()
+    if missing:
+        raise ValueError(f"{WHERE}: clipping='adaptive' needs {', '.join(sorted(missing))}, too.")
+    arguments = {ours: kwargs.pop(theirs) for theirs, ours in ADAPTIVE.items()}
+    return Adaptive(max_grad_norm, **arguments), max_grad_norm
+
+
+def _per_parameter(bounds: Any, module: nn.Module, optimizer: Optimizer) -> tuple[ClippingRule, float]:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not isinstance(bounds, list | tuple) or len(bounds) != len(trained):
+        raise ValueError(
+            f"{WHERE}: clipping='per_layer' needs max_grad_norm as a list with a bound for each of the {len(trained)} "
+            f"trained parameters; given is {bounds!r}. torch_privacy.EachLayer takes one for all layers."
+        )
+    names = {id(p): name for name, p in module.named_parameters()}
+    if unknown := [tuple(p.shape) for p in trained if id(p) not in names]:
+        raise Refused(f"{WHERE}: the optimizer holds parameters of shapes {unknown} that are not the module's.")
+    return Groups({names[id(p)]: bound for p, bound in zip(trained, bounds, strict=True)}), math.hypot(*bounds)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts learning-rate schedulers back where a turn of the loop made no step, so that they count steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Returns the schedulers that hold one of these optimizers.
+
+    An optimizer does not know its schedulers, so they are looked for among the objects that refer to it.
+    """
+    referrers = gc.get_referrers(*optimizers)
+    dicts = [referrer for referrer in referrers if type(referrer) is dict]  # the attributes of an object
+    owners = [*referrers, *(gc.get_referrers(*dicts) if dicts else ())]
+    schedulers = {id(o): o for o in owners if issubclass(type(o), LRScheduler)}.values()
+    return [s for s in schedulers if any(s.optimizer is optimizer for optimizer in optimizers)]
+
+
+class Progress:
+    """Remembers the learning rates and the counts of schedulers, as they are when a step begins.
+
+    Args:
+        optimizer: the original optimizer.
+        schedulers: those that follow it.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]):
+        self._optimizer = optimizer
+        self._settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        self._states = [
+            (s, {key: _copied(value) for key, value in vars(s).items() if key != "optimizer"}) for s in schedulers
+        ]
+
+    def restore(self) -> None:
+        """Puts schedulers back, and what they have set."""
+        if not self._states:
+            return
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        for scheduler, state in self._states:
+            vars(scheduler).update({key: _copied(value) for key, value in state.items()})
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, list | dict | set) else value

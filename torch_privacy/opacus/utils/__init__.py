@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds what Opacus has at ``opacus.utils``."""
