@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .support.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import huggingface as huggingface
     from . import privacy as privacy
     from .clipping import Adaptive as Adaptive
     from .clipping import Automatic as Automatic
@@ -26,17 +27,26 @@ if TYPE_CHECKING:
     from .jacobian.vmapped import vmapped_jacobian as vmapped_jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check
-    from .pca import PrivatePCA as PrivatePCA
     from .privacy.audit import Audit as Audit
     from .privacy.audit import audit_scores as audit_scores
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
+    from .report.model_card import model_card as model_card
     from .sampling.canaries import GradientCanaries as GradientCanaries
+    from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
+    from .sampling.owners import at_most as at_most
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
+    from .training.callbacks import Callback as Callback
+    from .training.callbacks import StepLog as StepLog
     from .training.canaries import Observed as Observed
     from .training.loop import PrivateTraining as PrivateTraining
+    from .training.monitors import LoggingCallback as LoggingCallback
+    from .training.monitors import TensorBoardCallback as TensorBoardCallback
+    from .training.pca import PrivatePCA as PrivatePCA
+    from .training.secret_file import load_secret as load_secret
+    from .training.secret_file import save_secret as save_secret
     from .training.statement import Spent as Spent
 
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
@@ -46,6 +56,7 @@ _HOME = {
     "Audit": "privacy.audit",
     "Automatic": "clipping",
     "BGEP": "gep",
+    "Callback": "training.callbacks",
     "Checkup": "model_check",
     "ClippingRule": "clipping",
     "EachLayer": "clipping",
@@ -55,20 +66,28 @@ _HOME = {
     "GradientCanaries": "sampling.canaries",
     "Groups": "clipping",
     "Jacobian": "jacobian",
+    "LoggingCallback": "training.monitors",
     "MicroBatches": "clipping",
     "MovingAverage": "training",
     "Observed": "training.canaries",
     "PerLayer": "clipping",
-    "PrivatePCA": "pca",
+    "PrivatePCA": "training.pca",
     "PrivateTraining": "training",
     "Refused": "support.validate",
     "Sketched": "estimated_norms",
     "Spent": "training",
+    "StepLog": "training.callbacks",
+    "TensorBoardCallback": "training.monitors",
+    "at_most": "sampling.owners",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
     "check": "model_check",
+    "load_secret": "training.secret_file",
+    "matches_fingerprint": "sampling.fingerprint",
     "median_norm": "clipping",
+    "model_card": "report.model_card",
     "record": "jacobian",
+    "save_secret": "training.secret_file",
     "search_privately": "privacy.search",
     "vmapped_jacobian": "jacobian",
 }
@@ -76,8 +95,8 @@ __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunder
 
 
 def __getattr__(name: str) -> Any:
-    if name == "privacy":
-        return import_module(".privacy", __name__)
+    if name in ("huggingface", "privacy"):
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

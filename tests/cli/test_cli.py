@@ -157,6 +157,19 @@ def test_epsilon_json_has_every_number(capsys):
     assert shown["attacker"]["true_positive_rate"] == {"low": power.low, "high": power.high}
 
 
+@pytest.mark.slow
+def test_epsilon_and_compare_price_a_person_with_several_examples(capsys):
+    assert run(["epsilon", *EVENTS, "--group-size", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    low, high = privacy.compose([(privacy.SubsampledGroup(1.1, 0.01, 4), 100)]).epsilon(1e-5)
+    assert shown["epsilon"] == {"low": low, "high": high}
+    assert run(["compare", *EVENTS, "--group-size", "4", "--json"]) == 0
+    persons = json.loads(capsys.readouterr().out)["persons"]
+    assert persons["epsilon_sampling_examples"] == {"low": low, "high": high}
+    assert persons["rule"].startswith("Sample persons (owners=, per_owner=4) if")
+    assert run(["epsilon", *EVENTS, "--group-size", "4", "--plot", "epsilon.svg"]) != 0
+
+
 def test_epsilon_json_says_null_where_a_number_is_infinite(capsys):
     arguments = ["--noise-multiplier", "0.1", "--sampling-probability", "1", "--steps", "1", "--delta", "1e-300"]
     assert run(["epsilon", *arguments, "--json"]) == 0
@@ -331,7 +344,7 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
     shown = capsys.readouterr().out
     settings = load_trainable("adult").settings()
     for option, value in {
-        "noise-multiplier": settings.noise_multiplier,
+        "epsilon": settings.target_epsilon,
         "delta": settings.delta,
         "batch-size": settings.expected_batch_size,
         "learning-rate": settings.learning_rate,

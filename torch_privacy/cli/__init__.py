@@ -3,15 +3,20 @@
 
 import re
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, audit, explain, report, reproduce, search, train
+from torch_privacy.cli import accounting, audit, explain, from_opacus, predict, report, reproduce, schema, search, train
 from torch_privacy.cli._shared import app, say
+from torch_privacy.cli.processes import ALONE, TOGETHER, ended, follow, is_first, lost_rank, num_launched
 
-__all__ = ["accounting", "audit", "explain", "main", "report", "reproduce", "run", "search", "train"]
+__all__ = [
+    "accounting", "audit", "explain", "from_opacus", "main", "predict", "report", "reproduce", "run", "schema",
+    "search", "train",
+]  # fmt: skip
 
 USER_MISTAKE = 2
 LONGEST = 1500  # letters of a message
@@ -24,7 +29,7 @@ OPTIONS = {  # names that differ between library and command
         name: f"--{name.replace('_', '-')}"
         for name in (
             "noise_multiplier", "sampling_probability", "delta", "learning_rate", "clip_norm", "epochs", "hidden_units",
-            "seed", "alpha",
+            "seed", "alpha", "num_examples", "target", "schema", "schema_share", "owner", "per_owner", "test_share",
         )
     },
 }  # fmt: skip
@@ -33,6 +38,11 @@ OPTIONS = {  # names that differ between library and command
 def _with_option_names(message: str) -> str:
     """Replaces the names of arguments in a message by the names of the command's options."""
     return re.sub(rf"(?<![\w(])({'|'.join(OPTIONS)})=", lambda found: f"{OPTIONS[found[1]]} ", message)
+
+
+def _ended(sentence: str) -> str:
+    """Returns the sentence with a mark at its end."""
+    return sentence if sentence.rstrip().endswith(("?", "!")) else f"{sentence.rstrip().rstrip('.')}."
 
 
 def _complain(message: str) -> int:
@@ -50,22 +60,62 @@ def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
     The code is 0, 1 if ``explain`` found a problem, 2 after a user's mistake, and 130 or 143 after an interruption.
+
+    Of several processes that torchrun started, rank 0 runs the command. The others share its trainings, say nothing
+    unless rank 0 cannot, and return its code.
+    """
+    if num_launched() == 1:
+        return _run(arguments)
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    if not is_first():
+        return _said(follow) if command in TOGETHER else 0
+    if command in ALONE:
+        return _complain(
+            f"{command}: works in one process, and {num_launched()} were started. Start it without torchrun."
+        )
+    code = 1
+    try:
+        code = _run(arguments)
+    finally:
+        if command in TOGETHER:
+            ended(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    return _said(lambda: app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0, command)
+
+
+def _said(act: Callable[[], int], command: str = "") -> int:
+    """Returns the exit code of an action, and says in one sentence what it refuses or what the user mistook.
+
+    What is wrong with the words of the command line ends by naming the command's own help.
     """
     try:
-        return app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0
+        return act()
     except BrokenPipeError:  # as in `torch-privacy tradeoff ... | head -1`
         sys.stdout = None
         return 0
     except TyperException as error:
-        return _complain(f"{error.format_message().rstrip('.')}; torch-privacy --help lists the commands and options.")
+        context = getattr(error, "ctx", None)
+        place = "torch-privacy" if context is None else context.command_path
+        return _complain(f"{_ended(error.format_message())} Try '{place} --help'")
     except OSError as error:
         return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
     except ValueError as error:
-        return _complain(_with_option_names(str(error)))
+        message = _with_option_names(str(error))
+        is_of_arguments = bool(command) and message.startswith(f"{command}: ")
+        return _complain(f"{_ended(message)} Try 'torch-privacy {command} --help'" if is_of_arguments else message)
     except OverflowError as error:
         return _complain(f"a number given is too large or too small to compute with ({error}).")
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except RuntimeError as error:
+        if not lost_rank(error):
+            raise
+        _complain(str(error))
+        return 1
 
 
 def main() -> None:

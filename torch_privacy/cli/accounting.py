@@ -11,12 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
+from torch_privacy.cli.steps import BatchSize, Delta, Epochs, NumExamples, Probability, Steps, sampling_of
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
-Probability = Annotated[float, typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].")]
-Steps = Annotated[int, typer.Option(help="Number of noisy steps: epochs / sampling probability, an integer.")]
-Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta), a probability; well below 1/n for n examples.")]
 Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Largest number of examples of a person, at least 1: epsilon is that of a person, not of one example.",
+        show_default=False,
+    ),
+]
 Alphas = Annotated[
     list[float] | None,
     typer.Option(help="False positive rate in [0, 1]; repeatable.", show_default="0.001 0.01 0.05 0.1 0.2 0.5"),
@@ -45,35 +50,49 @@ Plot = Annotated[
 @app.command()
 def epsilon(
     noise_multiplier: Noise,
-    sampling_probability: Probability,
-    steps: Steps,
-    delta: Delta = 1e-5,
+    sampling_probability: Probability = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    num_examples: NumExamples = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
+    group_size: GroupSize = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Print epsilon of a private training as a certified interval, beside the values of other accountants.
 
-    Poisson sampling; neighboring data sets differ by one example, added or removed.
+    Poisson sampling; neighboring data sets differ by one example, added or removed, or by all examples of one person.
     """
+    from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
-    _check_steps("epsilon", steps)
-    summary = summarize(equal_releases(noise_multiplier, sampling_probability, steps), delta)
+    sampling = sampling_of("epsilon", sampling_probability, steps, batch_size, num_examples, epochs)
+    sampling_probability, steps = sampling.probability, sampling.num_steps
+    delta = sampling.delta("epsilon", delta)
+    releases = equal_releases(noise_multiplier, sampling_probability, steps)
+    if group_size is not None:
+        releases = [(privacy.for_group(event, group_size), count) for event, count in releases]
+        if plot is not None:
+            raise typer.BadParameter("--plot draws the epsilon of one example; leave out --group-size or --plot")
+    summary = summarize(releases, delta)
     if plot is not None:
-        from torch_privacy import privacy
         from torch_privacy.report import accounting_plots
 
         mark = accounting_plots.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
         _draw(accounting_plots.profile_figure(noise_multiplier, sampling_probability, steps, mark), plot)
-    print_result(summary.as_json(), privacy_lines(summary), as_json)
+    print_result(summary.as_json(), [*privacy_lines(summary), *sampling.lines], as_json)
 
 
 @app.command()
 def delta(
     epsilon: Annotated[float, typer.Option(help="Epsilon at which to ask, a number of either sign; no unit.")],
     noise_multiplier: Noise,
-    sampling_probability: Probability,
-    steps: Steps,
+    sampling_probability: Probability = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    num_examples: NumExamples = None,
+    epochs: Epochs = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +100,8 @@ def delta(
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 
-    _check_steps("delta", steps)
+    sampling = sampling_of("delta", sampling_probability, steps, batch_size, num_examples, epochs)
+    sampling_probability, steps = sampling.probability, sampling.num_steps
     setting = noise_multiplier, sampling_probability, steps
     bracket = compose_steps(*setting).delta(epsilon)
     if plot is not None:
@@ -96,15 +116,18 @@ def delta(
         "delta": bracket._asdict(),
         "clt": {"delta": privacy.clt(*setting).delta(epsilon), "note": "an approximation, not a bound"},
     }
-    print_result(content, delta_lines(*setting, epsilon), as_json)
+    print_result(content, [*delta_lines(*setting, epsilon), *sampling.lines], as_json)
 
 
 @app.command()
 def calibrate(
     epsilon: Target,
-    sampling_probability: Probability,
-    steps: Steps,
-    delta: Delta = 1e-5,
+    sampling_probability: Probability = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    num_examples: NumExamples = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -112,10 +135,17 @@ def calibrate(
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
-    _check_steps("calibrate", steps)
+    sampling = sampling_of("calibrate", sampling_probability, steps, batch_size, num_examples, epochs)
+    sampling_probability, steps = sampling.probability, sampling.num_steps
+    delta = sampling.delta("calibrate", delta)
     noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling_probability, num_steps=steps)
     summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
-    lines = [("noise multiplier", repr(noise)), ("target epsilon", f"{epsilon:g}"), *privacy_lines(summary)]
+    lines = [
+        ("noise multiplier", repr(noise)),
+        ("target epsilon", f"{epsilon:g}"),
+        *privacy_lines(summary),
+        *sampling.lines,
+    ]
     if plot is not None:
         from torch_privacy.report import accounting_plots
 
@@ -126,8 +156,11 @@ def calibrate(
 @app.command()
 def tradeoff(
     noise_multiplier: Noise,
-    sampling_probability: Probability,
-    steps: Steps,
+    sampling_probability: Probability = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    num_examples: NumExamples = None,
+    epochs: Epochs = None,
     alpha: Alphas = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -136,7 +169,8 @@ def tradeoff(
     from torch_privacy.cli.tables import tradeoff_view
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
-    _check_steps("tradeoff", steps)
+    sampling = sampling_of("tradeoff", sampling_probability, steps, batch_size, num_examples, epochs)
+    sampling_probability, steps = sampling.probability, sampling.num_steps
     profile = compose_steps(noise_multiplier, sampling_probability, steps)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
@@ -144,26 +178,41 @@ def tradeoff(
         from torch_privacy.report import accounting_plots
 
         _draw(accounting_plots.tradeoff_figure(noise_multiplier, sampling_probability, steps), plot)
-    print_result({"tradeoff": points, **attacker}, tradeoff_view(points, attacker_lines(attacker)), as_json)
+    content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
+    shown = tradeoff_view(points, [*attacker_lines(attacker), *sampling.lines])
+    print_result({**content, "tradeoff": points, **attacker}, shown, as_json)
 
 
 @app.command()
 def compare(
     noise_multiplier: Noise,
-    sampling_probability: Probability,
-    steps: Steps,
-    delta: Delta = 1e-5,
+    sampling_probability: Probability = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    num_examples: NumExamples = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
+    group_size: GroupSize = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the accountants on one training: their epsilons, whether these are true, and their running times.
 
-    Includes dp-accounting and prv-accountant if they are installed.
+    Includes dp-accounting and prv-accountant if they are installed. With a group size it also compares two ways to
+    protect a person with several examples: sampling examples, or persons. It prints the rule by which to choose.
     """
-    from torch_privacy.cli.tables import claims_table
-    from torch_privacy.privacy import comparison
+    from rich.console import Group
 
-    _check_steps("compare", steps)
+    from torch_privacy.cli.tables import claims_table, lines_table, persons_view
+    from torch_privacy.privacy import comparison
+    from torch_privacy.privacy.persons import compare_persons
+
+    sampling = sampling_of("compare", sampling_probability, steps, batch_size, num_examples, epochs)
+    sampling_probability, steps = sampling.probability, sampling.num_steps
+    delta = sampling.delta("compare", delta)
+    persons = None
+    if group_size is not None:
+        persons = compare_persons(noise_multiplier, sampling_probability, steps, delta, group_size)
     with _quiet_libraries():
         claims = comparison.compare(noise_multiplier, sampling_probability, steps, delta)
     setting = (
@@ -173,8 +222,16 @@ def compare(
         from torch_privacy.report import accounting_plots
 
         _draw(accounting_plots.claims_figure(claims, setting), plot)
-    content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
-    print_result({**content, "delta": delta, "claims": comparison.as_json(claims)}, claims_table(claims), as_json)
+    content: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "sampling_probability": sampling_probability,
+        "num_steps": steps,
+    }
+    content |= {"delta": delta, "claims": comparison.as_json(claims)}
+    if persons is not None:
+        content["persons"] = persons.as_json()
+    view = claims_table(claims) if persons is None else persons_view(claims, persons)
+    print_result(content, Group(lines_table(sampling.lines), "", view) if sampling.lines else view, as_json)
 
 
 def _draw(figure: Any, path: Path) -> None:
@@ -196,10 +253,3 @@ def _quiet_libraries() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _check_steps(where: str, steps: int) -> None:
-    """Raises a ``ValueError`` unless there is at least one step."""
-    from torch_privacy.support import validate as _check
-
-    _check.whole(where, at_least=1, num_steps=steps)

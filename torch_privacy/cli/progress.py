@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from signal import Signals
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -26,15 +27,21 @@ Price = Callable[[int], float]  # number of releases -> certified upper bound on
 
 
 def run_to_end(run: Run, signals: DeferredSignals, *, silent: bool) -> bool:
-    """Trains until the end and returns True, or saves a checkpoint after a signal and returns False."""
+    """Trains until the end and returns True, or saves a checkpoint after a signal and returns False.
+
+    Several processes stop together, whichever got the signal.
+    """
     with TrainingDisplay(Console(stderr=True), silent=silent) as display:
         for progress in run.steps():
             display.show(progress, run.epsilon_high)
-            if signals.received:
+            if agreed := run.agreed(signals.received):
                 break
-    if signals.received:
+        else:
+            agreed = run.agreed(signals.received)  # after the last step
+    if agreed:
+        signals.received = Signals(agreed)
         run.checkpoint()
-    return not signals.received
+    return not agreed
 
 
 class LiveBar(Progress):

@@ -1,29 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides ``report``, which writes one page on several runs."""
+"""Provides ``report``, which writes one page on several runs, and the model card of a training."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
+
+CARD = "--model-card"
+CARD_ENDING = ".md"
 
 Runs = Annotated[
     list[Path],
     typer.Argument(
-        parser=folder_named, help="Finished runs of train or reproduce.", metavar="RUN...", show_default=False
+        parser=folder_named,
+        help="Finished runs: of train or reproduce, or run folders of PrivateTraining.",
+        metavar="RUN...",
+        show_default=False,
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", parser=folder_named, help="The page to write.", metavar="FILE")]
+Card = Annotated[
+    str | None,
+    typer.Option(
+        CARD,
+        help="Also write the training's model card for the Hugging Face Hub: RUN/README.md, or a FILE ending in .md.",
+        metavar="[FILE]",
+        show_default=False,
+    ),
+]
 
 
-@app.command()
-def report(runs: Runs, out: Out = Path("report.html"), as_json: AsJson = False) -> None:
-    """Write one page on several runs: their scores, epsilons and trade-off functions, drawn together and in numbers."""
+class _WithCard(TyperCommand):
+    """Lets ``--model-card`` stand without a file: only a word that ends in .md belongs to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], ""]
+        return super().parse_args(
+            ctx,
+            [
+                f"{CARD}=" if word == CARD and not after.endswith(CARD_ENDING) else word
+                for word, after in zip(args, following, strict=True)
+            ],
+        )
+
+
+@app.command(cls=_WithCard)
+def report(runs: Runs, out: Out = Path("report.html"), model_card: Card = None, as_json: AsJson = False) -> None:
+    """Write one page on several runs: their scores, epsilons and trade-off functions, drawn together and in numbers.
+
+    With --model-card, also write the model card of one training.
+    """
+    from torch_privacy.report import model_card as cards
     from torch_privacy.report import render as page
     from torch_privacy.runs.folder import RunFolder
 
+    if model_card is not None and len(runs) != 1:
+        raise ValueError(f"report: {CARD} is for one training, and {len(runs)} runs were given. Name one RUN.")
     text = page.render([RunFolder(run) for run in runs])
+    written = {"report": out}
+    if model_card is not None:
+        card = cards.model_card(runs[0])
+        written["model card"] = Path(model_card) if model_card else RunFolder(runs[0]).card
+        with naming(written["model card"]):
+            written["model card"].write_text(card, encoding="utf-8")
     with naming(out):
         out.write_text(text, encoding="utf-8")
-    print_result({"report": str(out), "runs": [str(run) for run in runs]}, [("report", str(out))], as_json)
+    content = {name.replace(" ", "_"): str(path) for name, path in written.items()}
+    shown = [(name, str(path)) for name, path in written.items()]
+    print_result({**content, "runs": [str(run) for run in runs]}, shown, as_json)

@@ -21,6 +21,7 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
+from torch_privacy.cli.processes import again, num_launched, open_run, to_resume
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 
@@ -109,6 +110,10 @@ def reproduce(
         "only": only or (),
         "skip": skip or (),
     }
+    if to_resume("reproduce", run):
+        assert run is not None
+        _reproduce_in(run, None, {}, quiet=quiet, as_json=as_json)
+        return
     folder = run or Path("runs") / f"{experiment}{'-quick' * quick}-{datetime.now():%Y%m%d-%H%M%S}"
     _reproduce_in(folder, experiment, request, quiet=quiet, as_json=as_json)
 
@@ -121,11 +126,13 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
         from torch_privacy.cli.tables import results_view
         from torch_privacy.experiments.reproduction import Reproduction
 
-        silent = quiet or as_json
+        silent, count = quiet or as_json, num_launched()
         with (
             naming(folder),
             closing(
-                Reproduction.resume(folder) if name is None else Reproduction.start(folder, name, **request)
+                Reproduction.resume(folder, num_processes=count)
+                if name is None
+                else Reproduction.start(folder, name, **request, num_processes=count)
             ) as work,
         ):
             jobs = work.unfinished()
@@ -133,7 +140,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
                 heading = f"{work.experiment.name}, {number} of {len(jobs)}: {job.title}"
                 _do(work, job, signals, "" if silent else heading)
                 if signals.received:
-                    say(f"stopped; continue with\n  torch-privacy reproduce --resume {folder}")
+                    say(f"stopped; continue with\n  {again()} reproduce --resume {folder}")
                     raise typer.Exit(128 + signals.received)
             results = work.finish()
     print_result({**results, "run": str(folder)}, results_view(results, str(work.folder.report)), as_json)
@@ -149,7 +156,7 @@ def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
             say(heading)
         work.compute(job)
         return
-    with closing(work.training(job)) as training:
+    with open_run(*work.beginning(job)) as training:
         if heading:  # only after the data were found
             say(heading)
         if run_to_end(training, signals, silent=not heading):

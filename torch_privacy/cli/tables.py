@@ -18,6 +18,7 @@ from torch_privacy.runs.table import MISSING, duration, headings, lines, summary
 if TYPE_CHECKING:
     from torch_privacy.experiments.catalog import Experiment
     from torch_privacy.privacy.comparison import Claim
+    from torch_privacy.privacy.persons import Persons
 
 
 def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
@@ -64,6 +65,11 @@ def claims_table(claims: Sequence[Claim]) -> Table:
         row = (claim.accountant, _epsilon_cell(claim), what, delta, f"{1e3 * claim.seconds:.1f}")
         table.add_row(*row, style={"the interval": "bold", "below the truth": "red"}.get(verdict, ""))
     return table
+
+
+def persons_view(claims: Sequence[Claim], persons: Persons) -> Group:
+    """Returns the table of accountants, followed by the two ways to protect a person."""
+    return Group(claims_table(claims), Text(), lines_table(persons.lines()))
 
 
 def _epsilon_cell(claim: Claim) -> str:

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``train FILE`` and ``schema``: what is chosen, learnt, paid, kept and refused, on small tables."""
+
+import hashlib
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import torch_privacy as tp
+from torch_privacy import privacy, tables
+from torch_privacy.cli import run
+from torch_privacy.cli.own_table import is_table
+from torch_privacy.experiments import own_table, runner
+from torch_privacy.experiments.own_table import complete
+from torch_privacy.experiments.runner import Run
+from torch_privacy.privacy.rounding import round_up
+from torch_privacy.report import render
+
+N = 1500
+FEW_STEPS = ["--epochs", "0.6", "--batch-size", "270"]
+STEPS = 3
+TRAIN = ["--target", "income", "--epsilon", "4", *FEW_STEPS]
+RARE, EXTREME = "SecretAgent007", 987654321.0
+SCHEMA = """
+target = "income"
+task = "classification"
+
+[columns.age]
+kind = "number"
+bounds = [18, 90]
+
+[columns.job]
+kind = "category"
+categories = ["nurse", "baker"]
+
+[columns.wealth]
+kind = "ignored"
+
+[columns.income]
+kind = "category"
+categories = ["high", "low"]
+"""
+OWNER = """
+[columns.customer_id]
+kind = "ignored"
+"""
+
+
+def people(n: int = N, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    age, job = rng.integers(18, 90, n), rng.choice(["nurse", "baker"], n)
+    income = np.where(age + 20 * (job == "nurse") + rng.normal(0, 5, n) > 60, "high", "low")
+    wealth = rng.normal(100, 20, n).round(2)
+    frame = pd.DataFrame({"age": age, "job": job.astype(object), "wealth": wealth, "income": income})
+    frame.loc[5, "job"], frame.loc[6, "wealth"] = RARE, EXTREME
+    return frame
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("table") / "people.csv"
+    people().to_csv(path, index=False)
+    return path
+
+
+class Finished(NamedTuple):
+    """A finished run, and what its command printed."""
+
+    folder: Path
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def finished(file):
+    folder, out, err = file.parent / "run", io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_check_priced", lambda *_: None)  # this and the page's plots take many seconds
+        patch.setattr(render, "render", lambda folders: "<p>page</p>")
+        assert run(["train", str(file), *TRAIN, "--run", str(folder)]) == 0
+    return Finished(folder, out.getvalue(), err.getvalue())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def events_of(folder: Path) -> list[tuple[privacy.Event, int]]:
+    ledger = privacy.Ledger.load(folder / "ledger.jsonl")
+    ledger.close()
+    return ledger.events
+
+
+@pytest.mark.slow
+def test_train_on_a_table_prints_the_epsilon_of_the_ledger_learning_included(finished):
+    events = events_of(finished.folder)
+    assert events[-1][1] == STEPS
+    assert isinstance(events[-1][0], privacy.SubsampledGaussian)
+    assert len(events) > 1
+    delta = json.loads((finished.folder / "settings.json").read_text())["delta"]
+    epsilon, price = (privacy.compose(part).epsilon_high(delta) for part in (events, events[:-1]))
+    assert 3.9 < epsilon <= 4
+    assert f"report {round_up(epsilon)}" in finished.out
+    assert 0 < price <= 4 * json.loads((finished.folder / "settings.json").read_text())["schema_share"]
+    assert f"Learnt privately, for epsilon {round_up(price)} of the total 4" in finished.err
+    assert finished.err.index("Learnt privately") < finished.err.index("private     epoch")
+    assert "'income' (target) 2 categories: high, low" in finished.err
+
+
+@pytest.mark.slow
+def test_run_folder_of_a_table_keeps_the_schema_with_a_digest(finished):
+    results = json.loads((finished.folder / "results.json").read_text())
+    assert results["experiment"] == "table"
+    schema = (finished.folder / "schema.toml").read_bytes()
+    assert results["files"]["schema.toml"] == hashlib.sha256(schema).hexdigest()
+    assert tables.Schema.read(finished.folder / "schema.toml").is_complete
+    statement = json.loads((finished.folder / "privacy.json").read_text())
+    assert statement["unit"] == "one row of the table"
+    assert statement["private"]
+    assert results["num_examples"] + results["num_test_examples"] == N
+
+
+@pytest.mark.slow
+def test_run_folder_holds_nothing_that_was_not_priced(file, finished):
+    """Neither a category of one row nor an extreme value, nor a digest by which a guess of the table is verified."""
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    for name, content in contents(finished.folder).items():
+        for secret in (RARE, f"{EXTREME:g}", "987654321", digest):
+            assert secret.encode() not in content, (name, secret)
+
+
+@pytest.mark.slow
+def test_statement_has_a_fingerprint_of_the_table_that_tells_nothing_without_its_key(file, finished):
+    statement, key = finished.folder / "privacy.json", finished.folder / "fingerprint.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    rows = tables.rows_of(tables.read_table(file))
+    assert len(rows) == N
+    assert tp.matches_fingerprint(statement, rows, key)
+    rows[7] = ("1", *rows[7][1:])
+    assert not tp.matches_fingerprint(statement, rows, key)
+
+
+@pytest.mark.slow
+def test_same_settings_make_the_same_split(file, finished):
+    settings = {
+        key: value
+        for key, value in json.loads((finished.folder / "settings.json").read_text()).items()
+        if key != "experiment"
+    }
+    task = own_table.build_task(
+        own_table.STUDY.settings(**{**settings, "schema": str(finished.folder / "schema.toml")})
+    )
+    again = own_table.build_task(
+        own_table.STUDY.settings(**{**settings, "schema": str(finished.folder / "schema.toml")})
+    )
+    assert not task.private(None)["prior_releases"]  # the kept schema is complete: to use it costs nothing
+    assert [y for _, y in task.test] == [y for _, y in again.test]
+    train_rows, test_rows = tables.split(N, seed=0, share=settings["test_share"])
+    assert (len(task.train), len(task.test)) == (len(train_rows), len(test_rows))
+    assert not task.exact or "of 'job'" in task.exact[0]
+
+
+@pytest.mark.slow
+def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp_path, capsys):
+    schema, folder = tmp_path / "schema.toml", tmp_path / "run"
+    schema.write_text(SCHEMA)
+    assert run(["train", str(file), *TRAIN, "--schema", str(schema), "--run", str(folder)]) == 0
+    shown = capsys.readouterr().err
+    assert "nothing was learnt privately" in shown
+    assert "not of the declared kind: 1 of 'job'" in shown
+    assert [type(event) for event, _ in events_of(folder)] == [privacy.SubsampledGaussian]
+    assert not any(b"not of the declared" in content for content in contents(folder).values())
+
+
+@pytest.mark.slow
+def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "_check_priced", lambda *_: None)  # takes seconds
+    path = tmp_path / "people.csv"
+    path.write_bytes(file.read_bytes())
+    schema = tmp_path / "public.toml"  # only one column is to be learnt
+    schema.write_text(SCHEMA.replace('categories = ["nurse", "baker"]\n', ""))
+    chosen = {"target": "income", "target_epsilon": 4.0, "epochs": 1.0, "expected_batch_size": 300}
+    first = Run.start(tmp_path / "run", "table", **complete(path, chosen | {"schema": str(schema)}))
+    for progress in first.steps():
+        if progress.step == 2:
+            break
+    first.checkpoint()
+    first.close()
+    schema.unlink()
+    learnt, begun = (tmp_path / "run" / "schema.toml").read_text(), first.training.ledger.events
+    assert learnt == first.task.schema
+    assert "nurse" in learnt
+    assert RARE not in learnt
+
+    def never(*_, **__):
+        raise AssertionError("learnt twice")
+
+    monkeypatch.setattr(tables, "learn", never)
+    monkeypatch.setattr(Run, "_private_progress", lambda self, *, is_last=False: self.private.progress(1))
+    second = Run.resume(tmp_path / "run")
+    assert second.task.notes == first.task.notes
+    for _ in second.steps():
+        pass
+    second.close()
+    assert second.task.schema == learnt
+    assert second.training.ledger.events == [*begun[:-1], (begun[-1][0], second.training.settings.num_steps)]
+    path.write_bytes(file.read_bytes() + b"33,baker,10,low\n")
+    assert run(["train", "--resume", str(tmp_path / "run")]) == 2
+    assert "was changed since the run began" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_owners_are_protected_in_learning_split_and_training(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_check_priced", lambda *_: None)
+    frame = people().assign(customer_id=np.arange(N) // 3)
+    frame.to_csv(tmp_path / "people.csv", index=False)
+    schema = tmp_path / "schema.toml"
+    schema.write_text(SCHEMA.replace('categories = ["nurse", "baker"]\n', "") + OWNER)
+    chosen = {"target": "income", "target_epsilon": 4.0, "epochs": 1.0, "owner": "customer_id", "per_owner": 2}
+    chosen["schema"] = str(schema)
+    settings = complete(tmp_path / "people.csv", chosen)
+    job = Run.start(tmp_path / "run", "table", **settings)
+    statement, owners, numbers = job._statement(), job.training.settings.owners, job._num_units()
+    job.close()
+    assert statement["unit"] == "one customer, at most 2 rows in a step"
+    assert {event.unit for event, _ in job.training.ledger.events} | {job.training.event.unit} == {"customer"}
+    assert job.training.ledger.events
+    assert owners.per_owner == 2
+    train_rows, test_rows = tables.split(
+        N, share=settings["test_share"], owners=frame["customer_id"].astype(str).to_numpy()
+    )
+    assert not set(train_rows // 3) & set(test_rows // 3)
+    assert owners.count == len(set(train_rows // 3)) == numbers["num_examples"] == numbers["num_owners"]
+    assert settings["delta"] <= 1 / (10 * owners.count)
+    kept = tables.Schema.read(tmp_path / "run" / "schema.toml")
+    assert "customer_id" not in [column.name for column in kept.features]
+
+
+def test_settings_of_a_table_are_chosen_for_its_size(file):
+    small = complete(file, {"target": "income", "target_epsilon": 2.0})
+    n = len(tables.split(N, share=small["test_share"])[0])
+    assert small["delta"] <= 1 / (10 * n) < 10 * small["delta"]
+    assert 1 <= small["expected_batch_size"] <= n
+    chosen = {"target": "income", "target_epsilon": 2.0, "delta": 1e-7, "expected_batch_size": 7, "hidden_units": 3}
+    assert complete(file, chosen) | {**chosen, "hidden_units": [3]} == complete(file, chosen)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+MISTAKES = {  # arguments, with F for a table -> words of the one sentence
+    "no such file": (["train", "nowhere.csv", *TRAIN], "nowhere.csv: no such file"),
+    "no such path": (["train", "no/where", *TRAIN], "no/where: no such file"),
+    "a folder": (["train", ".", "--target", "x", "--epsilon", "2"], "folder"),
+    "no target": (["train", "F", "--epsilon", "2"], "--target, one of 'age', 'job', 'wealth', 'income'"),
+    "unknown target": (["train", "F", "--target", "incme", "--epsilon", "2"], "Did you mean 'income'?"),
+    "no epsilon": (["train", "F", "--target", "income"], "--epsilon"),
+    "noise for an open schema": (["train", "F", "--target", "income", "--noise-multiplier", "1"], "complete schema"),
+    "negative epsilon": (["train", "F", "--target", "income", "--epsilon", "-2"], "--epsilon -2.0 must be greater"),
+    "delta": (["train", "F", *TRAIN, "--delta", "0.01"], "--delta 0.01 must lie in"),
+    "no units": (["train", "F", *TRAIN, "--hidden-units", "0"], "--hidden-units 0 must be"),
+    "all share": (["train", "F", *TRAIN, "--schema-share", "1"], "--schema-share 1.0 must lie in (0, 1)"),
+    "all test": (["train", "F", *TRAIN, "--test-share", "1"], "--test-share 1.0 must lie in (0, 1)"),
+    "owner alone": (["train", "F", *TRAIN, "--owner", "job"], "--owner COLUMN and --per-owner K belong together"),
+    "unknown owner": (["train", "F", *TRAIN, "--owner", "jib", "--per-owner", "2"], "Did you mean 'job'?"),
+    "target as owner": (["train", "F", *TRAIN, "--owner", "income", "--per-owner", "2"], "is the target"),
+    "no schema file": (["train", "F", *TRAIN, "--schema", "nowhere.toml"], "nowhere.toml"),
+    "data for a table": (["train", "F", *TRAIN, "--data", "."], "leave it out"),
+    "table's option": (["train", "adult", "--target", "income"], "--target is for a table of your own"),
+    "schema of nothing": (["schema", "nowhere.csv", "--target", "x"], "nowhere.csv"),
+    "schema of no target": (["schema", "F"], "--target, one of 'age'"),
+    "schema of unknown target": (["schema", "F", "--target", "incom"], "Did you mean 'income'?"),
+    "predict by nothing": (["predict", "nowhere", "F"], "nowhere/results.json: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_with_a_table_are_one_sentence(arguments, words, file, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert run([str(file) if word == "F" else word for word in arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+    assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err), shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+TABLES = {  # content of a file -> words of the refusal
+    "empty": ("", "empty"),
+    "one column": ("income\n" + "high\nlow\n" * 50, "Nothing is left to learn from"),
+    "no rows": ("age,income\n", "no rows"),
+    "few rows": ("age,income\n1,high\n2,low\n", "rows"),
+    "constant target": ("age,income\n" + "".join(f"{k},high\n" for k in range(900)), "income"),
+    "target all missing": ("age,income\n" + "".join(f"{k},\n" for k in range(900)), "income"),
+    "binary": ("\0\1\2\3" * 100, ""),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), TABLES.values(), ids=TABLES)
+def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "table.csv", text)
+    assert run(["train", "table.csv", "--target", "income", "--epsilon", "4", "--epochs", "1"]) == 2
+    shown = capfd.readouterr()
+    assert words in shown.err
+    assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err), shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_what_is_a_table_and_what_an_experiment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "people", "a,b\n")
+    write(tmp_path, "adult", "a,b\n")
+    assert is_table("people")
+    assert is_table("./adult")
+    assert not is_table("adult")
+
+
+def test_errors_point_to_the_help_of_their_command(file, capsys):
+    for arguments, command in {
+        ("trian",): "torch-privacy",
+        ("train", "adult", "--epoch", "3"): "torch-privacy train",
+        ("train", str(file)): "torch-privacy train",
+        ("train", "adult", "--epsilon", "-1"): "torch-privacy train",
+        ("predict",): "torch-privacy predict",
+        ("schema", str(file)): "torch-privacy schema",
+        ("epsilon", "--noise-multiplier", "x"): "torch-privacy epsilon",
+        ("reproduce", "adlut"): "torch-privacy reproduce",
+    }.items():
+        assert run(list(arguments)) == 2
+        assert capsys.readouterr().err.endswith(f" Try '{command} --help'.\n")
+
+
+def test_schema_command_reads_names_and_storage_types_alone(file, tmp_path, capsys):
+    other = tmp_path / "people.csv"
+    people(40, seed=9).to_csv(other, index=False)
+    texts = []
+    for path in (file, file, other):
+        assert run(["schema", str(path), "--target", "income"]) == 0
+        texts.append(capsys.readouterr().out.replace(str(path), "FILE"))
+    assert texts[0] == texts[1] == texts[2]
+    assert all(name in texts[0] for name in ("age", "job", "wealth", "income"))
+    assert "nurse" not in texts[0]
+    assert not any(secret in texts[0] for secret in (RARE, "987654321"))
+
+
+def test_schema_command_writes_over_a_file_only_if_forced(file, tmp_path, capsys):
+    out = tmp_path / "schema.toml"
+    command = ["schema", str(file), "--target", "income", "--output", str(out)]
+    assert run(command) == 0
+    text = out.read_text()
+    assert f"--schema {out}" in capsys.readouterr().err
+    out.write_text("mine")
+    assert run(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert run([*command, "--force"]) == 0
+    assert out.read_text() == text
+    assert tables.Schema.read(out) == tables.Schema.template(file, "income")
+
+
+def test_missing_library_for_tables_is_named_with_its_extra(file, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    own_table._read.cache_clear()
+    assert run(["train", str(file), *TRAIN]) == 2
+    assert "pip install 'torch-privacy[tables]'" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides what ``train`` needs for a table of the user's own: its options, and how its file is told from a name."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_privacy.cli._shared import folder_named
+from torch_privacy.experiments import TRAININGS
+
+SUFFIXES = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".zip", ".bz2", ".xz", ".zst", ".xlsx", ".xls", ".json")
+TABLE = "Your own table"  # heading of these options in --help
+
+Target = Annotated[
+    str | None, typer.Option(help="Column of the table to predict.", metavar="COLUMN", rich_help_panel=TABLE)
+]
+Schema = Annotated[
+    Path | None,
+    typer.Option(
+        parser=folder_named,
+        help="What is public about the columns, as written by torch-privacy schema and filled in.",
+        metavar="FILE",
+        rich_help_panel=TABLE,
+        show_default="types from the file's storage types; the rest is learnt privately",
+    ),
+]
+SchemaShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of epsilon and delta for learning bounds and categories that the schema leaves open, in (0, 1).",
+        rich_help_panel=TABLE,
+        show_default="0.3",
+    ),
+]
+Owner = Annotated[
+    str | None,
+    typer.Option(
+        help="Column that names the person of each row: protects persons instead of rows.",
+        metavar="COLUMN",
+        rich_help_panel=TABLE,
+    ),
+]
+PerOwner = Annotated[
+    int | None,
+    typer.Option(help="Largest number of rows of one person to use, with --owner.", rich_help_panel=TABLE),
+]
+TestShare = Annotated[
+    float | None,
+    typer.Option(help="Share of the rows kept for the test, in (0, 1).", rich_help_panel=TABLE, show_default="0.1"),
+]
+
+
+def is_table(name: str) -> bool:
+    """True for what can only be a file: no experiment's name, and it exists or looks like a path.
+
+    Example:
+        >>> is_table("people.csv"), is_table("data/people"), is_table("adult"), is_table("adlut")
+        (True, True, False, False)
+    """
+    if name in TRAININGS:
+        return False
+    path = Path(name)
+    separators = tuple(filter(None, (os.sep, os.altsep)))
+    return path.suffix.lower() in SUFFIXES or any(mark in name for mark in separators) or path.exists()
+
+
+def check_is_experiment(name: str, own: dict[str, Any]) -> None:
+    """Raises a ``ValueError`` for options of a table that are given with an experiment, and for a name of neither."""
+    if name not in TRAININGS:
+        close = get_close_matches(name, TRAININGS, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"train: experiment={name!r} must be one of {', '.join(map(repr, TRAININGS))}, or a table's file, and there"
+            f" is no such file.{hint}"
+        )
+    if own:
+        option = f"--{next(iter(own)).replace('_', '-')}"
+        raise ValueError(f"train: {option} is for a table of your own, and {name!r} is an experiment, not a file.")
+
+
+def settings_of_table(file: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Returns all settings of a training on a table, with defaults for its size where none were chosen."""
+    if "data" in chosen:
+        raise ValueError(f"train: --data is the folder of an experiment's data, and {file} is a table; leave it out.")
+    path = Path(file)
+    if not path.exists():
+        raise ValueError(f"train: {file}: no such file. Name a CSV or Parquet file.")
+    from torch_privacy.experiments.own_table import complete
+
+    return complete(path, chosen)

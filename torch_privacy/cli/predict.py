@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``predict``, which applies the model of a finished run to another table."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+
+RunOfTable = Annotated[
+    Path,
+    typer.Argument(parser=folder_named, help="Finished run of train on a table.", metavar="RUN", show_default=False),
+]
+NewTable = Annotated[
+    Path,
+    typer.Argument(
+        parser=folder_named, help="Table to predict: a CSV or Parquet file.", metavar="FILE", show_default=False
+    ),
+]
+PredictOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", parser=folder_named, help="CSV file to write.", metavar="FILE", show_default="standard output"
+    ),
+]
+
+
+@app.command()
+def predict(run: RunOfTable, file: NewTable, output: PredictOut = None, as_json: AsJson = False) -> None:
+    """Predict the target of every row of a table with the model of a run; write the predictions as CSV.
+
+    They follow from the released model alone, so they cost no privacy of the rows that it was trained on. The table
+    needs the run's columns, in any order, without the target. Its own rows are not protected.
+    """
+    from torch_privacy.experiments.own_table import needing_extra
+    from torch_privacy.experiments.predictions import Predictor
+
+    if output is not None and output.exists() and file.exists() and output.samefile(file):
+        raise ValueError(f"predict: --output {output} is the table itself. Name another file.")
+    with needing_extra():
+        predictor = Predictor.load(run)
+        found = predictor.predict_file(file)
+    for note in found.notes:
+        say(f"torch-privacy: {note}")
+    if as_json:
+        shown = {"run": str(run), "target": predictor.target, "predictions": found.as_records()}
+        print_result(shown, [], as_json=True)
+    if output is not None:
+        from torch_privacy.support.write_file import write_whole
+
+        with naming(output):
+            write_whole(output, lambda written: written.write(found.as_csv().encode()))
+    elif not as_json:
+        typer.echo(found.as_csv(), nl=False)

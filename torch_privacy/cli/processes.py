@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides what a command needs where torchrun started several processes of it: rank 0 leads, the others follow.
+
+Rank 0 runs the command as one process would. For each training it opens a process group and tells the others by the
+launcher's key-value store which run to start or resume; they join it and are silent. At its end it tells them its exit
+code. So a mistake is said once, and nothing has to be parsed twice.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from torch_privacy.cli.signals import DeferredSignals
+
+if TYPE_CHECKING:
+    from torch_privacy.experiments.runner import Run
+
+TOGETHER = {"train", "reproduce"}  # commands that all processes share; of the others, rank 0 runs most alone
+ALONE = {"audit", "search"}  # that take long, and work in one process
+LAST_WORDS = 10.0  # seconds for which a rank that failed lets rank 0 say why
+GRACE = 20.0  # seconds from a signal to the end of a rank that has nothing to do; torchrun kills it after 30
+
+
+def num_launched() -> int:
+    """Returns the number of processes that a launcher such as torchrun started; 1 without a launcher."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return max(1, int(size)) if "RANK" in os.environ and size.isdecimal() else 1
+
+
+def is_first() -> bool:
+    """True for the process that runs the command: rank 0, or the only one."""
+    return num_launched() == 1 or os.environ["RANK"] == "0"
+
+
+def to_resume(command: str, folder: Path | None) -> bool:
+    """True if the launcher started the processes again and the folder has an unfinished run.
+
+    Raises:
+        ValueError: They were started again and the run has no given name, so that it cannot be found.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    if folder is None:
+        raise ValueError(
+            f"{command}: torchrun has started the processes again, and the run that they began has no given name. "
+            "Continue it with --resume; name runs with --run where --max-restarts is above 0."
+        )
+    return (folder / "settings.json").exists()
+
+
+def again() -> str:
+    """Returns the beginning of a command that goes on with as many processes."""
+    size = num_launched()
+    if size == 1:
+        return "torch-privacy"
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    nodes = f"--nnodes {size // int(here)} " if here.isdecimal() and 0 < int(here) < size else ""
+    # Without the dashes, torchrun takes --run for an option of its own.
+    return f"torchrun {nodes}--nproc-per-node {here or size} --no-python -- torch-privacy"
+
+
+def lost_rank(error: RuntimeError) -> bool:
+    """True if the error says that another rank ended or does not answer."""
+    ranks = sys.modules.get("torch_privacy.support.ranks")  # it is loaded if the error comes from there
+    return ranks is not None and isinstance(error, ranks.RankLost)
+
+
+@contextmanager
+def open_run(folder: Path, experiment: str | None, chosen: dict[str, Any]) -> Iterator[Run]:
+    """Starts a run, or resumes one if ``experiment`` is None, in all launched processes; closes it at the end."""
+    from torch_privacy.experiments.runner import begin
+
+    if num_launched() == 1:
+        with closing(begin(folder, experiment, chosen)) as run:
+            yield run
+        return
+    processes = _processes()
+    processes.tell((folder, experiment, chosen))
+    with processes.group(), closing(begin(folder, experiment, chosen)) as run:
+        yield run
+
+
+def ended(code: int) -> None:
+    """Tells the other processes that rank 0 has ended the command, and said all there is to say."""
+    processes = _processes()
+    processes.tell(code)
+    processes.wait_until_heard()
+
+
+def follow() -> int:
+    """Does the other ranks' part: joins every training of rank 0, and returns the exit code of rank 0.
+
+    Raises what went wrong here, unless rank 0 ends the command soon afterwards and has said it.
+    """
+    processes = _processes()
+    with DeferredSignals() as signals, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rank 0 shows them
+        try:
+            while not isinstance(word := processes.next_word(signals), int):
+                _join(processes, word, signals)
+        except Exception as error:
+            code = processes.last_word(LAST_WORDS)
+            if code is None or not isinstance(error, (ValueError, OSError, RuntimeError)):
+                raise
+            return code
+        return word
+
+
+def _join(processes: _Processes, beginning: tuple[Path, str | None, dict[str, Any]], signals: DeferredSignals) -> None:
+    from torch_privacy.cli.progress import run_to_end
+    from torch_privacy.experiments.runner import begin
+
+    with processes.group(), closing(begin(*beginning)) as run:
+        if run_to_end(run, signals, silent=True):
+            run.finish()
+
+
+class _Processes:
+    """The launched processes, and the key-value store through which rank 0 tells the others what to do.
+
+    The store waits for rank 0 as long as it takes; a process group would give up.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
+        store, self._rank, self._size = next(iter(rendezvous("env://")))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher keeps what the last one was told
+        self._store = PrefixStore(f"torch_privacy, attempt {attempt}", store)
+        self._outlived = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher's own process
+        self._words = self._groups = 0
+
+    def tell(self, word: Any) -> None:
+        """Tells the others a word: how a training begins, or the exit code."""
+        self._store.set(f"word {self._words}", pickle.dumps(word).hex())
+        self._words += 1
+
+    def wait_until_heard(self) -> None:
+        """Waits some seconds for the others to read the exit code, if the store ends with this process."""
+        until = monotonic() + LAST_WORDS
+        while not self._outlived and self._store.add("heard", 0) < self._size - 1 and monotonic() < until:
+            sleep(0.05)
+
+    def next_word(self, signals: DeferredSignals) -> Any:
+        """Returns the next word of rank 0; gives up some seconds after a signal, as rank 0 may be gone."""
+        until = None
+        while (word := self._word()) is None:
+            if signals.received:
+                until = until or monotonic() + GRACE
+                if monotonic() > until:
+                    return 128 + signals.received
+            sleep(0.05)
+        return word
+
+    def last_word(self, seconds: float) -> int | None:
+        """Returns the exit code of rank 0, or None if rank 0 does not end within this time."""
+        until = monotonic() + seconds
+        while monotonic() < until:
+            try:
+                word = self._word()
+            except RuntimeError:  # the store has ended with its process
+                return None
+            if isinstance(word, int):
+                return word
+            if word is None:
+                sleep(0.05)
+        return None
+
+    def _word(self) -> Any:
+        key = f"word {self._words}"
+        if not self._store.check([key]):
+            return None
+        self._words += 1
+        word = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+        if isinstance(word, int):
+            self._store.add("heard", 1)
+        return word
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Opens a process group of all ranks: gloo, and NCCL for the tensors on GPUs, one for each local rank."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        backend = "gloo"
+        if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        self._groups += 1
+        store = PrefixStore(f"group {self._groups}", self._store)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+_PROCESSES: list[_Processes] = []
+
+
+def _processes() -> _Processes:
+    """Returns the launched processes, always the same object."""
+    if not _PROCESSES:
+        _PROCESSES.append(_Processes())
+    return _PROCESSES[0]

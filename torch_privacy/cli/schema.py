@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``schema``, which writes a template of a table's schema from names and storage types alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+
+TablePath = Annotated[
+    Path,
+    typer.Argument(parser=folder_named, help="Table: a CSV or Parquet file.", metavar="FILE", show_default=False),
+]
+Target = Annotated[
+    str | None, typer.Option(help="Column to predict.", metavar="COLUMN", show_default="none, and all are named")
+]
+SchemaOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", parser=folder_named, help="File to write.", metavar="FILE", show_default="standard output"
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that exists.")]
+
+
+@app.command()
+def schema(
+    file: TablePath, target: Target = None, output: SchemaOut = None, force: Force = False, as_json: AsJson = False
+) -> None:
+    """Write a template of a table's schema, to fill in with what is publicly known about its columns.
+
+    Only names and storage types are used, never a cell. What the schema says costs no privacy; what it leaves open,
+    train learns privately, for a share of epsilon.
+    """
+    from torch_privacy.experiments.own_table import template
+
+    if output is not None and output.exists() and not force:
+        raise ValueError(f"schema: --output {output} exists. Name another file, or write over it with --force.")
+    text = template(file, target)
+    if output is not None:
+        from torch_privacy.support.write_file import write_whole
+
+        with naming(output):
+            write_whole(output, lambda written: written.write(text.encode()))
+    if as_json:
+        print_result({"schema": text, "output": None if output is None else str(output)}, [], as_json=True)
+    elif output is None:
+        typer.echo(text, nl=False)
+    else:
+        say(f"Fill in {output} and declare it public: torch-privacy train {file} --target {target} --schema {output}")

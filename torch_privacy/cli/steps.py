@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the options that describe a training's steps: by probability and number, or by batch size and epochs."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+Probability = Annotated[
+    float | None,
+    typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].", show_default=False),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Number of noisy steps, an integer: epochs / sampling probability.", show_default=False),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Expected batch size, in examples; with --num-examples.", show_default=False),
+]
+NumExamples = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of training examples n; with --batch-size, in place of --sampling-probability.", show_default=False
+    ),
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        help="Passes over the data, on average, in place of --steps: epochs x n / batch size steps, rounded.",
+        show_default=False,
+    ),
+]
+Delta = Annotated[
+    float | None,
+    typer.Option(
+        help="Delta of (epsilon, delta), a probability; well below 1/n for n examples.",
+        show_default="1e-5, or 1/(10 n) if --num-examples is given and that is less",
+    ),
+]
+USUAL_DELTA = 1e-5
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The steps of a training: each example joins each of ``num_steps`` steps with this probability."""
+
+    probability: float
+    num_steps: int
+    num_examples: int | None
+    lines: list[tuple[str, str]]  # how the two follow from the options, and the delta; for a table
+
+    def delta(self, where: str, given: float | None) -> float:
+        """Returns the delta given, or the usual one; one that was chosen by the number of examples is in ``lines``."""
+        from torch_privacy.support import validate as _check
+
+        n = self.num_examples
+        if given is not None:
+            if n is not None:
+                _check.strictly_between(where, 0, 1 / n, delta=given, hint=f"It must be below 1/n (n = {n} examples).")
+            return given
+        if n is None or 1 / (10 * n) >= USUAL_DELTA:
+            return USUAL_DELTA
+        self.lines.append(("delta", f"{1 / (10 * n):.4g} = 1 / (10 x {n:,}); --delta sets another"))
+        return 1 / (10 * n)
+
+
+def sampling_of(
+    where: str,
+    probability: float | None,
+    steps: int | None,
+    batch_size: int | None,
+    num_examples: int | None,
+    epochs: float | None,
+) -> Sampling:
+    """Returns the steps that the options describe.
+
+    The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded to the nearest integer,
+    at least 1, as in ``train``.
+
+    Raises:
+        ValueError: the options contradict each other, leave something open, or are out of range.
+    """
+    from torch_privacy.support import validate as _check
+
+    by_size = {"--batch-size": batch_size, "--num-examples": num_examples}
+    given = [name for name, value in by_size.items() if value is not None]
+    if probability is not None and given:
+        raise ValueError(f"{where}: --sampling-probability and {given[0]} exclude each other; give one of them.")
+    if steps is not None and epochs is not None:
+        raise ValueError(f"{where}: --steps and --epochs exclude each other; give one of them.")
+    if probability is None and len(given) < 2:
+        lacking = "" if not given else f"{given[0]} alone says too little: "
+        raise ValueError(f"{where}: {lacking}give --sampling-probability, or --batch-size with --num-examples.")
+    if steps is None and epochs is None:
+        raise ValueError(f"{where}: give --steps or --epochs.")
+    if probability is None:
+        assert batch_size is not None
+        assert num_examples is not None
+        _check.whole(where, at_least=1, expected_batch_size=batch_size)
+        _check.whole(where, at_least=1, num_examples=num_examples)
+        _check.in_range(where, 0, num_examples, expected_batch_size=batch_size, hint="It is at most --num-examples.")
+    else:
+        _check.in_range(where, 0, 1, sampling_probability=probability, hint="It is batch size / n.")
+    if steps is not None:
+        _check.whole(where, at_least=1, num_steps=steps)
+    else:
+        _check.positive(where, epochs=epochs)  # pyright: ignore[reportArgumentType]
+        _check.in_range(where, 0, 1e9, epochs=epochs)  # pyright: ignore[reportArgumentType]
+    return _sampling(probability, steps, batch_size, num_examples, epochs)
+
+
+def _sampling(
+    given: float | None, steps: int | None, batch_size: int | None, num_examples: int | None, epochs: float | None
+) -> Sampling:
+    lines: list[tuple[str, str]] = []
+    probability = given
+    if probability is None:
+        assert batch_size is not None
+        assert num_examples is not None
+        probability = batch_size / num_examples
+        lines.append(("sampling probability", f"{probability:.6g} = {batch_size:,} / {num_examples:,}"))
+    if steps is None:
+        assert epochs is not None
+        exact = epochs / probability if given is not None else epochs * num_examples / batch_size  # pyright: ignore
+        steps = max(1, round(exact))
+        size = f"/ {probability:g}" if given is not None else f"x {num_examples:,} / {batch_size:,}"
+        lines.append(("steps", f"{steps:,} = {epochs:g} {size}, rounded"))
+    return Sampling(probability, steps, num_examples, lines)
