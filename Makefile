@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 DEVICE ?=
+JOBS ?= $(if $(DEVICE),0,2)
 BIN := $(VENV)/bin
 # Silences an advertisement of the theme, not a warning about these pages.
 export NO_MKDOCS_2_WARNING := 1
@@ -14,11 +15,11 @@ export NO_MKDOCS_2_WARNING := 1
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: $(VENV)/.train  ## train on the Adult data privately; ARGS="--epsilon 2" passes options on
+train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
 
-test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU
-	$(BIN)/python -m pytest $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
+test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)

@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "torch_privacy"
 FLOORS = [  # from the top: what a user calls, down to what knows nothing of privacy
     ["cli"],
     ["experiments"],
+    ["huggingface", "lightning", "opacus", "sklearn", "tables"],
     ["training"],
     ["gep", "estimated_norms"],
     ["model_check"],
     ["report"],
-    ["runs", "pca"],
+    ["runs"],
     ["mechanism"],
     ["jacobian"],
     ["clipping"],
@@ -43,8 +44,8 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """Returns the entry of the package's root that a module belongs to."""
-    return module.split(".")[0]
+    """Returns the entry of the package's root that a module belongs to; what starts the command is part of it."""
+    return "cli" if module == "__main__" else module.split(".")[0]
 
 
 @cache

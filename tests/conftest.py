@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every test in float64, with fixed seeds and one thread (the models are tiny); some on a GPU, if asked to."""
 
-import random
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import drawn as drawn  # registers the profiles
+import gloo_pool
 import pretended_gpu
 import pytest
 import torch
+from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
 
@@ -49,20 +49,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def float64_and_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fixes seeds, dtype and threads, and what the library draws from the system: keys and the seeds of its checks.
-
-    Every test gets its own keys, because the library remembers the keys with which it has released something.
-    """
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    """Fixes seeds, dtype and threads, and what the library draws from the system: keys and the seeds of its checks."""
     device = request.config.getoption("--device")
-    torch.set_default_device(None if device == "cpu" or request.path.name == "test_gpu.py" else device)
-    drawn_by_system = random.Random(request.node.nodeid)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secrets, "token_bytes", drawn_by_system.randbytes)
-        patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
-        patch.setattr("torch_privacy.jacobian.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
+    no_device = device == "cpu" or request.path.name == "test_gpu.py"
+    with fixed_state(request.node.nodeid, None if no_device else device):
         yield
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[gloo_pool.Launcher]:
+    """Returns what starts pools of ranks; begins at the first test that needs one."""
+    with gloo_pool.Launcher() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="session")
+def ranks2(launcher: gloo_pool.Launcher) -> Iterator[gloo_pool.Pool]:
+    """Returns a pool of two ranks, which all tests share."""
+    with launcher.pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4(launcher: gloo_pool.Launcher) -> Iterator[gloo_pool.Pool]:
+    """Returns a pool of four ranks, for slow tests."""
+    with launcher.pool(4) as pool:
+        yield pool

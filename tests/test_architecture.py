@@ -7,7 +7,7 @@ import architecture
 import pytest
 from architecture import FLOOR, FLOORS, PACKAGE, imports_of, modules, room_imports, room_of
 
-MOST_ENTRIES = 20
+MOST_ENTRIES = 25  # with one for each library into which ours fits, the public path of its adapter
 
 
 def test_every_room_has_its_floor():

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.noise import Noise, grid_unit
-from torch_privacy.pca import add_symmetric_noise, bits_for, leading_eigenvectors, second_moment
+from torch_privacy.training.pca import add_symmetric_noise, bits_for, leading_eigenvectors, second_moment
 
 ROOT = Path(__file__).parents[1]
 LITTLE = 1e-6  # the smallest noise that can be priced
@@ -97,9 +97,9 @@ def test_interrupted_fit_leaves_the_release_before_it_and_its_price(monkeypatch)
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    for function in ("second_moment", "add_symmetric_noise", "leading_eigenvectors"):
+    for function in ("scaled_second_moment", "add_symmetric_noise", "leading_eigenvectors"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"torch_privacy.pca.{function}", interrupted)
+            patch.setattr(f"torch_privacy.training.pca.{function}", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pca.fit(random_rows())
         assert pca.spent() == before

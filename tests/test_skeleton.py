@@ -17,10 +17,12 @@ PINS = dict(
 )
 
 
+EXTRAS = PROJECT["optional-dependencies"]
+OF_USERS = [line for extra, lines in EXTRAS.items() if extra not in ("bench", "docs", "test") for line in lines]
+
+
 def required():
-    extras = PROJECT["optional-dependencies"]
-    lines = [line for extra in ("test", "docs", "compare", "sklearn") for line in extras[extra]]
-    lines += PROJECT["dependencies"]
+    lines = [*EXTRAS["test"], *EXTRAS["docs"], *OF_USERS, *PROJECT["dependencies"]]
     return [re.split(r"[\[<>=]", line)[0].lower() for line in lines if not line.startswith("torch-privacy[")]
 
 
@@ -36,10 +38,9 @@ def test_package_imports_only_what_it_declares():
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module}
     foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"torch_privacy"}
     imported_as = {"scikit-learn": "sklearn"}
-    extras = PROJECT["optional-dependencies"]
     needed, optional = (
         {imported_as.get(name, name.replace("-", "_")) for name in (re.split(r"[<>=]", line)[0] for line in lines)}
-        for lines in (PROJECT["dependencies"], extras["compare"] + extras["sklearn"])
+        for lines in (PROJECT["dependencies"], OF_USERS)
     )
     assert needed <= foreign <= needed | optional
 

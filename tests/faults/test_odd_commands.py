@@ -112,6 +112,9 @@ def trials() -> list[list[str]]:
             ["train", "adult", *quick, "--run", path], ["train", "adult", *quick, "--data", path],
             ["reproduce", "gdp-mnist", "--data", path, "--run", "NEW"], ["report", "EMPTY", "--out", path],
             ["search", "adult", "--clip-norm", "1", "--on", "public", "--stand-in", path, "--run", "NEW"],
+            ["train", path, "--target", "x", "--epsilon", "1", "--run", "NEW"], ["predict", path, "FILE"],
+            ["train", "FILE", "--target", "a text", "--epsilon", "1", "--schema", path, "--run", "NEW"],
+            ["schema", path, "--target", "x"], ["schema", "FILE", "--target", "a text", "--output", path],
         ]  # fmt: skip
     found += [["reproduce", "gdp-calibration", "--quick", "--seeds", seeds, "--only", "nothing"] for seeds in SEEDS]
     found += [["explain", name] for name in NAMES]

@@ -288,9 +288,8 @@ def test_an_exception_in_the_update_and_a_later_crash_lose_no_run(tmp_path, witn
 def test_a_run_of_the_command_goes_on_elsewhere(tmp_path, monkeypatch, new_process, epsilon):
     """A line on stderr says so; progress, metrics and results count the lost steps."""
     torch.set_default_dtype(torch.float32)
-    chosen = {"epochs": 0.2, "baseline": False} | ({} if epsilon is None else {"target_epsilon": epsilon})
-    if epsilon is not None:
-        chosen["noise_multiplier"] = None
+    noise = {"noise_multiplier": 0.55} if epsilon is None else {"target_epsilon": epsilon}
+    chosen = {"epochs": 0.2, "baseline": False} | noise
     run = runner.Run.start(tmp_path / "run", "adult", **chosen)
     for progress in run.steps():
         if progress.step == 5:
@@ -326,7 +325,8 @@ def test_a_difference_in_any_number_is_noticed(tmp_path, new_process):
     """Also in those far apart, and if last bits rise and fall in turn."""
     model = torch.nn.Linear(3000, 2)
     sums = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    found = release.Releases(secret_training().settings, secret_training().event, privacy.Ledger())
+    training = secret_training()
+    found = release.Releases(training.settings, training._plan, privacy.Ledger(), release.new_keys(None, 0))
     before = found._fingerprint(0, sums)
     assert before == found._fingerprint(0, {name: total.clone() for name, total in sums.items()})
     flat = sums["weight"].view(-1)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixes seeds, dtype and threads, and what the library draws from the system, for tests and for ranks of a pool."""
+
+import random
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+
+@contextmanager
+def fixed_state(name: str, device: Any = None) -> Iterator[None]:
+    """Makes what runs within a function of its name: float64, seed 0, one thread, and keys drawn by the name.
+
+    Every name gets its own keys, because the library remembers the keys with which it has released something.
+    """
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device(device)
+    drawn_by_system = random.Random(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", drawn_by_system.randbytes)
+        patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
+        patch.setattr("torch_privacy.jacobian.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
+        yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
