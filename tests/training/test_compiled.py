@@ -187,6 +187,14 @@ def test_batches_of_many_sizes_need_three_graphs_at_most():
     assert_same_weights(compiled, taped)
 
 
+def test_a_process_compiles_as_many_trainings_as_it_likes():
+    """Dynamo counts compilations by code: with one code for all, a process could compile eight graphs."""
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        training = train_pairs(training_of(network(), compile=CPU, num_steps=6), cross_entropy)
+        assert graphs_of(training).given_up == ""
+        assert graphs_of(training).num_replayed > 0
+
+
 def test_user_sees_no_padding():
     sizes = []
 

@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ def _traced(*args: Any) -> tuple[Any, list[Tensor], bool, int]:
     return *run_with_probes(*args), _trace_number()
 
 
+def _new_traced() -> Callable:
+    """Returns a copy with code of its own: dynamo counts compilations by code, and refuses the ninth in a process."""
+    return FunctionType(_traced.__code__.replace(), _traced.__globals__)
+
+
 @dataclass(frozen=True)
 class Learned:
     """Holds what the tape has shown about one path of the user's code: the model's calls, and the way to the losses."""
@@ -58,6 +64,7 @@ class Plan:
     kept: tuple[bool, ...]  # for each tensor that the calls use, whether the rows need it
     rows_of: RowsOf
     rows: CompiledRows
+    forward: Callable
     trace: int = -1  # number of the compiled forward that was compared with the tape
 
 
@@ -94,7 +101,6 @@ class Compiled:
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]):
         self.model = model
         self._settings = _arguments(settings)
-        self._forward = torch.compile(_traced, **self._settings)
         self._inputs, self._outputs = Dimensions(), Dimensions()
         self._learned: dict[Any, Learned] = {}  # way from the model's output to the losses -> what was learned
         self._plans: dict[Any, Plan] = {}
@@ -206,7 +212,7 @@ class Compiled:
     def _replay(self, plan: Plan, padded: Padded) -> tuple[Any, list[Tensor], int]:
         args = (self.model._call_impl, padded.args, padded.kwargs, plan.actions, plan.probes, plan.kept)
         with torch.compiler.set_stance("default"):
-            output, tensors, fits, trace = self._forward(*args)
+            output, tensors, fits, trace = plan.forward(*args)
         if not fits:
             raise Unfit("the compiled model uses parameters in other calls than the model itself")
         return output, tensors, trace
@@ -280,7 +286,9 @@ class Compiled:
         bs = exact.gradients(output, probes, wanted)
         rows = CompiledRows(rows_of, tape.parameters, others, tensors, bs, self._compile)
         kinds = tuple((layout.dim, layout.before, layout.after) for layout in layouts)
-        return Plan(actions, kinds, probes, rows.wanted, rows_of, rows)
+        return Plan(
+            actions, kinds, probes, rows.wanted, rows_of, rows, torch.compile(_new_traced(), **self._settings)
+        )
 
     def _eager_call(self, *args: Any, **kwargs: Any) -> Any:
         with recording_disabled(), torch.compiler.set_stance("force_eager"):
