@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files as people have them: what is read, what is said about it, and one sentence for what is no table."""
 
+import csv
 import datetime
 import decimal
 import io
@@ -93,6 +94,21 @@ def test_what_is_no_table_is_one_sentence_with_the_path(write, content, message)
         read_table(path)
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["a,b\n1,2\n3\n", "", "a,b\n1,2\n"])
+def test_reading_leaves_the_csv_module_as_it_was(write, content):
+    """The limit of a cell belongs to the whole process, and a refusal is kept while its traceback is."""
+    limit = csv.field_size_limit()
+    path = write(content)
+    for read in read_table, column_types:
+        try:
+            read(path)
+        except ValueError as error:
+            kept = error
+            assert kept.__traceback__ is not None
+            assert csv.field_size_limit() == limit
+    assert csv.field_size_limit() == limit
 
 
 def test_folders_and_missing_files_are_one_sentence(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -89,7 +89,8 @@ def column_types(path: str | Path) -> dict[str, str]:
     with _opened(place) as file:
         if file.read(4) != PARQUET:
             file.seek(0)
-            _, header = _header(place, _rows(place, _text(place, _first_line(file))[0]))
+            with closing(_rows(place, _text(place, _first_line(file))[0])) as rows:
+                _, header = _header(place, rows)
             return dict.fromkeys(_names(place, header)[0], "text")
     schema = _parquet_file(place).schema_arrow
     names, _ = _names(place, schema.names)
@@ -161,19 +162,19 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
         if content.startswith(magic):
             raise ValueError(f"{path}: {what}.")
     text, notes = _text(path, content)
-    rows = _rows(path, text)
-    header_line, header = _header(path, rows)
-    names, more = _names(path, header)
-    columns: list[list[str]] = [[] for _ in names]
-    for line, row in rows:
-        if not row and len(names) > 1:
-            continue
-        if len(row) != len(names) and not (not row and len(names) == 1):
-            raise ValueError(
-                f"{path}: line {line} has {_cells(len(row))}, but line {header_line} names {_columns(len(names))}."
-            )
-        for column, cell in zip(columns, row or [""], strict=True):
-            column.append(cell)
+    with closing(_rows(path, text)) as rows:
+        header_line, header = _header(path, rows)
+        names, more = _names(path, header)
+        columns: list[list[str]] = [[] for _ in names]
+        for line, row in rows:
+            if not row and len(names) > 1:
+                continue
+            if len(row) != len(names) and not (not row and len(names) == 1):
+                raise ValueError(
+                    f"{path}: line {line} has {_cells(len(row))}, but line {header_line} names {_columns(len(names))}."
+                )
+            for column, cell in zip(columns, row or [""], strict=True):
+                column.append(cell)
     frame = pandas.DataFrame(dict(zip(names, columns, strict=True)), columns=names, dtype=object)
     return frame, [*notes, *more]
 
@@ -194,8 +195,11 @@ def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
         return content.decode("latin-1"), [note]
 
 
-def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line number and the cells of each record, the column names first."""
+def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
+    """Yields the line number and the cells of each record, the column names first.
+
+    Close it: while it runs, the csv module of the whole process takes longer cells.
+    """
     limit = csv.field_size_limit(LONGEST_CELL)
     start = len(text) - len(text.lstrip("\r\n"))
     skipped = len(text[:start].splitlines())
