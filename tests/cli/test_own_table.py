@@ -300,7 +300,7 @@ TABLES = {  # content of a file -> words of the refusal
     "empty": ("", "empty"),
     "one column": ("income\n" + "high\nlow\n" * 50, "Nothing is left to learn from"),
     "no rows": ("age,income\n", "no rows"),
-    "few rows": ("age,income\n1,high\n2,low\n", "rows"),
+    "few rows": ("age,income\n1,high\n2,low\n", "no row of table.csv would be left"),
     "constant target": ("age,income\n" + "".join(f"{k},high\n" for k in range(900)), "income"),
     "target all missing": ("age,income\n" + "".join(f"{k},\n" for k in range(900)), "income"),
     "binary": ("\0\1\2\3" * 100, ""),

@@ -117,7 +117,7 @@ IN_CHECKPOINT = {  # at the second one
     "in the shards": before(FileSystemWriter, "write_data"),
     "after the shards": before(FileSystemWriter, "finish"),
     "before the secret": before(tp, "save_secret"),
-    "in the secret": before(Path, "replace"),
+    "in the secret": before(Path, "replace", lambda _, target: Path(target).name == "secret.json"),
 }
 
 
