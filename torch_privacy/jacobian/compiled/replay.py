@@ -286,9 +286,7 @@ class Compiled:
         bs = exact.gradients(output, probes, wanted)
         rows = CompiledRows(rows_of, tape.parameters, others, tensors, bs, self._compile)
         kinds = tuple((layout.dim, layout.before, layout.after) for layout in layouts)
-        return Plan(
-            actions, kinds, probes, rows.wanted, rows_of, rows, torch.compile(_new_traced(), **self._settings)
-        )
+        return Plan(actions, kinds, probes, rows.wanted, rows_of, rows, torch.compile(_new_traced(), **self._settings))
 
     def _eager_call(self, *args: Any, **kwargs: Any) -> Any:
         with recording_disabled(), torch.compiler.set_stance("force_eager"):
