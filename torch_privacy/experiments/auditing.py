@@ -78,7 +78,7 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
         known = ", ".join(TRAININGS)
         raise ValueError(f"audit: {name!r} is no experiment ({known}), no folder of a run, and no function.")
     content = dict(folder.read_settings())
-    if folder.statement.exists():  # canaries change n: the same target would need other noise
+    if folder.privacy.exists():  # canaries change n: the same target would need other noise
         content |= {"noise_multiplier": folder.read_statement()["noise_multiplier"], "target_epsilon": None}
     experiment = content.pop("experiment", None)
     if experiment == OWN_TABLE:  # with the schema that the run kept: nothing is learnt again
