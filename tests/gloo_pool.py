@@ -2,8 +2,8 @@
 """Runs functions of tests in several processes of ``torch.distributed`` (gloo), which start once for all tests.
 
 Processes that have imported torch and the package, one for each rank, fork the ranks, so that a new pool takes a tenth
-of a second. A pool is made anew after a rank hung or died. Each call gets a process group of its own and the state that
-each test begins with (see ``fixed_state.py``), and turns the same warnings into errors.
+of a second. A pool is made anew after a rank hung or died, and after some calls. Each call gets a process group of its
+own and the state that each test begins with (see ``fixed_state.py``), and turns the same warnings into errors.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 20.0  # seconds until a call counts as a hang
+CALLS = 24  # of a rank; torch keeps some process groups alive, and the threads of each wake 100 times a second
 BYTES = 1 << 16  # of a message to the launcher, at most
 
 
@@ -178,7 +179,7 @@ class Pool:
                 connection.send_bytes(call)
         found = self._wait(timeout)
         outcomes = [found[rank] for rank in range(self.size)]
-        if any(outcome.exit_code is not None for outcome in outcomes):
+        if any(outcome.exit_code is not None for outcome in outcomes) or self._calls % CALLS == 0:
             self.end()
         return outcomes
 
