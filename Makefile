@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz faults check docs format clean
+.PHONY: help train test thorough fuzz faults check docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,8 +18,11 @@ help:  ## show this list
 train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
 
-test: $(VENV)/.test  ## run all tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
+test: $(VENV)/.test  ## run the tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
+
+thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, and more kinds of what it shows
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough -m thorough $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)

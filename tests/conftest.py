@@ -19,6 +19,7 @@ settings.load_profile("fixed")  # before pytest obeys --hypothesis-profile
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--device``: the tests that can, run on this device; the others are left out."""
     parser.addoption("--device", default="cpu", help="cuda, or pretend (a GPU in pure Python); by default all, on cpu")
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,11 +41,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that cannot run on the device."""
-    if config.getoption("--device") != "cpu":
-        left_out = [item for item in items if not runs_on_device(item)]
+    """Leaves out the tests that cannot run on the device, and the thorough ones unless they are asked for."""
+    other_device, thorough = config.getoption("--device") != "cpu", config.getoption("--thorough")
+    left_out = [
+        item
+        for item in items
+        if (other_device and not runs_on_device(item)) or (item.get_closest_marker("thorough") and not thorough)
+    ]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if runs_on_device(item)]
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,7 @@ def test_other_placements_go_on_and_skip_the_releases(launcher, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["hsdp", "layers", "ddp"])
+@pytest.mark.parametrize("how", ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("layers", "ddp"))])
 def test_four_ranks_go_on_after_two_and_skip_their_releases(launcher, ranks4, tmp_path, how):
     before = killed(launcher, "layers", tmp_path)
     assert_skipped(ranks4.run(go_on, how, tmp_path, None), before, tmp_path)

@@ -59,7 +59,7 @@ def test_models_that_are_sharded_in_part_get_the_weights_of_one_process(ranks2, 
 
 
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("how", ["layers", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["layers", pytest.param("ddp", marks=pytest.mark.thorough)])
 def test_transformers_get_the_weights_of_one_process(ranks2, name, how):
     assert_as_in_one_process(ranks2, name, how, noise_multiplier=HARDLY_ANY_NOISE)
 
@@ -70,15 +70,18 @@ def test_noise_is_that_of_one_process(ranks2, name, how):
     assert_as_in_one_process(ranks2, name, how, "adam")
 
 
+FOUR = ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("layers", "ddp"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["hsdp", "layers", "ddp"])
+@pytest.mark.parametrize("how", FOUR)
 @pytest.mark.parametrize("name", ["uneven", "one example a step", "microbatches", "views", "tied", *REAL])
 def test_four_ranks_give_the_weights_of_one_process(ranks4, name, how):
     assert_as_in_one_process(ranks4, name, how, noise_multiplier=HARDLY_ANY_NOISE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["hsdp", "layers", "ddp"])
+@pytest.mark.parametrize("how", FOUR)
 @pytest.mark.parametrize("name", ["uneven", "one example a step"])
 def test_four_ranks_make_the_noise_of_one_process(ranks4, name, how):
     assert_as_in_one_process(ranks4, name, how, "adam")

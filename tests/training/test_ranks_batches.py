@@ -59,6 +59,7 @@ def assert_standard_normal(z: np.ndarray) -> None:
     assert stats.kstest(z.ravel(), "norm").pvalue > 1e-6
 
 
+FOUR = ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("layers", "ddp"))]  # kinds of four ranks
 STEPS = 80
 
 
@@ -72,7 +73,7 @@ def test_noise_of_two_ranks_has_the_variance_of_one_process(ranks2, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["layers", "ddp", "hsdp"])
+@pytest.mark.parametrize("how", FOUR)
 def test_noise_of_four_ranks_has_the_variance_of_one_process(ranks4, how):
     for z in ranks4.run(changes, how, 2000, timeout=200):
         assert_standard_normal(z)
@@ -115,7 +116,7 @@ def test_two_ranks_divide_the_batch_of_one_process(ranks2, how, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", BATCHES)
-@pytest.mark.parametrize("how", ["hsdp", "layers", "ddp"])
+@pytest.mark.parametrize("how", FOUR)
 def test_four_ranks_divide_the_batch_of_one_process(ranks4, how, settings):
     assert_one_batch_divided(ranks4.run(examples, how, settings), examples(None, None, settings))
 

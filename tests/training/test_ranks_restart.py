@@ -268,7 +268,7 @@ FEW_DEATHS = [(place, k % 2, ("ddp", "layers")[k // 2 % 2]) for k, place in enum
 
 
 def deaths() -> list[Any]:
-    return [pytest.param(*one, marks=[] if one in FEW_DEATHS else [pytest.mark.slow]) for one in ALL_DEATHS]
+    return [pytest.param(*one, marks=[] if one in FEW_DEATHS else [pytest.mark.thorough]) for one in ALL_DEATHS]
 
 
 @pytest.mark.parametrize(("place", "rank", "how"), deaths())
@@ -292,10 +292,10 @@ CHANGES = [
     pytest.param(2, "layers", 1, "layers", id="2 to 1"),
     pytest.param(2, "layers", 1, None, id="2 to one process"),
     pytest.param(2, "ddp", 2, "layers", id="DDP to FSDP"),
-    pytest.param(2, "layers", 2, "ddp", id="FSDP to DDP", marks=pytest.mark.slow),
+    pytest.param(2, "layers", 2, "ddp", id="FSDP to DDP", marks=pytest.mark.thorough),
     pytest.param(2, "layers", 3, "layers", id="2 to 3", marks=pytest.mark.slow),
-    pytest.param(2, "ddp", 4, "hsdp", id="DDP to HSDP", marks=pytest.mark.slow),
-    pytest.param(4, "hsdp", 4, "layers", id="HSDP to FSDP", marks=pytest.mark.slow),
+    pytest.param(2, "ddp", 4, "hsdp", id="DDP to HSDP", marks=pytest.mark.thorough),
+    pytest.param(4, "hsdp", 4, "layers", id="HSDP to FSDP", marks=pytest.mark.thorough),
 ]
 
 

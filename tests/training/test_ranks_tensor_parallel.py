@@ -183,13 +183,13 @@ def test_sharded_shards_are_those_of_one_process(ranks2, mesh, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [1.0, HARDLY_ANY_NOISE])
+@pytest.mark.parametrize("noise", [pytest.param(1.0, marks=pytest.mark.thorough), HARDLY_ANY_NOISE])
 @pytest.mark.parametrize("case", models.CASES)
 def test_four_ranks_give_the_weights_of_one_process(ranks4, case, noise):
     assert_as_in_one_process(ranks4, case, (2, 2), noise_multiplier=noise)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("case", ["perceptron", "uneven shards"])
 def test_settings_mean_the_same_on_four_ranks(ranks4, case, name):
