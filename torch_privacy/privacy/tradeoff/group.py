@@ -20,8 +20,8 @@ def group(f: TradeOff, size: int, pieces: int = 512) -> Bracket[TradeOff]:
     """Returns ``1 - (1 - f)∘...∘(1 - f)``, ``size`` times: the trade-off function for a group, between two bounds.
 
     Along a chain of data sets, each with one example more than the one before, a test that rejects with probability x
-    on one of them rejects with at most 1 - f(x) on the next. So a test with a rate α of false alarms on the first misses
-    at least this much on the last. Nothing but f is used: it holds for any mechanism, training included.
+    on one of them rejects with at most 1 - f(x) on the next. So a test with a rate α of false alarms on the first
+    misses at least this much on the last. Nothing but f is used: it holds for any mechanism, training included.
 
     Args:
         f: trade-off function for one example. For groups whose examples are partly added and partly removed pass one
