@@ -7,15 +7,23 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.fixture(scope="module")
-def script():
-    """docs/_results.py as a module."""
-    spec = importlib.util.spec_from_file_location("results_of_test", DOCS / "_results.py")
+def loaded(name):
+    """A script of docs as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_test", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return loaded("_results")
+
+
+def test_page_of_claims_says_what_the_kept_results_say():
+    assert (DOCS / "claims.md").read_text() == loaded("_claims").page(), "run python docs/_claims.py"
 
 
 def test_page_says_what_the_kept_results_say(script):

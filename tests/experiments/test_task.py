@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
+from torch_privacy.experiments import runner
 from torch_privacy.experiments.catalog import GDP, Experiment
-from torch_privacy.experiments.runner import Run
+from torch_privacy.experiments.runner import Run, losses_and_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
 
@@ -102,6 +103,50 @@ def test_task_chooses_score_optimizer_schedule_and_arguments(regression, tmp_pat
     assert statement["clipping"]["rule"] == "PerLayer"
     assert "what this test looked at" in statement["not_covered"]
     assert "RMSE" in run.folder.report.read_text()
+
+
+def test_baseline_stops_early_where_the_task_holds_out_training_data(regression, tmp_path, monkeypatch):
+    def away(model):  # from the true weights: every epoch is worse than the one before, on any data
+        torch.nn.init.ones_(model[0].weight)
+        torch.nn.init.zeros_(model[0].bias)
+        return torch.optim.SGD(model.parameters(), lr=0.01, maximize=True)
+
+    def build(settings):
+        task = build_task(settings)
+        return replace(task, train=shifted(task.train), new_baseline_optimizer=away, baseline_held_out=0.25)
+
+    def shifted(data):  # the test data are others, on which the later epochs are better
+        x, y = data.tensors
+        return TensorDataset(x, y + 1)
+
+    seen = []
+
+    def score(task, model, batch, views=1):
+        seen.append(batch[0])
+        return losses_and_scores(task, model, batch, views)
+
+    monkeypatch.setattr(runner, "losses_and_scores", score)
+    regression(build)
+    run = Run.start(tmp_path / "r", "regression", epochs=4)
+    results = finish(run)
+    first, *later = [row.test_score for row in run.baseline.rows]
+    assert later == [first] * 3  # the first epoch was the best on the part held out
+    assert results["baseline_test_score"] == first
+    trained = torch.cat(seen[-40:])
+    assert len(trained.unique(dim=0)) == 150
+
+
+def test_best_epoch_keeps_the_earlier_of_equals_and_a_copy(regression):
+    task = replace(build_task(DEFAULTS), num_threads=None)
+    best, model = runner.BestEpoch(task), task.new_model()
+    one = best.of(model)
+    assert best.of(model) is one
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(1, 3))
+    other = best.of(model)
+    assert other is not one
+    assert runner.test_score(task, other) < runner.test_score(task, one)
+    assert runner.BestEpoch(task, float("nan"), one).of(model) is not one
 
 
 def test_baseline_has_its_own_optimizer_where_the_task_says_so(regression, tmp_path):

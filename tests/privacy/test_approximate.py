@@ -37,6 +37,29 @@ def test_clt_reproduces_the_papers_and_lies_below_the_truth(row):
     )
 
 
+@pytest.mark.parametrize("row", CLT_ROWS)
+def test_clt_noise_is_the_noise_of_the_clt_and_too_little(row):
+    noise, q, steps, delta, _, _ = CLT_ROWS[row]
+    epsilon = privacy.clt(noise, q, steps).epsilon(delta)
+    found = privacy.clt_noise(epsilon, delta, q, steps)
+    assert found == pytest.approx(noise, rel=1e-5)
+    assert found < privacy.calibrate(epsilon, delta, sampling_probability=q, num_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1.0, 1e-5, 0.1, 10), r"epsilon=-1\.0 must be 0 or greater"),
+        ((1.0, 1.0, 0.1, 10), r"delta=1\.0"),
+        ((1.0, 1e-5, 0.0, 10), r"sampling_probability=0\.0"),
+        ((1.0, 1e-5, 0.1, 0), "num_steps=0"),
+    ],
+)
+def test_clt_noise_refuses_hostile_arguments_by_name(arguments, message):
+    with pytest.raises(ValueError, match=f"clt_noise: {message}"):
+        privacy.clt_noise(*arguments)
+
+
 # noise multiplier, q, steps -> ε with real orders (None: not published), with integer orders
 MOMENTS_ROWS = {
     "s=1.3 E=20": (1.3, MNIST, 4688, 1.3497, 1.3498),

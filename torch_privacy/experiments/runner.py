@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.data.dataset import random_split
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import (
@@ -349,13 +351,20 @@ class Run:
         return log.end_epoch(step, score, *epsilon)
 
     def _baseline_steps(self) -> Iterator[Progress]:
-        """Trains the same network for as many steps on shuffled batches, without clipping and noise."""
+        """Trains the same network for as many steps on shuffled batches, without clipping and noise.
+
+        If the task holds out a part of the training data, no step sees it, and the test score is that of the weights
+        with the best score on it so far: early stopping.
+        """
         if self.ranks.rank:
             torch.manual_seed(self.settings.seed + self.ranks.rank)  # other dropout masks for other examples
         task = replace(self.task, new_optimizer=self.task.new_baseline_optimizer or self.task.new_optimizer)
         model, optimizer, scheduler = _new_parts(task, self.baseline.num_steps)
         average, wrapped = new_average(self.task, model, optimizer), wrapped_for_ranks(model)
-        for step, (batch, weight) in zip(range(1, self.baseline.num_steps + 1), self._shuffled_batches(), strict=False):
+        train, held_out = self._baseline_data()
+        best = BestEpoch(replace(task, test=held_out)) if held_out is not None else None
+        batches = self._shuffled_batches(train)
+        for step, (batch, weight) in zip(range(1, self.baseline.num_steps + 1), batches, strict=False):
             losses, scores = losses_and_scores(self.task, wrapped, batch)
             optimizer.zero_grad()
             (losses.mean() * weight).backward()
@@ -366,18 +375,29 @@ class Run:
             if not self.baseline.is_epoch_over(step):
                 yield self.baseline.progress(step)
                 continue
-            progress = self._end_epoch(self.baseline, step, model if average is None else average.model)
+            scored = model if average is None else average.model
+            progress = self._end_epoch(self.baseline, step, scored if best is None else best.of(scored))
             rows = self.private.rows + self.baseline.rows
             self._first("writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
             yield progress
 
-    def _shuffled_batches(self) -> Iterator[tuple[Any, float]]:
+    def _baseline_data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        """Returns what the baseline trains on, and the part of the training data that picks its best epoch, if any."""
+        if not self.task.baseline_held_out:
+            return self.task.train, None
+        parts = random_split(
+            _length(self.task.train), test_fraction=self.task.baseline_held_out, seed=self.settings.seed
+        )
+        train, held_out = (Subset(self.task.train, rows.tolist()) for rows in parts)
+        return train, held_out
+
+    def _shuffled_batches(self, train: Dataset[Any]) -> Iterator[tuple[Any, float]]:
         """Yields this rank's part of shuffled batches, epoch after epoch, without end, and the weight of its mean loss.
 
         The mean over the ranks of these means, each times its weight, is that over the batch.
         """
-        order, batches = np.random.default_rng(self.settings.seed), Batches(self.task.train, None, 0)
-        n, (rank, size) = _length(self.task.train), (self.ranks.rank, self.ranks.size)
+        order, batches = np.random.default_rng(self.settings.seed), Batches(train, None, 0)
+        n, (rank, size) = _length(train), (self.ranks.rank, self.ranks.size)
         while True:
             whole = split(order.permutation(n), self.settings.expected_batch_size)
             # A batch smaller than the number of ranks is computed by all of them.
@@ -429,6 +449,23 @@ class Run:
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }
+
+
+@dataclass
+class BestEpoch:
+    """Keeps a copy of the network with the best score so far on ``task.test``, here a part of the training data."""
+
+    task: Task
+    score: float = math.nan
+    model: nn.Module | None = None
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """Returns the best of all networks seen, this one included; the earlier one if scores are equal."""
+        score = test_score(self.task, model)
+        is_better = score > self.score if self.task.score.measure.larger_is_better else score < self.score
+        if self.model is None or is_better or math.isnan(self.score):
+            self.score, self.model = score, deepcopy(model)
+        return self.model
 
 
 def begin(path: Path, experiment: str | None, chosen: dict[str, Any]) -> Run:

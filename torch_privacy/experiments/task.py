@@ -82,6 +82,7 @@ class Task:
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     score: Score = ACCURACY
     new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # with a learning rate of its own
+    baseline_held_out: float = 0.0  # part of the training data that picks the baseline's best epoch; 0 takes the last
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # (optimizer, number of steps)
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # more arguments of PrivateTraining, such as clipping
     augment: Callable[[Tensor], Tensor] | None = None  # of training inputs, each example independently

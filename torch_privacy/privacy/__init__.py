@@ -7,6 +7,7 @@ This folder needs numpy and scipy alone.
 from . import tradeoff as tradeoff
 from .approximate import CLT as CLT
 from .approximate import clt as clt
+from .approximate import clt_noise as clt_noise
 from .approximate import moments as moments
 from .approximate import moments_of as moments_of
 from .approximate import rdp as rdp

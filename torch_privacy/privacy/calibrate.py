@@ -4,16 +4,15 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from math import exp, log, log1p
+from math import exp, log
 
 from ..support.validate import in_range, plain_numbers, positive, strictly_between, whole
+from .approximate import clt_noise
 from .bracket import Bracket
 from .compose import compose
-from .engines.curve import bisect
 from .events.base import Event
 from .events.estimated_norms import SubsampledJL
 from .events.gaussian import SubsampledGaussian
-from .tradeoff import Gaussian
 
 Releases = Iterable[tuple[Event, int]]
 Point = tuple[float, float]  # noise multiplier, log of ε / target; nearly a straight line in log-log
@@ -332,9 +331,3 @@ def _narrow(excess: Callable[[float], float], fails: Point, enough: Point, toler
         above = point[1] > 0
         fails, enough = (point, enough) if above else (fails, point)
     raise AssertionError  # count() does not end
-
-
-def clt_noise(epsilon: float, delta: float, sampling_probability: float, num_steps: int) -> float:
-    """Returns the noise multiplier that the CLT gives for a target: a few percent too low, a good start."""
-    mu = bisect(lambda mu: float(Gaussian(mu).delta(epsilon)) <= delta, 1e3, 1e-9, 1e-6)[1]
-    return log1p((mu / sampling_probability) ** 2 / num_steps) ** -0.5

@@ -19,6 +19,7 @@ from .duality import FromProfile as FromProfile
 from .duality import Minimum as Minimum
 from .duality import minimum as minimum
 from .duality import symmetrized as symmetrized
+from .group import group as group
 from .jl import JL as JL
 from .metrics import advantage as advantage
 from .metrics import bayes_accuracy as bayes_accuracy

@@ -43,6 +43,23 @@ def test_methods_that_know_more_err_less(errors):
     assert errors["user, film and factors"] < errors["user and film"] - 0.2
     assert errors["user and film"] < errors["global average"]
     assert errors["nearest users"] < errors["global average"]
+    assert errors["nonnegative factors"] < errors["user and film"] - 0.2
+
+
+def test_nonnegative_factors_do_not_take_missing_ratings_for_zeros():
+    """A table of rank one with half of its ratings missing is completed; no factor explains zeros."""
+    random = np.random.default_rng(0)
+    stars = np.arange(1.0, 6.0)
+    table = np.outer(random.choice([1, 2], 30), random.choice([1, 2], 20))  # 1, 2 and 4 stars
+    pairs = np.argwhere(table)
+    test = random.random(len(pairs)) < 0.5
+    parts = [
+        TensorDataset(torch.from_numpy(pairs[rows]), torch.from_numpy(table[tuple(pairs[rows].T)] - 1))
+        for rows in (~test, test)
+    ]
+    data = Data("made up", *parts, tuple(stars), "none", {}, (30, 21))  # one film has no rating
+    fitted = movielens._nonnegative(data, num_factors=1, epochs=300, regularization=0.0, seed=0)
+    np.testing.assert_allclose(fitted, table[tuple(pairs[test].T)], atol=1e-6)
 
 
 def test_stars_are_the_mean_under_the_softmax():

@@ -18,7 +18,6 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.papers.bu2020.table1 import DELTA, PROBABILITY
 from torch_privacy.experiments.study import Study
-from torch_privacy.privacy.calibrate import clt_noise
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import MU, Column, Computation, Context, Numbers
@@ -53,7 +52,7 @@ def smaller_noise(noise_multiplier: float, epochs: int, context: Context) -> Num
     """Returns the noise multipliers that reach the moments accountant's epsilon by CLT and by exact accounting."""
     num_steps = round(epochs / PROBABILITY)
     target = privacy.moments(noise_multiplier, PROBABILITY, num_steps, DELTA)
-    by_clt = clt_noise(target, DELTA, PROBABILITY, num_steps)
+    by_clt = privacy.clt_noise(target, DELTA, PROBABILITY, num_steps)
     profile = compose_steps(by_clt, PROBABILITY, num_steps)
     return {
         TARGET: target,

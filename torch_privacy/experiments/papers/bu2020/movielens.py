@@ -3,7 +3,7 @@
 
 ``torch-privacy reproduce gdp-movielens`` trains simplified neural collaborative filtering: one dense layer on the
 product of five factors and ten more factors for user and film. The paper reports a root mean squared error of 0.915 at
-mu = 1.94 on MovieLens 1M, where the global average has 1.117 and nearest users 0.923.
+mu = 1.94 on MovieLens 1M, 0.893 without privacy, and 0.873 to 1.117 for methods of the Surprise library.
 
 MovieLens 1M is used if it is found, else latest-small: a tenth of the ratings, by a tenth of the users, in half stars.
 Its numbers stand beside the paper's, but belong to another task.
@@ -27,6 +27,8 @@ from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Score, Task, seeded
 from torch_privacy.runs.rows import (
     BASELINE,
+    CLT,
+    MOMENTS,
     MU,
     PRIVACY_COLUMNS,
     SCORE,
@@ -39,6 +41,9 @@ from torch_privacy.runs.rows import (
 )
 
 TEST_FRACTION = 0.2
+PAPER = {SCORE: 0.915, BASELINE: 0.893, MU: 1.94, CLT: 10.61, MOMENTS: 15.39}
+TINY = 1e-300  # a denominator of films without ratings
+HELD_OUT = 0.1  # of the training ratings, to stop the baseline early
 SAMPLING_PROBABILITY = 1 / 80
 COLUMNS = {SCORE: Column("RMSE"), BASELINE: Column("not private"), **PRIVACY_COLUMNS}
 NOTES = (
@@ -46,7 +51,10 @@ NOTES = (
     "a tenth of the ratings.",
     "The other methods use scikit-learn, without privacy: the mean, ridge regression on user and film, the same with "
     "10 factors of its residuals by a truncated singular value decomposition, and the mean over the 40 users with "
-    "the most similar ratings.",
+    "the most similar ratings. Nonnegative factors are ours, with the defaults of the Surprise library, which the "
+    "paper used (15 factors, 50 epochs, regularization 0.06), as scikit-learn's take a missing rating for a 0.",
+    "Not private: the same network, stopped early. It trains on 90 % of the training ratings, and the epoch with the "
+    "smallest RMSE on the other 10 % is taken; without that it overfits, to an RMSE of 0.94 after 20 epochs.",
 )
 
 
@@ -83,6 +91,7 @@ def build_task(settings: Settings) -> Task:
         partial(seeded, partial(Recommender, *data.num_ids, data.num_classes), settings.seed),
         settings,
         new_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
+        baseline_held_out=HELD_OUT,
         score=Score(RMSE.measure, partial(squared_stars, stars), RMSE.of_mean),
     )
 
@@ -97,11 +106,16 @@ def rows(quick: bool) -> Sequence[Row]:
     others = {
         "global average": {SCORE: 1.117},
         "user and film": {},
-        "user, film and factors": {},
+        "user, film and factors": {SCORE: 0.873},
+        "nonnegative factors": {SCORE: 0.916},
         "nearest users": {SCORE: 0.923},
     }
     return [
-        Training("NoisyAdam", {"epochs": 3} if quick else {}, {SCORE: 0.915, MU: 1.94}),
+        Training(
+            "NoisyAdam",
+            {"epochs": 3} if quick else {},
+            {SCORE: 0.915, BASELINE: 0.893, MU: 1.94, CLT: 10.61, MOMENTS: 15.39},
+        ),
         *(Computation(name, partial(other_method, name), paper, seeded=True) for name, paper in others.items()),
     ]
 
@@ -112,6 +126,7 @@ def other_method(name: str, context: Context) -> Numbers:
         "global average": _mean,
         "user and film": _biases,
         "user, film and factors": _factors,
+        "nonnegative factors": partial(_nonnegative, seed=context.seed),
         "nearest users": _nearest,
     }
     data = load_movielens(context.data, test_fraction=TEST_FRACTION, seed=context.seed)
@@ -160,6 +175,38 @@ def _fitted_biases(data: Data) -> Callable[[np.ndarray], np.ndarray]:
     pairs, labels = (tensor.numpy() for tensor in data.train.tensors)
     model = Ridge(alpha=5.0).fit(one_hot(pairs), np.array(data.classes)[labels])
     return lambda pairs: model.predict(one_hot(pairs))
+
+
+def _nonnegative(
+    data: Data, num_factors: int = 15, epochs: int = 50, regularization: float = 0.06, *, seed: int
+) -> np.ndarray:
+    """Predicts by the product of nonnegative factors of user and film, fitted to the training ratings alone.
+
+    Every factor p is multiplied by Σ r q / Σ (r̂ q + λ p), with sums over the ratings r of its user or film and their
+    fits r̂, so it stays nonnegative; users' and films' factors take turns. Source: Luo, Zhou, Xia & Zhu (2014).
+    """
+    from scipy.sparse import csr_array
+
+    pairs, labels = (tensor.numpy() for tensor in data.train.tensors)
+    stars, random = np.array(data.classes)[labels], np.random.default_rng(seed)
+    p, q = (random.uniform(0, 1, (size, num_factors)) for size in data.num_ids)
+    of_user, of_film = pairs.T
+
+    def table(values: np.ndarray) -> csr_array:
+        return csr_array((values, (of_user, of_film)), shape=data.num_ids)
+
+    def fitted() -> csr_array:
+        return table(np.einsum("nk,nk->n", p[of_user], q[of_film]))
+
+    ratings = table(stars)
+    by_user, by_film = (np.bincount(ids, minlength=n)[:, None] for ids, n in zip(pairs.T, data.num_ids, strict=True))
+    for _ in range(epochs):
+        p = p * (ratings @ q) / np.maximum(fitted() @ q + regularization * by_user * p, TINY)
+        q = q * (ratings.T @ p) / np.maximum(fitted().T @ p + regularization * by_film * q, TINY)
+    users, films = data.test.tensors[0].numpy().T
+    known = (by_user[users] > 0).ravel() & (by_film[films] > 0).ravel()
+    predicted = np.where(known, np.einsum("nk,nk->n", p[users], q[films]), stars.mean())
+    return predicted.clip(min(data.classes), max(data.classes))
 
 
 def _nearest(data: Data) -> np.ndarray:

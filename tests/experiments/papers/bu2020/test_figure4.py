@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from torch_privacy import privacy
+from torch_privacy.experiments.papers.bu2020 import calibration, figure4
+from torch_privacy.experiments.papers.bu2020.table1 import DELTA, PROBABILITY
+from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.rows import Context
+
+
+def test_epochs_are_those_of_the_first_time_that_an_accuracy_is_reached(tmp_path):
+    scores = [0.5, 0.95, 0.94, 0.965, None, 0.96]
+    rows = [Metrics("private", epoch, epoch, 1.0, None, score) for epoch, score in enumerate(scores, 1)]
+    folder = RunFolder(tmp_path)
+    folder.write_metrics([*rows, Metrics("non-private", 1.0, 1, 1.0, None, 0.99)])
+    assert figure4.epochs_to_accuracy(folder) == {"epochs_to_95": 2, "epochs_to_96": 4, "epochs_to_97": None}
+    assert set(figure4.epochs_to_accuracy(folder)) <= set(figure4.COLUMNS)
+
+
+@pytest.mark.parametrize("epochs", figure4.NOISES)
+def test_noises_are_those_of_the_calibration(epochs):
+    noises = figure4.NOISES[epochs]
+    numbers = calibration.smaller_noise(noises["moments"], epochs, Context(quick=True, seed=0, data=None))
+    assert noises["CLT"] == pytest.approx(numbers[calibration.NOISE_CLT], abs=5e-3)
+    assert 0 <= noises["certified"] - numbers[calibration.NOISE_EXACT] < 1e-3  # rounded up
+    steps = [(privacy.SubsampledGaussian(noises["certified"], PROBABILITY), round(epochs / PROBABILITY))]
+    assert privacy.compose(steps).epsilon_high(DELTA) <= numbers[calibration.TARGET]
