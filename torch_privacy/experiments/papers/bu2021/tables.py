@@ -25,8 +25,8 @@ MNIST_DEFAULTS = Settings(  # 15 epochs are 3,516 steps
 CIFAR10_DEFAULTS = Settings(  # 20 epochs are 3,906 steps
     noise_multiplier=0.9, expected_batch_size=256, learning_rate=0.1, clip_norm=2.0, epochs=20
 )
-IMDB_DEFAULTS = Settings(  # the paper does not print the number of epochs; 15 of them are 1,465 steps
-    noise_multiplier=0.6, expected_batch_size=256, learning_rate=0.001, clip_norm=1.0, epochs=15
+IMDB_DEFAULTS = Settings(  # 20 epochs, as in Table 3 of the first version, are 1,953 steps
+    noise_multiplier=0.6, expected_batch_size=256, learning_rate=0.001, clip_norm=1.0, epochs=20
 )
 
 
