@@ -110,6 +110,10 @@ CATALOG = (
         "epsilon over epochs for every number of projections; the distribution of an estimate", 120, 20
     ),
     Experiment(
+        "jl-summary", JL, "bu2021.summary:STUDY",
+        "Table 1", "privacy, speed, memory and generality of every method", 300, 60
+    ),
+    Experiment(
         "jl-accuracy", JL, "bu2021.accuracy:STUDY",
         "Figure 4", "digits: accuracy with few projections and with exact norms", 90, 40, "MNIST",
         trains=True,

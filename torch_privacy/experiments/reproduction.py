@@ -281,7 +281,10 @@ class Reproduction:
         for job in self.jobs():
             content = job.folder.read_results()
             _check_result(job, content)
-            runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job.row, content)})
+            numbers = _of_job(job.row, content)
+            if isinstance(job.row, Training) and self.study.numbers_of is not None:
+                numbers["numbers"] |= _as_json(self.study.numbers_of(job.folder))
+            runs.setdefault(job.row.name, []).append({"seed": job.seed, **numbers})
         results = {
             "reproduce": self.experiment.name,
             "paper": asdict(self.experiment.paper),

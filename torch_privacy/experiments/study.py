@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_privacy.experiments.task import Settings, Task
-from torch_privacy.runs.rows import Column, Row
+from torch_privacy.runs.rows import Column, Numbers, Row
 
 if TYPE_CHECKING:
     from torch_privacy.report.figures import Figure
+    from torch_privacy.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Study:
         delta: at which the epsilons of computed rows are given.
         figures: ``figures(results, run_folder)`` returns the figures by file name.
         findings: results -> further notes, computed from the numbers.
+        numbers_of: finished run of a training -> further numbers of it, by column.
     """
 
     columns: Mapping[str, Column]
@@ -43,6 +45,7 @@ class Study:
     delta: float | None = None
     figures: Callable[[Mapping[str, Any], Path], Mapping[str, Figure]] | None = None
     findings: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    numbers_of: Callable[[RunFolder], Numbers] | None = None
 
     def settings(self, **chosen: Any) -> Settings:
         """Returns the defaults with the chosen settings replaced.
