@@ -111,7 +111,7 @@ CATALOG = (
     ),
     Experiment(
         "jl-summary", JL, "bu2021.summary:STUDY",
-        "Table 1", "privacy, speed, memory and generality of every method", 300, 60
+        "Table 1", "privacy, speed, memory and generality of every method", 180, 60
     ),
     Experiment(
         "jl-accuracy", JL, "bu2021.accuracy:STUDY",
