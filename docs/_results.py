@@ -73,7 +73,7 @@ def reworded(results: dict[str, Any]) -> dict[str, Any]:
     columns = {key: asdict(column) for key, column in study.columns.items()}
     words = {"place": experiment.place, "shows": experiment.shows, "columns": columns, "rows": rows, "notes": notes}
     results = {**results, **words}
-    if study.findings is not None and not left_out:
+    if study.findings is not None and not (left_out and study.findings_need_all):
         results["notes"] = [*notes, *study.findings(results)]
     return results
 

@@ -184,7 +184,7 @@ def test_time_to_the_goal_is_in_seconds_of_the_method_and_never_guessed():
         "trained, micro-batches of 4": 3.0,
     }
     names = [row.name for row in comparison.trainings(quick=False)]
-    trained = {name: {jl.REACHED: epochs[name]} if name in epochs else {} for name in names}
+    trained = {name: {jl.REACHED: epochs[name]} if name in epochs else {} for name in names if name != "trained, JL(5)"}
     measured = {"ours, exact": {jl.SECONDS: 8.0}, "JL(1)": {jl.SECONDS: 10.0}}
     rows = [{"row": name, "runs": [{"numbers": numbers}]} for name, numbers in {**measured, **trained}.items()]
     assert list(comparison.findings({"quick": False, "rows": rows})) == [
@@ -198,11 +198,17 @@ def test_time_to_the_goal_is_in_seconds_of_the_method_and_never_guessed():
 def test_the_first_epoch_at_the_goal_is_read_from_the_metrics():
     class Run:
         def read_metrics(self):
-            scores = [("private", 0.9), ("private", 0.951), ("private", 0.949), ("non-private", 0.99)]
+            scores = [
+                ("non-private", 0.99),
+                ("private", 0.9),
+                ("private", 0.951),
+                ("private", 0.949),
+                ("private", 0.953),
+            ]
             return [SimpleNamespace(training=t, epoch=i + 1.0, test_score=s) for i, (t, s) in enumerate(scores)]
 
     run: Any = Run()
-    assert jl_mnist.ON_MNIST.numbers_of(run) == {jl.REACHED: 2.0}
+    assert jl_mnist.ON_MNIST.numbers_of(run) == {jl.REACHED: 3.0}
     assert replace(jl_mnist.ON_MNIST, goal=0.96).numbers_of(run) == {jl.REACHED: None}
 
 

@@ -151,6 +151,7 @@ class Comparison:
             self.build_task,
             figures=self.figures,
             findings=self.findings,
+            findings_need_all=False,
             numbers_of=self.numbers_of,
         )
 
@@ -220,7 +221,7 @@ class Comparison:
         """Yields the time in which each training reaches the goal, at the measured seconds per epoch."""
         runs = {row["row"]: row["runs"][0] for row in results["rows"]}
         for row in self.trainings(results["quick"]) if self.goal is not None else ():
-            numbers = runs[row.name]["numbers"]
+            numbers = runs[row.name]["numbers"] if row.name in runs else {}
             if REACHED not in numbers:
                 continue
             epochs = numbers[REACHED]
