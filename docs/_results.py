@@ -10,7 +10,9 @@ words of its kept results: notes and findings, as the code has them now. Do this
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +61,33 @@ def with_kept_rows(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     rows = [made.get(name) or kept[name] for name in names if name in made or name in kept]
     if len(rows) == len(made):
         return new
-    left_out = [name for name in names if name not in made and name not in kept]
-    return reworded({**new, "rows": rows, "only": [], "skip": left_out, "deltas": new["deltas"] or old["deltas"]})
+    skip = [*new.get("skip", ()), *old.get("skip", ())]
+    return reworded({**new, "rows": rows, "only": [], "skip": skip, "deltas": new["deltas"] or old["deltas"]})
 
 
 def reworded(results: dict[str, Any]) -> dict[str, Any]:
     """The results with the notes, the columns and the paper's numbers that the experiment has now."""
     study, experiment = load_study(results["reproduce"]), EXPERIMENTS[results["reproduce"]]
-    left_out = results.get("skip") or []
+    made = {row["row"] for row in results["rows"]}
+    left_out = [row.name for row in study.rows(False) if row.name not in made]
     notes = [*study.notes, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])]
     paper = {row.name: dict(row.paper) for row in study.rows(False)}
     rows = [{**row, "paper": paper.get(row["row"], row["paper"])} for row in results["rows"]]
     columns = {key: asdict(column) for key, column in study.columns.items()}
     words = {"place": experiment.place, "shows": experiment.shows, "columns": columns, "rows": rows, "notes": notes}
+    if not results.get("only"):
+        words["skip"] = skipping(left_out, results.get("skip", ()), made)
     results = {**results, **words}
     if study.findings is not None and not (left_out and study.findings_need_all):
         results["notes"] = [*notes, *study.findings(results)]
     return results
+
+
+def skipping(left_out: list[str], patterns: Iterable[str], made: set[str]) -> list[str]:
+    """The patterns that leave out these rows: those given that fit no row that was made, then names."""
+    fit = [pattern for pattern in dict.fromkeys(patterns) if not any(fnmatchcase(name, pattern) for name in made)]
+    fit = [pattern for pattern in fit if any(fnmatchcase(name, pattern) for name in left_out)]
+    return [*fit, *(name for name in left_out if not any(fnmatchcase(name, pattern) for pattern in fit))]
 
 
 def page() -> str:
