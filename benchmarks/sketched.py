@@ -6,10 +6,11 @@
     python benchmarks/sketched.py mlp --contenders exact floored:4
 
 Contenders: ``exact`` is the tape; ``gram`` the tape with the norms of linear maps by Gram matrices only; ``jl:r``,
-``jl:r:group_size``, ``factored:k`` and ``floored:r`` (floor 0.8) are described in docs/sketched.md, with fresh
-directions in every step. All take turns in one process; times are the smaller of the ratios of medians and of minima,
-memory is the peak of torch's allocations beyond the model. With one thread, processor time is measured, which other
-programs disturb less. Goals stand beside the figures, and the script exits with 1 if one is missed.
+``jl:r:group_size``, ``vjp:r`` (by double vjp), ``factored:k`` and ``floored:r`` (floor 0.8) are described in
+docs/sketched.md, with fresh directions in every step. All take turns in one process; times are the smaller of the
+ratios of medians and of minima, memory is the peak of torch's allocations beyond the model. With one thread, processor
+time is measured, which other programs disturb less. Goals stand beside the figures, and the script exits with 1 if one
+is missed.
 """
 
 import argparse
@@ -101,7 +102,12 @@ def contender(name: str, problem: models.Problem) -> Step:
     if kind in ("exact", "gram"):
         step = private(problem, None)
         return step if kind == "exact" else by_gram(step)
-    options: dict[str, Any] = {"jl": {}, "factored": {"kind": "factored"}, "floored": {"floor": 0.8}}[kind]
+    options: dict[str, Any] = {
+        "jl": {},
+        "vjp": {"method": "double vjp"},
+        "factored": {"kind": "factored"},
+        "floored": {"floor": 0.8},
+    }[kind]
     return private(problem, tp.Sketched(*map(int, numbers), **options))
 
 

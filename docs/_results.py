@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes results.md from finished runs of ``torch-privacy reproduce``: ``python docs/_results.py RUN [RUN ...]``.
 
-Each run's ``results.json`` is kept in docs/results, one for each experiment; a new one takes the place of the old. The
-page is made of these files alone: without arguments it is only written anew.
+Each run's ``results.json`` is kept in docs/results, one for each experiment; a new one takes the place of the old. Rows
+that the new run left out (``--only``, ``--skip``) stay from the old one, if it had the same seeds. The page is made of
+these files alone: without arguments it is only written anew. In place of a run, the name of an experiment renews the
+words of its kept results: notes and findings, as the code has them now. Do this only if the settings have not changed.
 """
 
 import json
 import shlex
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from torch_privacy.experiments import EXPERIMENTS, load_study
 from torch_privacy.experiments.catalog import CATALOG
 from torch_privacy.runs import table
 
@@ -34,8 +40,54 @@ def keep(run: Path) -> None:
         raise SystemExit(f"{run}: is no run of reproduce")
     if results["quick"]:
         raise SystemExit(f"{run}: is a quick look; run it without --quick")
+    path = KEPT / f"{results['reproduce']}.json"
     KEPT.mkdir(exist_ok=True)
-    (KEPT / f"{results['reproduce']}.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write(with_kept_rows(results, json.loads(path.read_text())) if path.exists() else results)
+
+
+def write(results: dict[str, Any]) -> None:
+    """Write the kept results of one experiment."""
+    path = KEPT / f"{results['reproduce']}.json"
+    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def with_kept_rows(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The new results, with those rows of the old ones that the new run left out on purpose."""
+    if not (new.get("only") or new.get("skip")):
+        return new
+    made = {row["row"]: row for row in new["rows"]}
+    kept = {row["row"]: row for row in old["rows"] if old["seeds"] == new["seeds"] or not row["seeded"]}
+    names = [row.name for row in load_study(new["reproduce"]).rows(False)]
+    rows = [made.get(name) or kept[name] for name in names if name in made or name in kept]
+    if len(rows) == len(made):
+        return new
+    skip = [*new.get("skip", ()), *old.get("skip", ())]
+    return reworded({**new, "rows": rows, "only": [], "skip": skip, "deltas": new["deltas"] or old["deltas"]})
+
+
+def reworded(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the notes, the columns and the paper's numbers that the experiment has now."""
+    study, experiment = load_study(results["reproduce"]), EXPERIMENTS[results["reproduce"]]
+    made = {row["row"] for row in results["rows"]}
+    left_out = [row.name for row in study.rows(False) if row.name not in made]
+    notes = [*study.notes, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])]
+    paper = {row.name: dict(row.paper) for row in study.rows(False)}
+    rows = [{**row, "paper": paper.get(row["row"], row["paper"])} for row in results["rows"]]
+    columns = {key: asdict(column) for key, column in study.columns.items()}
+    words = {"place": experiment.place, "shows": experiment.shows, "columns": columns, "rows": rows, "notes": notes}
+    if not results.get("only"):
+        words["skip"] = skipping(left_out, results.get("skip", ()), made)
+    results = {**results, **words}
+    if study.findings is not None and not (left_out and study.findings_need_all):
+        results["notes"] = [*notes, *study.findings(results)]
+    return results
+
+
+def skipping(left_out: list[str], patterns: Iterable[str], made: set[str]) -> list[str]:
+    """The patterns that leave out these rows: those given that fit no row that was made, then names."""
+    fit = [pattern for pattern in dict.fromkeys(patterns) if not any(fnmatchcase(name, pattern) for name in made)]
+    fit = [pattern for pattern in fit if any(fnmatchcase(name, pattern) for name in left_out)]
+    return [*fit, *(name for name in left_out if not any(fnmatchcase(name, pattern) for pattern in fit))]
 
 
 def page() -> str:
@@ -61,8 +113,11 @@ def section(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Keep the runs that are named, then write the page."""
-    for run in sys.argv[1:]:
-        keep(Path(run))
+    for name in sys.argv[1:]:
+        if name in EXPERIMENTS:
+            write(reworded(json.loads((KEPT / f"{name}.json").read_text())))
+        else:
+            keep(Path(name))
     PAGE.write_text(page())
 
 

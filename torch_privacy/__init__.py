@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .clipping import MicroBatches as MicroBatches
     from .clipping import PerLayer as PerLayer
     from .clipping import median_norm as median_norm
+    from .estimated_norms.norms import estimate_norms as estimate_norms
     from .estimated_norms.settings import Sketched as Sketched
     from .gep.anchors import AnchorSubspace as AnchorSubspace
     from .gep.settings import BGEP as BGEP
@@ -82,6 +83,7 @@ _HOME = {
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
     "check": "model_check",
+    "estimate_norms": "estimated_norms",
     "load_secret": "training.secret_file",
     "matches_fingerprint": "sampling.fingerprint",
     "median_norm": "clipping",

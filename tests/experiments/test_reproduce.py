@@ -26,7 +26,7 @@ COLUMNS = {
     "bracket": Column("bracket"),
     "unknown": Column("never known"),
 }
-PICTURES = ("jl-accuracy",)  # of which the paper prints no numbers
+PICTURES = ("jl-accuracy", "jl-figures", "jl-summary")  # of which the paper prints no numbers
 
 
 @pytest.fixture

@@ -38,3 +38,33 @@ def test_page_takes_finished_full_runs_only(script, tmp_path):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(SystemExit, match=words):
             script.keep(tmp_path)
+
+
+def kept(rows, **more):
+    listed = [{"row": row, "seeded": seeded, "paper": {}, "runs": [{"seed": 0, "numbers": {}}]} for row, seeded in rows]
+    return {
+        "reproduce": "jl-imdb",
+        "quick": False,
+        "seeds": [0],
+        "deltas": [1e-5],
+        "only": [],
+        "skip": [],
+        "rows": listed,
+        **more,
+    }
+
+
+def test_rows_that_a_run_left_out_stay_from_the_run_before(script):
+    old = kept([("non-private", False), ("JL(1)", False), ("trained, JL(1)", True)], skip=["vanilla"])
+    new = kept([("trained, exact", True)], only=["trained, exact"], notes=["old words"])
+    both = script.with_kept_rows(new, old)
+    assert [row["row"] for row in both["rows"]] == ["non-private", "JL(1)", "trained, exact", "trained, JL(1)"]
+    assert both["only"] == []
+    assert both["skip"][:2] == ["vanilla", "multiple"]
+    again = script.with_kept_rows(new, {**old, "skip": ["trained, JL(?0)", "JL*"]})
+    assert again["skip"][0] == "trained, JL(?0)"
+    assert "trained, JL(10)" not in again["skip"]
+    assert "Left out: vanilla; " in both["notes"][-1]
+    assert both["rows"][0]["paper"]["seconds_per_epoch"] == 12
+    assert script.with_kept_rows({**new, "seeds": [1]}, old)["rows"][-1]["row"] == "trained, exact"
+    assert script.with_kept_rows({**new, "only": []}, old) == {**new, "only": []}

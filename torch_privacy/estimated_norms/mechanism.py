@@ -64,7 +64,9 @@ class SketchedSum(ClippedSum):
             _check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "jacobian": repr(self._estimator.setting)}
+        setting = self._estimator.setting
+        method = {} if setting.method is None else {"method": setting.method}  # decides about the last bits
+        return {**super().settings(), "jacobian": repr(setting), **method}
 
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
         return self._estimator.recording(tensors, size, Directions(key, step, part))

@@ -235,7 +235,7 @@ class Projector:
         )
 
     def _candidates(self) -> list[str]:
-        """Returns the strategies in the order in which they are tried, forward mode first."""
+        """Returns the strategies in the order in which they are tried, forward mode first, or those of the method."""
         shared, together, each = BatchingMode
         if self.setting.num_projections == 1:
             order = [each, together]
@@ -243,7 +243,11 @@ class Projector:
             order = [shared, together, each]
         else:
             order = [shared, each] if self.setting.group_size == 1 else [together, shared, each]
-        found = [(order.index(s.batching), name) for name, s in STRATEGIES.items() if s.batching in order]
+        found = [
+            (order.index(s.batching), name)
+            for name, s in STRATEGIES.items()
+            if s.batching in order and name.startswith(self.setting.method or "")
+        ]
         return [name for _, name in sorted(found, key=lambda pair: (not STRATEGIES[pair[1]].repeats_forward, pair[0]))]
 
     def _check_worth(self, strategy: str, calls: Sequence[ForwardCall]) -> None:

@@ -7,10 +7,12 @@ of whole gradients, ``SubsampledSketch`` for sketches of the factors that the ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..privacy import SubsampledJL, SubsampledSketch
 from ..support.validate import in_range, one_of, plain_numbers, whole
+
+METHODS = "forward mode", "double vjp"
 
 
 @plain_numbers
@@ -38,6 +40,9 @@ class Sketched:
             network: one at a time, sharing the forward's values, where tensors are large; else up to 8 at once.
         kind: "projected" or "factored".
         floor: in (0, 1], only for projections.
+        method: "forward mode" or "double vjp", only for projections without a floor. None takes forward mode where it
+            works, which is faster; the double vjp is what the paper uses where there is no forward mode. Both give the
+            same projections, up to rounding.
 
     Guarantees:
         - The directions come from AES-256-CTR under a key of their own, derived from the key of the noise. They are a
@@ -48,7 +53,8 @@ class Sketched:
           every step, sketches with projections on the first batches.
 
     Raises:
-        ValueError: a floor with kind="factored", because no price is known for that combination.
+        ValueError: a floor with kind="factored", because no price is known for that combination; a method with
+            anything but projections without a floor.
 
     Source: Bu, Gopi, Kulkarni, Lee, Shen & Tantipongpipat (2021), arXiv:2102.03013, Algorithm 1; the floor and the
         distributions are derived in the project's notes.
@@ -64,12 +70,19 @@ class Sketched:
     group_size: int | None = None
     kind: str = "projected"
     floor: float | None = None
+    method: str | None = field(default=None, repr=False)  # is no part of the mechanism that is priced
 
     def __post_init__(self) -> None:
         whole("Sketched", num_projections=self.num_projections, at_least=1)
         if self.group_size is not None:
             whole("Sketched", group_size=self.group_size, at_least=1)
         one_of("Sketched", ("projected", "factored"), kind=self.kind)
+        one_of("Sketched", (None, *METHODS), method=self.method)
+        if self.method is not None and (self.kind == "factored" or self.floor is not None):
+            raise ValueError(
+                f"Sketched: method={self.method!r} is only for projections without a floor; a floor and factored "
+                "sketches use the recorded ops. Leave method out."
+            )
         if self.floor is not None:
             in_range("Sketched", 0, 1, floor=self.floor)
             if self.kind == "factored":

@@ -113,6 +113,15 @@ CATALOG = (
         20, "MovieLens", trains=True,
     ),
     Experiment(
+        "jl-figures", JL, "bu2021.figures:STUDY",
+        "Figures 2 and 3, and Figure 8 of version 1",
+        "epsilon over epochs for every number of projections; the distribution of an estimate", 120, 20
+    ),
+    Experiment(
+        "jl-summary", JL, "bu2021.summary:STUDY",
+        "Table 1", "privacy, speed, memory and generality of every method", 180, 60
+    ),
+    Experiment(
         "jl-accuracy", JL, "bu2021.accuracy:STUDY",
         "Figure 4", "digits: accuracy with few projections and with exact norms", 90, 40, "MNIST",
         trains=True,

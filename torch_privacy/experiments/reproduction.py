@@ -305,7 +305,7 @@ class Reproduction:
             "notes": [*self.study.notes, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
         }
         find = self.study.findings
-        if find is None or left_out:
+        if find is None or (left_out and self.study.findings_need_all):
             return results
         return {**results, "notes": [*results["notes"], *find(results)]}
 

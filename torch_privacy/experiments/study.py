@@ -32,6 +32,7 @@ class Study:
         delta: at which the epsilons of computed rows are given.
         figures: ``figures(results, run_folder)`` returns the figures by file name.
         findings: results -> further notes, computed from the numbers.
+        findings_need_all: whether there are findings only if no row was left out.
         numbers_of: finished run of a training -> further numbers of it, by column.
     """
 
@@ -45,6 +46,7 @@ class Study:
     delta: float | None = None
     figures: Callable[[Mapping[str, Any], Path], Mapping[str, Figure]] | None = None
     findings: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    findings_need_all: bool = True
     numbers_of: Callable[[RunFolder], Numbers] | None = None
 
     def settings(self, **chosen: Any) -> Settings:

@@ -8,10 +8,11 @@ which a step completes under a limit of 2 GiB that the system enforces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -55,23 +56,26 @@ from torch_privacy.runs.rows import (
 )
 
 SECONDS, RATIO, MEMORY, LARGEST = "seconds_per_epoch", "ratio", "peak_mib", "largest_batch"
+REACHED = "epochs_to_goal"
 COLUMNS = {
     SECONDS: Column("s / epoch", digits=1),
     RATIO: Column("x non-private", digits=2),
     MEMORY: Column("peak MiB", digits=0),
     LARGEST: Column("largest batch", digits=0),
     SCORE: ACCURACY_COLUMN,
+    REACHED: Column("epochs to goal", digits=0),
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
     "The paper's times are from a P100 GPU; compare the ratios.",
     "Vanilla: one backward pass for each example. Multiple: vmap, 256 MiB of rows at a time. Outer product: Opacus, "
-    "with its own layer for an LSTM. JL(r): r projections.",
+    "with its own layer for an LSTM. JL(r): r projections, by forward mode; double vjp: by two backward passes each.",
     "Largest batch: the largest of 64, 128, 256, ... that fits into 2 GiB beyond the loaded program; none is split, "
     "so multiple has all rows at once here.",
     "JL with fewer than 16 projections gives no useful privacy: the certified epsilons are huge.",
 )
 PROJECTIONS = 1, 5, 10, 30
+BY_DOUBLE_VJP = ", double vjp"
 FEW = 2, 6  # numbers of backward passes with which vanilla is timed
 LIMIT = 2**31
 ACCURACY = "test accuracy (%)"
@@ -82,9 +86,12 @@ METHODS: dict[str, Maker] = {
     "outer product": outer_product,
     "ours, exact": partial(ours, 0),
     **{f"JL({r})": partial(ours, r) for r in PROJECTIONS},
+    **{f"JL({r}){BY_DOUBLE_VJP}": partial(ours, r, method="double vjp") for r in (1, 10)},
 }
 UNSPLIT = METHODS | {"vanilla": partial(vanilla, only=1), "multiple": partial(multiple, at_once=True)}
 TRAINED = "trained, "
+# Opacus is not installed, or the method does not support this network or runs out of memory.
+UNAVAILABLE = ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError
 LIKE_OTHERS = "JL(5)", "JL(30)"  # these need as much memory as JL(10)
 
 
@@ -93,6 +100,13 @@ class Settings(task.Settings):
     """The settings of a training with exact or estimated norms."""
 
     num_projections: int = 0  # 0 for exact norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSettings(Settings):
+    """The settings of a training that may clip micro-batches."""
+
+    micro_batch_size: int = 1  # examples whose mean gradient is clipped; 1 for each by itself
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,8 @@ class Comparison:
         new_optimizer: ``new_optimizer(parameters, lr=...)`` returns the optimizer.
         methods: method -> the paper's numbers.
         trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
+        goal: test accuracy whose time the paper compares.
+        micro_batches: sizes of the micro-batches with which exact norms are trained as well.
         quick_epochs: epochs of a quick look's trainings.
         quick_model: the network that a quick look times; None for the same.
         projections: numbers of projections that are timed.
@@ -118,6 +134,8 @@ class Comparison:
     new_optimizer: Callable[..., Optimizer]
     methods: Mapping[str, Mapping[str, float]]
     trained: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    goal: float | None = None
+    micro_batches: Sequence[int] = ()
     quick_epochs: float = 0
     quick_model: Callable[[], nn.Module] | None = None
     projections: Sequence[int] = PROJECTIONS
@@ -125,7 +143,17 @@ class Comparison:
 
     def study(self, *notes: str) -> Study:
         """Returns the study of this comparison; ``notes`` are added to those of all."""
-        return Study(COLUMNS, self.rows, (*NOTES, *notes), self.defaults, self.build_task, figures=self.figures)
+        return Study(
+            COLUMNS,
+            self.rows,
+            (*NOTES, *notes),
+            self.defaults,
+            self.build_task,
+            figures=self.figures,
+            findings=self.findings,
+            findings_need_all=False,
+            numbers_of=self.numbers_of,
+        )
 
     def build_task(self, settings: Settings) -> Task:
         """Returns the data's own split and the network."""
@@ -134,7 +162,7 @@ class Comparison:
             partial(task.seeded, self.new_model, settings.seed),
             settings,
             new_optimizer=partial(self._optimizer, settings.learning_rate),
-            private=partial(_arguments, settings.num_projections),
+            private=partial(_arguments, settings),
         )
 
     def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> Problem:
@@ -161,23 +189,48 @@ class Comparison:
     def timed(self) -> list[str]:
         """Returns the names of the methods that are timed."""
         projected = {method_name(r) for r in PROJECTIONS} - {method_name(r) for r in self.projections}
-        return [name for name in METHODS if name not in projected]
+        return [name for name in METHODS if name.removesuffix(BY_DOUBLE_VJP) not in projected]
 
     def _said(self, method: str) -> dict[str, float]:
         """Returns the paper's numbers of a method, with its ratio to the non-private one."""
         numbers = dict(self.methods.get(method, {}))
-        if SECONDS in numbers:
+        if SECONDS in numbers and RATIO not in numbers:
             numbers[RATIO] = numbers[SECONDS] / self.methods["non-private"][SECONDS]
         return numbers
 
     def trainings(self, quick: bool) -> list[Training]:
         """Returns the trainings; a quick look has two of them, for a part of an epoch."""
         epochs = self.quick_epochs if quick else self.defaults.epochs
-        return [
+        found = [
             Training(f"{TRAINED}{method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
             for r, paper in self.trained.items()
             if not quick or r in (0, 30)
         ]
+        return found + [
+            Training(f"{TRAINED}micro-batches of {size}", {"micro_batch_size": size, "epochs": epochs})
+            for size in self.micro_batches[: 1 if quick else None]
+        ]
+
+    def numbers_of(self, run: RunFolder) -> Numbers:
+        """Returns the number of epochs after which a training first has the goal's accuracy, if it ever has."""
+        private = [line for line in run.read_metrics() if line.training == "private"]
+        reached = [line.epoch for line in private if self.goal is not None and (line.test_score or 0) >= self.goal]
+        return {REACHED: min(reached, default=None)}
+
+    def findings(self, results: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the time in which each training reaches the goal, at the measured seconds per epoch."""
+        runs = {row["row"]: row["runs"][0] for row in results["rows"]}
+        for row in self.trainings(results["quick"]) if self.goal is not None else ():
+            numbers = runs[row.name]["numbers"] if row.name in runs else {}
+            if REACHED not in numbers:
+                continue
+            epochs = numbers[REACHED]
+            seconds = runs.get(_timed_as(row.name), {"numbers": {}})["numbers"].get(SECONDS)
+            if epochs is None:
+                yield f"{row.name}: never {self.goal:.0%} in {row.settings['epochs']:g} epochs."
+            else:
+                time = "" if seconds is None else f", {epochs * seconds:.0f} s at {seconds:.1f} s an epoch"
+                yield f"{row.name}: {self.goal:.0%} first after {epochs:g} epochs{time}."
 
     def figures(self, results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
         """Draws epsilon and accuracy over epochs for each number of projections, and accuracy over time and epsilon.
@@ -213,9 +266,14 @@ def loaded(load: Callable[[str | None], Data], folder: str | None) -> Data:
 
 def _seconds_per_epoch(runs: Mapping[str, Any], name: str, epochs: float) -> float:
     """Returns a training's time per epoch: that of its method's row, or its own if the method was not timed."""
-    method = name.removeprefix(TRAINED)
-    timed = runs.get(method if method in METHODS else f"ours, {method}", {"numbers": {}})
+    timed = runs.get(_timed_as(name), {"numbers": {}})
     return timed["numbers"].get(SECONDS) or runs[name]["seconds"] / epochs
+
+
+def _timed_as(training: str) -> str:
+    """Returns the name of the row that times the method of a training."""
+    method = training.removeprefix(TRAINED)
+    return method if method in METHODS else f"ours, {method}"
 
 
 def method_name(num_projections: int) -> str:
@@ -223,11 +281,14 @@ def method_name(num_projections: int) -> str:
     return f"JL({num_projections})" if num_projections else "exact"
 
 
-def _arguments(num_projections: int, model: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of `PrivateTraining` for norms by projections; none for exact norms."""
-    if not num_projections:
+def _arguments(settings: Settings, model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of `PrivateTraining` for norms by projections or micro-batches; none for exact norms."""
+    if isinstance(settings, MicroBatchSettings) and settings.micro_batch_size > 1:
+        return {"clipping": tp.MicroBatches(settings.clip_norm, settings.micro_batch_size)}
+    if not settings.num_projections:
         return {}
-    return {"jacobian": tp.Sketched(num_projections), "not_for_release": num_projections < 16}
+    few = settings.num_projections < 16
+    return {"jacobian": tp.Sketched(settings.num_projections), "not_for_release": few}
 
 
 def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
@@ -251,14 +312,23 @@ def _measured(comparison: Comparison, context: Context) -> tuple[dict[str, float
     key = comparison.new_model, context
     if key not in MEASURED:
         problem = comparison.problem(loaded(comparison.load, context.data).train, quick=context.quick)
-        steps = _steps(problem, comparison.timed, quick=context.quick)
-        seconds = seconds_by_turns(steps, budget=5 if context.quick else 120)
-        seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
-        peaks = {name: peak_bytes(step) for name, step in steps.items()}
-        peaks["vanilla"] = peaks[f"vanilla {FEW[0]}"]
+        budget = 5 if context.quick else 120
+        seconds, peaks = measure_steps(problem, comparison.timed, budget, quick=context.quick)
         epoch = len(problem.data) / problem.batch_size
         MEASURED[key] = {name: epoch * of_step for name, of_step in seconds.items()}, peaks
     return MEASURED[key]
+
+
+def measure_steps(
+    problem: Problem, names: Sequence[str], budget: float, *, quick: bool, clock: Callable[[], float] = perf_counter
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Returns seconds and peak bytes of a step of every available method, measured alternately."""
+    steps = _steps(problem, names, quick=quick)
+    seconds = seconds_by_turns(steps, budget, clock)
+    seconds["vanilla"] = vanilla_seconds({only: seconds.pop(f"vanilla {only}") for only in FEW}, problem.batch_size)
+    peaks = {name: peak_bytes(step) for name, step in steps.items()}
+    peaks["vanilla"] = peaks[f"vanilla {FEW[0]}"]
+    return seconds, peaks
 
 
 def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
@@ -272,8 +342,8 @@ def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, 
         try:
             step = maker(problem)
             step()
-        except (ModuleNotFoundError, tp.Refused, RuntimeError, NotImplementedError, MemoryError):
-            continue  # Opacus is not installed, or the method does not support this network or runs out of memory
+        except UNAVAILABLE:
+            continue
         steps[name] = step
     return steps
 

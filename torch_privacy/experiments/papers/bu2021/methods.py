@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,10 +137,12 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def ours(projections: int, problem: Problem) -> Step:
+def ours(projections: int, problem: Problem, method: str | None = None) -> Step:
     """Returns a step of `PrivateTraining` with exact norms, or with ``projections`` > 0 random directions."""
     model = problem.new_model()
-    sketch = {"jacobian": tp.Sketched(projections), "not_for_release": True} if projections else {}
+    sketch: dict[str, Any] = {}
+    if projections:
+        sketch = {"jacobian": tp.Sketched(projections, method=method), "not_for_release": True}
     training = tp.PrivateTraining(
         model,
         problem.new_optimizer(model),
