@@ -102,7 +102,10 @@ def rows(quick: bool) -> Sequence[Row]:
     }
     return [
         Training("NoisyAdam", {"epochs": 3} if quick else {}, {SCORE: 0.915, MU: 1.94}),
-        *(Computation(name, partial(other_method, name), paper, seeded=True) for name, paper in others.items()),
+        *(
+            Computation(name, partial(other_method, name), paper, seeded=True, needs="scikit-learn")
+            for name, paper in others.items()
+        ),
     ]
 
 
