@@ -34,6 +34,8 @@ def keep(run: Path) -> None:
         raise SystemExit(f"{run}: is no run of reproduce")
     if results["quick"]:
         raise SystemExit(f"{run}: is a quick look; run it without --quick")
+    if "own_data" in results:
+        raise SystemExit(f"{run}: is of other data than the paper's")
     KEPT.mkdir(exist_ok=True)
     (KEPT / f"{results['reproduce']}.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 

@@ -36,6 +36,7 @@ from torch_privacy.support import validate as _check
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run
 
+OWN_DATA = "The data are {}, of your own, and not the paper's: its numbers are left out."
 Beginning = tuple[Path, str | None, dict[str, Any]]  # arguments of `runner.begin`
 
 
@@ -282,11 +283,13 @@ class Reproduction:
             content = job.folder.read_results()
             _check_result(job, content)
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **_of_job(job, content)})
+        own = self.study.own_data(self.data) if self.study.own_data else None
         results = {
             "reproduce": self.experiment.name,
             "paper": asdict(self.experiment.paper),
-            "place": self.experiment.place,
-            "shows": self.experiment.shows,
+            "place": self.experiment.place if own is None else f"the recipe of {self.experiment.place},",
+            "shows": self.experiment.shows if own is None else f"{own}, data of your own",
+            **({} if own is None else {"own_data": own}),
             "quick": self.quick,
             "seeds": self.seeds,
             "deltas": self._deltas(),
@@ -296,10 +299,16 @@ class Reproduction:
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
             "columns": {key: asdict(column) for key, column in self.study.columns.items()},
             "rows": [
-                {"row": row.name, "seeded": row.seeded, "paper": dict(row.paper), "runs": runs[row.name]}
+                {
+                    "row": row.name,
+                    "seeded": row.seeded,
+                    "paper": dict(row.paper) if own is None else {},
+                    "runs": runs[row.name],
+                }
                 for row in self.rows()
             ],
             "notes": [
+                *([] if own is None else [OWN_DATA.format(own)]),
                 *self.study.notes,
                 *_without_numbers(self.rows(), runs),
                 *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
