@@ -77,6 +77,38 @@ def test_features_are_normalized_scattering_coefficients():
     assert torch.equal(best.with_inputs(load, None, None, None).train.tensors[0], load(None).train.tensors[0])
 
 
+def test_made_up_images_have_the_spectrum_of_photographs():
+    images = best.made_up_images(200, 32)
+    assert torch.equal(images, best.made_up_images(200, 32))
+    window = torch.hann_window(32)
+    power = torch.fft.fft2((images - images.mean((2, 3), keepdim=True)) * window * window[:, None]).abs().square()
+    power = power.mean((0, 1))
+    assert float(power[0, 4] / power[0, 8]) == pytest.approx(4, rel=0.15)  # 1 / frequency²
+    assert float(power[4, 0] / power[0, 4]) == pytest.approx(1, rel=0.15)
+
+
+def test_whitening_decorrelates_what_it_was_made_for(monkeypatch):
+    monkeypatch.setattr(best, "PART", 150)
+    best._whitening.cache_clear()
+    images = best.made_up_images(150, 28)
+    before, after = (
+        torch.cov(features(images).transpose(0, 1).flatten(1)) for features in (best.scattered, best.whitened)
+    )
+    shares = [cov.diagonal().sum() ** 2 / cov.square().sum() for cov in (before, after)]  # at most 81: all equal
+    assert shares[0] < 35 < 65 < shares[1] <= 81
+    best._whitening.cache_clear()
+
+
+def test_whitened_features_are_mixed_channels_of_the_same_length():
+    images = torch.rand(3, 2, 28, 28)  # two colors
+    seen = best.scattered(images).view(3, 2, 81, 49)
+    matrix = best._whitening()
+    torch.testing.assert_close(matrix, matrix.T)
+    expected = torch.stack([torch.stack([matrix @ color for color in image]) for image in seen]).flatten(1)
+    expected *= (2 * 81 * 49) ** 0.5 / expected.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(best.whitened(images).flatten(1), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.fixture
 def fashion(tmp_path):
     """A folder of four idx files in MNIST's format: class 0 is dark, class 1 is bright."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on MNIST with the best known private recipes, at epsilon 1, 2, 3 and 8.
 
-``torch-privacy reproduce best-mnist`` trains one dense layer on scattering coefficients, and ``best-mnist-cnn`` two
-convolutions with tanh and group normalization that see every digit in two shifted views. The literature reports 98.7 %
-with scattering and 98.1 % with convolutions, both at epsilon 3.
+``torch-privacy reproduce best-mnist`` trains one dense layer on decorrelated scattering coefficients, and
+``best-mnist-cnn`` two convolutions with tanh and group normalization that see every digit in two shifted views. The
+literature reports 98.7 % with scattering and 98.1 % with convolutions, both at epsilon 3.
 
 ``torch-privacy reproduce best-mnist --data FOLDER`` trains in the same way on any data in MNIST's format, such as
 fashion images: four idx files of 28x28 images in up to ten classes. Batches then have the same share of the examples.
@@ -19,9 +19,15 @@ from torch import nn
 
 from torch_privacy.data import Data, DataError, load_mnist
 from torch_privacy.experiments.models.augmentation import cropped
-from torch_privacy.experiments.papers.best.common import DEFAULTS, Recipe, Recipes, linear, scattered
+from torch_privacy.experiments.papers.best.common import DEFAULTS, NOTES, Recipe, Recipes, linear, whitened
 from torch_privacy.experiments.study import Study
 
+WHITENED = (
+    "The coefficients are decorrelated by their covariance on made-up images of noise, which needs no data and no "
+    "privacy. Learning rate and decorrelation were chosen at epsilon 3, on the last 10,000 training images: 98.80 % "
+    "there, against 98.65 % without decorrelation at its best learning rate. At epsilon 1 and 8 the rate is half and "
+    "twice that."
+)
 SIDE, NUM_EXAMPLES = 28, 60_000  # of MNIST
 SHIFT = 2  # pixels, at most
 CONVOLUTIONS = {
@@ -72,10 +78,10 @@ RECIPES = Recipes(
     {
         "scattering, linear": Recipe(
             partial(linear, 81 * 49),
-            {},
+            {"learning_rate": 0.25},
             {"epochs": 4},
-            inputs=scattered,
-            at={1: {"learning_rate": 0.5}, 2: {"learning_rate": 0.5}},
+            inputs=whitened,
+            at={1: {"learning_rate": 0.125}, 8: {"learning_rate": 0.5}},
         ),
         "convolutions": Recipe(
             tanh_cnn,
@@ -90,9 +96,9 @@ RECIPES = Recipes(
 )
 
 
-def _study(name: str) -> Study:
+def _study(name: str, *notes: str) -> Study:
     batch_size = replace(DEFAULTS, **RECIPES.recipes[name].settings).expected_batch_size
-    return RECIPES.study(name, settings_of_data=partial(settings_of_data, batch_size))
+    return RECIPES.study(name, notes=(*NOTES, *notes), settings_of_data=partial(settings_of_data, batch_size))
 
 
-SCATTERING, CONVOLUTIONS = _study("scattering, linear"), _study("convolutions")
+SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions")
