@@ -23,7 +23,8 @@ from torch_privacy.privacy import Bracket
 from torch_privacy.report import figures as plots
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.rows import Column, Computation, Training, folder_name
+from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.rows import Column, Computation, Training, folder_name, training_numbers
 
 PAPER = Paper("Nobody (2000)", "On <nothing>", "nowhere")
 COLUMNS = {
@@ -373,6 +374,24 @@ def test_results_of_ones_own_data_have_its_name_and_no_numbers_of_the_paper(tiny
     page = (tmp_path / "own" / "report.html").read_text()
     assert "Fashion, data of your own" in page
     assert "3.1" not in page.split("<h2>")[1].split("<svg")[0].replace("report", "")
+
+
+def test_gap_is_the_last_training_score_minus_the_test_score():
+    bounds = {"epsilon": {"low": 0.9, "high": 1.0}, "clt": {"mu": 1.0, "epsilon": 1.0}}
+    results = {
+        "privacy": {**bounds, "moments_accountant": {"epsilon": 2.0}},
+        "test_score": 0.9,
+        "baseline_test_score": 0.95,
+    }
+
+    def row(training, train_score, test_score):
+        return Metrics(training, 1.0, 1, 0.5, train_score, test_score)
+
+    rows = [row("private", 0.5, 0.6), row("private", 0.92, 0.9), row("non-private", 1.0, 0.95)]
+    numbers = training_numbers(results, rows)
+    assert (numbers["gap"], numbers["baseline_gap"]) == pytest.approx((0.02, 0.05))
+    assert training_numbers(results, rows[:2])["baseline_gap"] is None
+    assert training_numbers(results, [row("private", None, 0.9)])["gap"] is None
 
 
 def test_cell_shows_mean_and_deviation_on_the_safe_side():

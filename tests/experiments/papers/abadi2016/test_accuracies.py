@@ -32,9 +32,8 @@ def test_delta_by_moments_inverts_their_epsilon():
     assert LEVELS[2].moments_delta(353, 0.01) == 1.0
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 1e-4), (1, 1e-5)])
-def test_steps_within_a_budget_are_as_many_as_it_allows(epsilon, delta):
-    level = LEVELS[0]
+@pytest.mark.parametrize(("level", "epsilon", "delta"), [(LEVELS[0], 0.5, 1e-4), (LEVELS[2], 2, 1e-5)])
+def test_steps_within_a_budget_are_as_many_as_it_allows(level, epsilon, delta):
     steps = most_steps(level, epsilon, delta)
     longest = round(100 * level.certified_epochs)
     assert 0 < steps <= longest

@@ -76,5 +76,4 @@ def most_steps(level: Level, epsilon: float, delta: float) -> int:
     It is 0 if the components alone cost more.
     """
     (components, step), most = level.releases(level.certified_epochs), round(level.certified_epochs * STEPS_PER_EPOCH)
-    budget = privacy.Budget(epsilon, delta)
-    return budget.remaining(step[0], after=[components], most=most) if budget.allows([components]) else 0
+    return privacy.Budget(epsilon, delta).remaining(step[0], after=[components], most=most)
