@@ -40,6 +40,8 @@ def keep(run: Path) -> None:
         raise SystemExit(f"{run}: is no run of reproduce")
     if results["quick"]:
         raise SystemExit(f"{run}: is a quick look; run it without --quick")
+    if "own_data" in results:
+        raise SystemExit(f"{run}: is of other data than the paper's")
     path = KEPT / f"{results['reproduce']}.json"
     KEPT.mkdir(exist_ok=True)
     write(with_kept_rows(results, json.loads(path.read_text())) if path.exists() else results)

@@ -3,12 +3,18 @@ import base64
 import json
 import re
 import sys
+from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import torch_privacy
 from torch_privacy import experiments, privacy
 from torch_privacy.cli import run as command
+from torch_privacy.data import Data
 from torch_privacy.experiments import CATALOG, load_study
 from torch_privacy.experiments.catalog import Experiment, Paper
 from torch_privacy.experiments.reproduction import Reproduction
@@ -17,7 +23,8 @@ from torch_privacy.privacy import Bracket
 from torch_privacy.report import figures as plots
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.rows import Column, Computation, Training, folder_name
+from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.rows import Column, Computation, Training, folder_name, training_numbers
 
 PAPER = Paper("Nobody (2000)", "On <nothing>", "nowhere")
 COLUMNS = {
@@ -26,6 +33,9 @@ COLUMNS = {
     "bracket": Column("bracket"),
     "unknown": Column("never known"),
 }
+OTHER_METHODS = (
+    "nearest neighbors", "naive Bayes", "decision tree", "user and film", "user, film and factors", "nearest users"
+)  # fmt: skip
 PICTURES = ("jl-accuracy", "jl-figures", "jl-summary")  # of which the paper prints no numbers
 
 
@@ -294,6 +304,94 @@ def test_experiment_with_a_training_ends_with_its_numbers_and_a_page(tmp_path, c
     page = (tmp_path / "o").read_text()
     assert page.count("<svg") == 4
     assert all(f"<td>{name}</td>" in page for name in ("NoisySGD", "noisysgd-seed-0"))
+
+
+def test_row_without_a_package_has_no_number_and_says_why(tiny, tmp_path, capsys, monkeypatch):
+    def rows(quick):
+        return [
+            Computation("by hand", lambda context: {"value": 1.0}),
+            Computation("first", lambda context: {"value": None}, needs="some-package"),
+            Computation("second", lambda context: {"value": None}, needs="some-package"),
+            Computation("third", lambda context: {"value": 2.0}, needs="some-package"),
+        ]
+
+    study = replace(load_study("tiny-one"), rows=rows)
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.tiny_one", SimpleNamespace(STUDY=study))
+    assert command(["reproduce", "tiny-one", "--run", str(tmp_path / "r"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["notes"]
+    assert said[1:] == [
+        "Without numbers: first, second. They need some-package, which is not installed: pip install some-package."
+    ]
+
+
+@pytest.mark.parametrize("module", ["abadi2016.mnist", "bu2020.adult", "bu2020.movielens"])
+def test_rows_that_lack_scikit_learn_say_so(module, monkeypatch):
+    """A row that returns no number without scikit-learn must say that it needs it."""
+    study = import_module(f"torch_privacy.experiments.papers.{module}").STUDY
+    users = [row for row in study.rows(False) if isinstance(row, Computation) and row.name in OTHER_METHODS]
+    assert all(row.needs == "scikit-learn" for row in users)
+    assert bool(users) == module.startswith("bu2020")
+
+
+@pytest.mark.parametrize("name", ["abadi-mnist", "abadi-pca"])
+def test_experiment_without_scikit_learn_ends_in_a_sentence(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.base", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "torch_privacy.training.pca", raising=False)
+    monkeypatch.delitem(vars(torch_privacy), "PrivatePCA", raising=False)
+    part = TensorDataset(torch.rand(200, 1, 28, 28), torch.zeros(200, dtype=torch.int64))
+    data = Data("MNIST", part, part, tuple(range(10)), "none", {})
+    monkeypatch.setattr("torch_privacy.experiments.papers.abadi2016.mnist.load_mnist", lambda folder: data)
+    assert command(["reproduce", name, "--quick", "--run", str(tmp_path / "r")]) == 2
+    assert capsys.readouterr().err == (
+        "torch-privacy: PrivatePCA needs scikit-learn. Install it with: pip install 'torch-privacy[sklearn]'.\n"
+    )
+    assert not (tmp_path / "r").exists()
+
+
+def test_error_of_a_package_that_is_no_extra_is_not_hidden(tiny, tmp_path, monkeypatch):
+    def fails(context):
+        raise ImportError("cannot import name 'x'")
+
+    study = replace(load_study("tiny-one"), rows=lambda quick: [Computation("first", fails)])
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.tiny_one", SimpleNamespace(STUDY=study))
+    with pytest.raises(ImportError, match="cannot import name 'x'"):
+        command(["reproduce", "tiny-one", "--run", str(tmp_path / "r")])
+
+
+def test_results_of_ones_own_data_have_its_name_and_no_numbers_of_the_paper(tiny, tmp_path, capsys, monkeypatch):
+    study = replace(load_study("tiny-one"), own_data=lambda folder: None if folder is None else "fashion")
+    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.tiny_one", SimpleNamespace(STUDY=study))
+    shown = {}
+    for name, options in (("paper", []), ("own", ["--data", str(tmp_path)])):
+        assert command(["reproduce", "tiny-one", "--run", str(tmp_path / name), "--json", *options]) == 0
+        shown[name] = json.loads(capsys.readouterr().out)
+    assert [row["paper"] for row in shown["paper"]["rows"]] == [{"value": 3.14}, {}]
+    assert [row["paper"] for row in shown["own"]["rows"]] == [{}, {}]
+    assert "own_data" not in shown["paper"]
+    assert shown["own"]["own_data"] == "fashion"
+    assert shown["own"]["shows"] == "fashion, data of your own"
+    assert shown["own"]["notes"][0].startswith("The data are fashion, of your own")
+    page = (tmp_path / "own" / "report.html").read_text()
+    assert "Fashion, data of your own" in page
+    assert "3.1" not in page.split("<h2>")[1].split("<svg")[0].replace("report", "")
+
+
+def test_gap_is_the_last_training_score_minus_the_test_score():
+    bounds = {"epsilon": {"low": 0.9, "high": 1.0}, "clt": {"mu": 1.0, "epsilon": 1.0}}
+    results = {
+        "privacy": {**bounds, "moments_accountant": {"epsilon": 2.0}},
+        "test_score": 0.9,
+        "baseline_test_score": 0.95,
+    }
+
+    def row(training, train_score, test_score):
+        return Metrics(training, 1.0, 1, 0.5, train_score, test_score)
+
+    rows = [row("private", 0.5, 0.6), row("private", 0.92, 0.9), row("non-private", 1.0, 0.95)]
+    numbers = training_numbers(results, rows)
+    assert (numbers["gap"], numbers["baseline_gap"]) == pytest.approx((0.02, 0.05))
+    assert training_numbers(results, rows[:2])["baseline_gap"] is None
+    assert training_numbers(results, [row("private", None, 0.9)])["gap"] is None
 
 
 def test_cell_shows_mean_and_deviation_on_the_safe_side():

@@ -34,6 +34,7 @@ def test_page_takes_finished_full_runs_only(script, tmp_path):
     for content, words in [
         ('{"experiment": "x"}', "is no run of reproduce"),
         ('{"reproduce": "x", "quick": true}', "quick"),
+        ('{"reproduce": "x", "quick": false, "own_data": "fashion"}', "of other data than the paper's"),
     ]:
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(SystemExit, match=words):

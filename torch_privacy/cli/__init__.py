@@ -101,6 +101,10 @@ def _said(act: Callable[[], int], command: str = "") -> int:
         context = getattr(error, "ctx", None)
         place = "torch-privacy" if context is None else context.command_path
         return _complain(f"{_ended(error.format_message())} Try '{place} --help'")
+    except ImportError as error:
+        if "pip install" not in str(error):  # not of a package that is optional here
+            raise
+        return _complain(str(error))
     except OSError as error:
         return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
     except ValueError as error:

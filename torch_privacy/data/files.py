@@ -156,13 +156,20 @@ def unpack(suffix: str, packed: bytes) -> bytes:
     return content
 
 
+def is_published(file: File, checksum: str | None) -> bool:
+    """True if the content has this checksum, or none is known."""
+    return checksum is None or _found(file, checksum) == checksum.partition(":")[2]
+
+
+def _found(file: File, checksum: str) -> str:
+    """Returns the content's checksum of the same kind."""
+    return hashlib.new(checksum.partition(":")[0], file.content, usedforsecurity=False).hexdigest()
+
+
 def verify_content(file: File, checksum: str | None) -> None:
     """Raises a ``DataError`` if the checksum is known and the content has another one."""
-    if checksum is None:
-        return
-    kind, _, expected = checksum.partition(":")
-    found = hashlib.new(kind, file.content, usedforsecurity=False).hexdigest()
-    if found != expected:
+    if checksum is not None and not is_published(file, checksum):
+        (kind, _, expected), found = checksum.partition(":"), _found(file, checksum)
         file.refuse(
             f"is {'truncated or changed' if file.content else 'empty'} ({len(file.content)} bytes of content, "
             f"{kind.upper()} {found[:12]}..., expected {expected[:12]}...; for data of your own in this format pass "

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_privacy.data.dataset import Data, images
-from torch_privacy.data.files import File, Source, digests
+from torch_privacy.data.files import File, Source, digests, is_published
 
 SOURCE = Source(
     name="MNIST",
@@ -32,7 +32,7 @@ def load_mnist(folder: str | Path | None = None, *, verify: bool = True) -> Data
         folder: The folder of all data, with the four idx files, gzipped or not, in ``mnist/``, ``MNIST/raw/`` or
             itself. Without it ``TORCH_PRIVACY_DATA`` names it, else ``../shared/data`` beside a checkout is taken.
         verify: Whether the files must be the published ones. Off, other data of 10 classes in this format are read,
-            such as Fashion-MNIST.
+            such as Fashion-MNIST; ``Data.name`` is then the name of their folder.
 
     Raises:
         DataError: If a file is missing, truncated, changed or malformed; the message names it and says where to get it.
@@ -42,7 +42,16 @@ def load_mnist(folder: str | Path | None = None, *, verify: bool = True) -> Data
     place = SOURCE.folder(folder, verify=verify)
     files = [place.read(name) for name in SOURCE.checksums]
     train, test = (_part(*pair) for pair in (files[:2], files[2:]))
-    return Data("MNIST", train, test, tuple(range(10)), SOURCE.licence, digests(*files))
+    is_mnist = all(map(is_published, files, SOURCE.checksums.values()))
+    name, licence = (SOURCE.name, SOURCE.licence) if is_mnist else (_name_of_own(files[0].path), "unknown")
+    return Data(name, train, test, tuple(range(10)), licence, digests(*files))
+
+
+def _name_of_own(path: Path) -> str:
+    """Returns the name of the folder that holds the folder of data, such as ``fashion`` of ``fashion/mnist/...``."""
+    parts = path.absolute().parent.parts
+    named = next((folder for folder in SOURCE.folders if parts[-len(Path(folder).parts) :] == Path(folder).parts), "")
+    return parts[len(parts) - len(Path(named).parts) - 1]
 
 
 def read_idx(file: File, num_dimensions: int) -> NDArray[np.uint8]:

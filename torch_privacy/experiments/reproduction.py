@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -36,6 +36,7 @@ from torch_privacy.support import validate as _check
 if TYPE_CHECKING:
     from torch_privacy.experiments.runner import Run
 
+OWN_DATA = "The data are {}, of your own, and not the paper's: its numbers are left out."
 Beginning = tuple[Path, str | None, dict[str, Any]]  # arguments of `runner.begin`
 
 
@@ -223,7 +224,7 @@ class Reproduction:
         """Does a job that is a computation, and writes its numbers."""
         assert isinstance(job.row, Computation)
         start = perf_counter()
-        numbers = job.row.compute(Context(self.quick, job.seed, self.data))
+        numbers = job.row.compute(Context(self.quick, job.seed, self.data, self.folder.path))
         job.folder.path.mkdir(parents=True, exist_ok=True)
         content = {"numbers": _as_json(numbers), "seconds": perf_counter() - start}
         job.folder.write_checked(job.folder.results, content)
@@ -281,15 +282,17 @@ class Reproduction:
         for job in self.jobs():
             content = job.folder.read_results()
             _check_result(job, content)
-            numbers = _of_job(job.row, content)
+            numbers = _of_job(job, content)
             if isinstance(job.row, Training) and self.study.numbers_of is not None:
                 numbers["numbers"] |= _as_json(self.study.numbers_of(job.folder))
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **numbers})
+        own = self.study.own_data(self.data) if self.study.own_data else None
         results = {
             "reproduce": self.experiment.name,
             "paper": asdict(self.experiment.paper),
-            "place": self.experiment.place,
-            "shows": self.experiment.shows,
+            "place": self.experiment.place if own is None else f"the recipe of {self.experiment.place},",
+            "shows": self.experiment.shows if own is None else f"{own}, data of your own",
+            **({} if own is None else {"own_data": own}),
             "quick": self.quick,
             "seeds": self.seeds,
             "deltas": self._deltas(),
@@ -299,10 +302,20 @@ class Reproduction:
             "versions": {name: version(name) for name in ("torch_privacy", "torch", "numpy", "scipy")},
             "columns": {key: asdict(column) for key, column in self.study.columns.items()},
             "rows": [
-                {"row": row.name, "seeded": row.seeded, "paper": dict(row.paper), "runs": runs[row.name]}
+                {
+                    "row": row.name,
+                    "seeded": row.seeded,
+                    "paper": dict(row.paper) if own is None else {},
+                    "runs": runs[row.name],
+                }
                 for row in self.rows()
             ],
-            "notes": [*self.study.notes, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+            "notes": [
+                *([] if own is None else [OWN_DATA.format(own)]),
+                *self.study.notes,
+                *_without_numbers(self.rows(), runs),
+                *([f"Left out: {'; '.join(left_out)}."] if left_out else []),
+            ],
         }
         find = self.study.findings
         if find is None or (left_out and self.study.findings_need_all):
@@ -317,11 +330,25 @@ def _check_result(job: Job, content: dict[str, Any]) -> None:
         raise ValueError(f"{job.folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
 
 
-def _of_job(row: Row, content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and seconds of a job, from its ``results.json``."""
-    if isinstance(row, Computation):
+def _of_job(job: Job, content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers and seconds of a job, from the files of its folder."""
+    if isinstance(job.row, Computation):
         return {"numbers": content["numbers"], "seconds": content["seconds"]}
-    return {"numbers": _as_json(training_numbers(content)), "seconds": content["seconds"]["private"]}
+    numbers = training_numbers(content, job.folder.read_metrics())
+    return {"numbers": _as_json(numbers), "seconds": content["seconds"]["private"]}
+
+
+def _without_numbers(rows: Sequence[Row], runs: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yields a sentence for each package without which some rows have no numbers."""
+    lacking: dict[str, list[str]] = {}
+    for row in rows:
+        known = [value for run in runs[row.name] for value in run["numbers"].values() if value is not None]
+        if isinstance(row, Computation) and row.needs and not known:
+            lacking.setdefault(row.needs, []).append(row.name)
+    for package, names in lacking.items():
+        yield (
+            f"Without numbers: {', '.join(names)}. They need {package}, which is not installed: pip install {package}."
+        )
 
 
 def _as_json(numbers: Numbers) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class Study:
             run of a task that has ``released`` something.
         build_stand_in: the same with synthetic data, for a search that costs no privacy.
         settings_of_data: folder of data -> settings that depend on the data found there.
+        own_data: folder of data -> the name of what it holds, if this is not the paper's data but the user's own in the
+            same format; else None. The results then have this name, and no numbers of the paper.
         delta: at which the epsilons of computed rows are given.
         figures: ``figures(results, run_folder)`` returns the figures by file name.
         findings: results -> further notes, computed from the numbers.
@@ -43,6 +45,7 @@ class Study:
     build_task: Callable[..., Task] | None = None
     build_stand_in: Callable[[Any], Task] | None = None
     settings_of_data: Callable[[str | None], Mapping[str, Any]] | None = None
+    own_data: Callable[[str | None], str | None] | None = None
     delta: float | None = None
     figures: Callable[[Mapping[str, Any], Path], Mapping[str, Figure]] | None = None
     findings: Callable[[Mapping[str, Any]], Iterable[str]] | None = None

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch_privacy.privacy import Bracket
+from torch_privacy.runs.metrics import Metrics
 
 Number = float | Bracket[float] | None
 Numbers = Mapping[str, Number]  # a column's key -> a number, or a certified bracket around one
@@ -31,16 +32,21 @@ class Context:
     quick: bool
     seed: int
     data: str | None  # folder of data sets, as given by --data
+    run: Path | None = None  # folder of the run, for a row that is computed from trainings before it
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A row that one function computes; ``seeded`` if its numbers depend on the seed."""
+    """A row that one function computes; ``seeded`` if its numbers depend on the seed.
+
+    ``needs`` names a package without which the function returns no number: the results then say so.
+    """
 
     name: str
     compute: Callable[[Context], Numbers]
     paper: Mapping[str, float] = field(default_factory=dict)
     seeded: bool = False
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,13 @@ Row = Computation | Training
 
 
 SCORE, BASELINE = "score", "baseline_score"  # test scores of the private training and of the non-private baseline
+GAP, BASELINE_GAP = "gap", "baseline_gap"  # how far the last epoch's training score is above them
 MU = "mu"
 CLT, MOMENTS, EXACT = "epsilon_clt", "epsilon_moments", "epsilon"
 ACCURACY_COLUMN = Column("accuracy", digits=1, percent=True)
 BASELINE_COLUMN = Column("not private", digits=1, percent=True)
+GAP_COLUMN = Column("gap", digits=1, percent=True)
+BASELINE_GAP_COLUMN = Column("gap, not private", digits=1, percent=True)
 PRIVACY_COLUMNS = {
     MU: Column("mu (CLT)", digits=2),
     CLT: Column("eps, CLT", digits=2),
@@ -69,8 +78,8 @@ PRIVACY_COLUMNS = {
 }
 
 
-def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
-    """Returns the numbers of a training's ``results.json``, by the keys of the common columns."""
+def training_numbers(results: Mapping[str, Any], metrics: Sequence[Metrics]) -> dict[str, Number]:
+    """Returns the numbers of a training's ``results.json`` and ``metrics.csv``, by the keys of the common columns."""
     stated = results["privacy"]
     low, high = (stated["epsilon"][side] for side in ("low", "high"))
     return {
@@ -80,7 +89,17 @@ def training_numbers(results: Mapping[str, Any]) -> dict[str, Number]:
         CLT: stated["clt"]["epsilon"],
         MOMENTS: stated["moments_accountant"]["epsilon"],
         EXACT: None if low is None or high is None else Bracket(low, high),
+        GAP: _gap("private", metrics),
+        BASELINE_GAP: _gap("non-private", metrics),
     }
+
+
+def _gap(training: str, metrics: Sequence[Metrics]) -> float | None:
+    """Returns the last epoch's score on the examples drawn, while training, minus the test score after it."""
+    rows = [row for row in metrics if row.training == training]
+    if not rows or rows[-1].train_score is None or rows[-1].test_score is None:
+        return None
+    return rows[-1].train_score - rows[-1].test_score
 
 
 def folder_name(row: str, seed: int | None) -> str:

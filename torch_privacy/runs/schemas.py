@@ -200,6 +200,7 @@ EXPERIMENT_RESULTS = record(
         "paper": record({"authors": TEXT, "title": TEXT, "source": TEXT}, optional=("title", "source")),
         "place": TEXT,
         "shows": {"type": "string", "pattern": "(?s).+"},
+        "own_data": TEXT,  # name of data that are not the paper's
         "quick": FLAG,
         "seeds": SEEDS,
         "deltas": {"type": "array", "items": DELTA, "maxItems": 10_000},
@@ -241,7 +242,7 @@ EXPERIMENT_RESULTS = record(
         "notes": TEXTS,
         **DIGESTS,
     },
-    optional=("deltas", "only", "skip", "ranks", "versions", *DIGESTS),
+    optional=("own_data", "deltas", "only", "skip", "ranks", "versions", *DIGESTS),
     closed=True,
 )
 ANY_NUMBER = {"type": "any number", "minimum": -1e30, "maximum": 1e30}  # NaN where a training has diverged

@@ -169,17 +169,20 @@ class Recommender(nn.Module):
         return self.dense(torch.cat([product, self.user(user), self.movie(movie)], 1))
 
 
-def pca_perceptron(components: int = 60, hidden: int = 1000, classes: int = 10) -> nn.Sequential:
+def pca_perceptron(
+    components: int = 60, hidden: int = 1000, classes: int = 10, *, before: Sequence[int] = ()
+) -> nn.Sequential:
     """Returns a perceptron on principal components: MNIST in Abadi et al.; 70,000 parameters.
 
-    As in their code: no biases; weights of variance 1 / inputs, truncated at two standard deviations.
-    Inputs (n, components): projected images.
+    As in their code: no biases; weights of variance 1 / inputs, truncated at two standard deviations. ``before`` are
+    the widths of hidden layers before the last one. Inputs (n, components): projected images.
     """
-    layers = nn.Linear(components, hidden, bias=False), nn.Linear(hidden, classes, bias=False)
-    for layer in layers:
-        deviation = layer.in_features**-0.5
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise([components, *before, hidden, classes]):
+        layer, deviation = nn.Linear(inputs, outputs, bias=False), inputs**-0.5
         nn.init.trunc_normal_(layer.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-    return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def abadi_cnn(width: int = 64, hidden: int = 384, classes: int = 10) -> nn.Module:

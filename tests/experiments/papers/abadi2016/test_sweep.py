@@ -32,3 +32,15 @@ def test_sweep_draws_every_setting_with_the_reference_among_its_values(tmp_path)
         assert axes.get_xlabel() == factor.title
         assert list(x) == sorted([factor.reference, *factor.values])
         assert y[list(x).index(factor.reference)] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(("best", "said"), [(200, "agrees with"), (600, "does not agree"), (2000, "does not agree")])
+def test_sweep_says_what_its_best_lot_means_for_the_papers_rule(best, said):
+    rows = [
+        {"row": row.name, "runs": [{"numbers": {"score": 0.96 if row.name == f"lot size {best}" else 0.9}}]}
+        for row in sweep.rows(quick=False)
+    ]
+    rows[0]["runs"][0]["numbers"]["score"] = 0.96 if best == 600 else 0.9
+    (sentence,) = sweep.findings({"rows": rows})
+    assert f"245 of 60,000 here, {said}" in sentence
+    assert f"the best lot has {best} (200: " in sentence

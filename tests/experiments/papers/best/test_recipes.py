@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes of today, on images made up here: what the network sees, and that every network trains privately."""
 
+import gzip
+import struct
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from torch_privacy.cli import run as command
+from torch_privacy.data import DataError
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.models.wide_resnet import WideResNet
 from torch_privacy.experiments.papers.best import cifar10 as best_cifar10
 from torch_privacy.experiments.papers.best import common as best
 from torch_privacy.experiments.papers.best import mnist as best_mnist
+from torch_privacy.experiments.reproduction import Reproduction
 from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training
+from torch_privacy.runs.folder import RunFolder
 
 SMALL = {"expected_batch_size": 4, "epochs": 0.2, "microbatch_size": 4, "delta": 1e-3}
 
@@ -68,3 +75,120 @@ def test_features_are_normalized_scattering_coefficients():
     expected = (coefficients - coefficients.mean(2, keepdim=True)) / deviation
     torch.testing.assert_close(data.train.tensors[0].view(7, best.GROUPS, -1), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(best.with_inputs(load, None, None, None).train.tensors[0], load(None).train.tensors[0])
+
+
+def test_made_up_images_have_the_spectrum_of_photographs():
+    images = best.made_up_images(200, 32)
+    assert torch.equal(images, best.made_up_images(200, 32))
+    window = torch.hann_window(32)
+    power = torch.fft.fft2((images - images.mean((2, 3), keepdim=True)) * window * window[:, None]).abs().square()
+    power = power.mean((0, 1))
+    assert float(power[0, 4] / power[0, 8]) == pytest.approx(4, rel=0.15)  # 1 / frequency²
+    assert float(power[4, 0] / power[0, 4]) == pytest.approx(1, rel=0.15)
+
+
+def test_whitening_decorrelates_what_it_was_made_for(monkeypatch):
+    monkeypatch.setattr(best, "PART", 150)
+    best._whitening.cache_clear()
+    images = best.made_up_images(150, 28)
+    before, after = (
+        torch.cov(features(images).transpose(0, 1).flatten(1)) for features in (best.scattered, best.whitened)
+    )
+    shares = [cov.diagonal().sum() ** 2 / cov.square().sum() for cov in (before, after)]  # at most 81: all equal
+    assert shares[0] < 35 < 65 < shares[1] <= 81
+    best._whitening.cache_clear()
+
+
+def test_whitened_features_are_mixed_channels_of_the_same_length():
+    images = torch.rand(3, 2, 28, 28)  # two colors
+    seen = best.scattered(images).view(3, 2, 81, 49)
+    matrix = best._whitening()
+    torch.testing.assert_close(matrix, matrix.T)
+    expected = torch.stack([torch.stack([matrix @ color for color in image]) for image in seen]).flatten(1)
+    expected *= (2 * 81 * 49) ** 0.5 / expected.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(best.whitened(images).flatten(1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """A folder of four idx files in MNIST's format: class 0 is dark, class 1 is bright."""
+    folder, rng = tmp_path / "fashion", np.random.default_rng(0)
+    folder.mkdir()
+    for part, n in (("train", 120), ("t10k", 40)):
+        y = np.arange(n, dtype=np.uint8) % 2
+        x = (rng.integers(0, 100, (n, 28, 28)) + 150 * y[:, None, None]).astype(np.uint8)
+        head = struct.pack(">I3I", 0x803, *x.shape), struct.pack(">II", 0x801, n)
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head[0] + x.tobytes()))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(head[1] + y.tobytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["best-mnist", "best-mnist-cnn"])
+def test_images_of_ones_own_are_trained_on_under_their_own_name(name, fashion, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_privacy.experiments.runner.number_of_steps", lambda settings, n: 3)
+    run = Reproduction.start(tmp_path / "r", name, data=str(fashion), quick=True)
+    (job,) = run.unfinished()
+    training = run.training(job)
+    share = best_mnist.RECIPES.recipes[training.settings.recipe].settings.get("expected_batch_size", 4096) / 60_000
+    assert training.settings.expected_batch_size == max(1, round(120 * share))
+    for _ in training.steps():
+        pass
+    training.finish()
+    results = run.finish()
+    assert results["own_data"] == "fashion"
+    assert [row["paper"] for row in results["rows"]] == [{}]
+    assert results["rows"][0]["runs"][0]["numbers"]["score"] is not None
+
+
+def test_own_images_can_be_trained_on_alone(fashion, tmp_path, capsys):
+    options = ["--data", str(fashion), "--batch-size", "20", "--epochs", "0.3", "--run", str(tmp_path / "t")]
+    assert command(["train", "best-mnist", *options, "--quiet"]) == 0
+    settings = RunFolder(tmp_path / "t").read_settings()
+    assert (settings["recipe"], settings["data"]) == ("scattering, linear", str(fashion))
+
+
+def test_published_images_are_mnist_and_others_are_named_after_their_folder(fashion, monkeypatch):
+    assert best_mnist.own_data(str(fashion)) == "fashion"
+    assert best_mnist.load_images(str(fashion)).licence == "unknown"
+    inner = fashion / "mnist"
+    inner.mkdir()
+    for path in fashion.glob("*ubyte*"):
+        path.rename(inner / path.name)
+    assert best_mnist.own_data(str(fashion)) == "fashion"
+    monkeypatch.setattr("torch_privacy.data.mnist.is_published", lambda file, checksum: True)
+    assert best_mnist.own_data(str(fashion)) is None
+
+
+def test_images_of_another_size_are_refused(fashion):
+    for part, n in (("train", 120), ("t10k", 40)):
+        content = struct.pack(">I3I", 0x803, n, 32, 32) + bytes(n * 32 * 32)
+        (fashion / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match="images are of 32x32 pixels and must be of 28x28"):
+        best_mnist.load_images(str(fashion))
+
+
+def test_held_out_examples_are_the_last_of_the_training_data():
+    recipes = replace(best_mnist.RECIPES, load=made_up(1, 28))
+    study = recipes.study("convolutions")
+    whole = recipes.build_task(study.settings(**SMALL))
+    part = recipes.build_task(study.settings(**SMALL, held_out=10))
+    (x, y), (kept, labels), (scored, truth) = (data.tensors for data in (whole.train, part.train, part.test))
+    assert torch.equal(torch.cat([kept, scored]), x)
+    assert torch.equal(torch.cat([labels, truth]), y)
+    assert (len(kept), len(scored)) == (30, 10)
+    with pytest.raises(ValueError, match="held_out=40 must lie in"):
+        recipes.build_task(study.settings(**SMALL, held_out=40))
+
+
+@pytest.mark.parametrize("study", [best_mnist.CONVOLUTIONS, best_cifar10.SCATTERING, best_cifar10.WIDE])
+def test_rows_and_defaults_have_the_settings_of_their_recipe(study):
+    module = best_mnist if study is best_mnist.CONVOLUTIONS else best_cifar10
+    for row in study.rows(False):
+        settings = study.settings(**row.settings)
+        recipe = module.RECIPES.recipes[settings.recipe]
+        expected = {**recipe.settings, **(recipe.at or {}).get(settings.target_epsilon, {})}
+        assert {name: getattr(settings, name) for name in expected} == expected
+        assert row.name.startswith(settings.recipe)
+    first = study.settings()
+    wanted = module.RECIPES.recipes[first.recipe].settings
+    assert {name: getattr(first, name) for name in wanted} == wanted

@@ -6,6 +6,11 @@ scattering coefficients. ``best-cifar10-wide`` trains a wide residual network (W
 group normalization and 16 views of every image, which needs a GPU. The literature reports 69.3 % with convolutions on
 scattering coefficients at epsilon 3, and 81.4 % with WRN-40-4 at epsilon 8.
 
+The convolutions on scattering coefficients have the settings of that paper at epsilon 3, for all epsilons: batches of
+8192, 60 epochs, momentum 0.9, and a learning rate of 4 with gradients clipped to norm 0.1, which is 0.4 with norm 1.
+The paper normalizes the coefficients by noisy means and variances of the data; ours are normalized within each image,
+and the weights are averaged over the steps.
+
 Source: F. Tramèr, D. Boneh (2021), arXiv:2011.11660, table 1; S. De, L. Berrada, J. Hayes, S. Smith, B. Balle (2022),
 arXiv:2204.13650.
 """
@@ -47,10 +52,9 @@ RECIPES = Recipes(
         ),
         "scattering, convolutions": Recipe(
             scattering_cnn,
-            {"expected_batch_size": 4096, "epochs": 20, "learning_rate": 3.0},
+            {"epochs": 60, "learning_rate": 0.4},
             {**FEW, "epochs": 2},
             inputs=scattered,
-            at=SLOWER,
         ),
         "WRN-16-4": Recipe(
             WideResNet,
@@ -68,5 +72,13 @@ RECIPES = Recipes(
     },
     paper={("scattering, convolutions", 3): 0.693, ("WRN-16-4", 8): 0.814},
 )
-SCATTERING = RECIPES.study("scattering, linear", "scattering, convolutions")
+SCATTERING = RECIPES.study(
+    "scattering, linear",
+    "scattering, convolutions",
+    notes=(
+        "The dense layer's settings were chosen by trials that train on a part of the training data, never on test "
+        "data; no epsilon covers them. The convolutions' batches, epochs and learning rate are those of the literature "
+        "at epsilon 3, quoted from memory of the authors' published commands.",
+    ),
+)
 WIDE = RECIPES.study("WRN-16-4", notes=(*NOTES, "The paper's number beside WRN-16-4 is that of the larger WRN-40-4."))

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on MNIST with the best known private recipes, at epsilon 1, 2, 3 and 8.
 
-``torch-privacy reproduce best-mnist`` trains one dense layer on scattering coefficients, and ``best-mnist-cnn`` two
-convolutions with tanh and group normalization that see every digit in two shifted views. The literature reports 98.7 %
-with scattering and 98.1 % with convolutions, both at epsilon 3.
+``torch-privacy reproduce best-mnist`` trains one dense layer on decorrelated scattering coefficients, and
+``best-mnist-cnn`` two convolutions with tanh and group normalization that see every digit in two shifted views. The
+literature reports 98.7 % with scattering and 98.1 % with convolutions, both at epsilon 3.
+
+``torch-privacy reproduce best-mnist --data FOLDER`` trains in the same way on any data in MNIST's format, such as
+fashion images: four idx files of 28x28 images in up to ten classes. Batches then have the same share of the examples.
 
 Source: F. Tramèr, D. Boneh (2021), arXiv:2011.11660, table 1, and N. Papernot et al. (2021), arXiv:2007.14191, quoted
 there.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from torch_privacy.data import load_mnist
+from torch_privacy.data import Data, DataError, load_mnist
 from torch_privacy.experiments.models.augmentation import cropped
-from torch_privacy.experiments.papers.best.common import DEFAULTS, Recipe, Recipes, linear, scattered
+from torch_privacy.experiments.papers.best.common import DEFAULTS, NOTES, Recipe, Recipes, linear, whitened
+from torch_privacy.experiments.study import Study
 
+WHITENED = (
+    "The coefficients are decorrelated by their covariance on made-up images of noise, which needs no data and no "
+    "privacy. Learning rate and decorrelation were chosen at epsilon 3, on the last 10,000 training images: 98.80 % "
+    "there, against 98.65 % without decorrelation at its best learning rate. At epsilon 1 and 8 the rate is half and "
+    "twice that."
+)
+SIDE, NUM_EXAMPLES = 28, 60_000  # of MNIST
 SHIFT = 2  # pixels, at most
 CONVOLUTIONS = {
     "expected_batch_size": 2048,
@@ -36,25 +48,57 @@ def tanh_cnn(width: int = 16, classes: int = 10) -> nn.Module:
     return nn.Sequential(*convolutions, *dense)
 
 
+def load_images(folder: str | None) -> Data:
+    """Returns MNIST, or what the folder holds in MNIST's format: images of the user's own.
+
+    Raises:
+        DataError: If files are missing or not of this form, or the images are not of 28x28 pixels.
+    """
+    data = load_mnist(folder, verify=folder is None)
+    for part in (data.train, data.test):
+        if (shape := tuple(part.tensors[0].shape[1:])) != (1, SIDE, SIDE):
+            raise DataError(f"{folder}: images are of {shape[1]}x{shape[2]} pixels and must be of {SIDE}x{SIDE}.")
+    return data
+
+
+def own_data(folder: str | None) -> str | None:
+    """Returns the name of data that are not MNIST, or None."""
+    name = load_images(folder).name
+    return None if name == "MNIST" else name
+
+
+def settings_of_data(expected_batch_size: int, folder: str | None) -> dict[str, int]:
+    """Returns the batch size that has the same share of the examples as that of the recipe has of MNIST."""
+    return {"expected_batch_size": max(1, round(expected_batch_size * len(load_images(folder).train) / NUM_EXAMPLES))}
+
+
 RECIPES = Recipes(
     DEFAULTS,
-    load_mnist,
+    load_images,
     {
         "scattering, linear": Recipe(
             partial(linear, 81 * 49),
-            {},
+            {"learning_rate": 0.25},
             {"epochs": 4},
-            inputs=scattered,
-            at={1: {"learning_rate": 0.5}, 2: {"learning_rate": 0.5}},
+            inputs=whitened,
+            at={1: {"learning_rate": 0.125}, 8: {"learning_rate": 0.5}},
         ),
         "convolutions": Recipe(
             tanh_cnn,
             CONVOLUTIONS,
-            {"epochs": 1, "expected_batch_size": 512, "average": 0.9},
+            {"epochs": 1, "average": 0.9},
             at={1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}},
             augment=partial(cropped, size=28, padding=SHIFT),
         ),
     },
     paper={("scattering, linear", 3): 0.987, ("convolutions", 3): 0.981},
+    own_data=own_data,
 )
-SCATTERING, CONVOLUTIONS = RECIPES.study("scattering, linear"), RECIPES.study("convolutions")
+
+
+def _study(name: str, *notes: str) -> Study:
+    batch_size = replace(DEFAULTS, **RECIPES.recipes[name].settings).expected_batch_size
+    return RECIPES.study(name, notes=(*NOTES, *notes), settings_of_data=partial(settings_of_data, batch_size))
+
+
+SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions")

@@ -92,7 +92,7 @@ def rows(quick: bool) -> Sequence[Row]:
     return [
         Training("NoisySGD", {**PAPER, "epochs": 2} if quick else PAPER, paper),
         *(
-            Computation(name, partial(other_method, name), {SCORE: score}, seeded=True)
+            Computation(name, partial(other_method, name), {SCORE: score}, seeded=True, needs="scikit-learn")
             for name, score in others.items()
         ),
     ]

@@ -116,7 +116,10 @@ def rows(quick: bool) -> Sequence[Row]:
             {"epochs": 3} if quick else {},
             {SCORE: 0.915, BASELINE: 0.893, MU: 1.94, CLT: 10.61, MOMENTS: 15.39},
         ),
-        *(Computation(name, partial(other_method, name), paper, seeded=True) for name, paper in others.items()),
+        *(
+            Computation(name, partial(other_method, name), paper, seeded=True, needs="scikit-learn")
+            for name, paper in others.items()
+        ),
     ]
 
 
