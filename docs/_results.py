@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_privacy.experiments import load_study
 from torch_privacy.experiments.catalog import CATALOG
 from torch_privacy.runs import table
 
@@ -54,9 +55,17 @@ def section(results: dict[str, Any]) -> str:
         f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",
         f"{table.what(results)}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
         table.markdown(results).rstrip(),
-        *results["notes"],
+        *notes(results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """Return the notes of today's experiment, which may say more than when the run was made, and the findings anew."""
+    study = load_study(results["reproduce"])
+    left_out = [note for note in results["notes"] if note.startswith("Left out: ")]
+    found = study.findings(results) if study.findings and not left_out else ()
+    return [*study.notes, *left_out, *found]
 
 
 def main() -> None:
