@@ -30,3 +30,16 @@ def test_page_takes_finished_full_runs_only(script, tmp_path):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(SystemExit, match=words):
             script.keep(tmp_path)
+
+
+def test_notes_are_those_of_todays_experiment_and_of_the_kept_numbers(script):
+    rows = [
+        {"row": f"{method}, epsilon 2", "runs": [{"numbers": {"score": score}}]}
+        for method, score in (("GP", 0.5), ("GEP", 0.6))
+    ]
+    results = {"reproduce": "gep-mnist", "notes": ["an old note", "Left out: one row."], "rows": rows}
+    assert not any("points from GP" in note for note in script.notes(results))
+    assert script.notes(results)[-1] == "Left out: one row."
+    whole = script.notes({**results, "notes": ["an old note"]})
+    assert "an old note" not in whole
+    assert any("+10.0 points from GP" in note for note in whole)

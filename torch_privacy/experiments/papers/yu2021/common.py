@@ -40,6 +40,7 @@ from torch_privacy.support import validate as _check
 
 EPSILONS = 2.0, 5.0, 8.0
 HELD_OUT = 10_000  # training examples on which settings are tuned
+SIGNIFICANT = 2  # standard errors
 NUM_TESTED = 10_000  # test images of MNIST and CIFAR-10
 CHUNK = 250  # anchors that pass through a network at once
 COLUMNS = {
@@ -184,24 +185,33 @@ class Comparison:
 
 
 def findings(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the differences in accuracy of B-GEP and GEP from GP at the same epsilon, with their standard errors.
+    """Yields the differences in accuracy of B-GEP and GEP from GP in rows of the same kind, with standard errors.
 
     With several seeds the error is that of the mean of paired differences. With one seed it is that of the test images:
-    ``√(2 a (1 - a) / 10,000)`` for two accuracies near a that are taken to be independent.
+    ``√((a (1 - a) + b (1 - b)) / 10,000)`` for accuracies a and b that are taken to be independent.
     """
     scores = {row["row"]: [run["numbers"][SCORE] for run in row["runs"]] for row in results["rows"]}
+    gains = []  # of GEP, in standard errors
     for name, found in scores.items():
         method, _, rest = name.partition(", ")
         plain = scores.get(f"GP, {rest}")
         if method == "GP" or plain is None or None in (*found, *plain):
             continue
-        differences = [100 * (a - b) for a, b in zip(found, plain, strict=True)]
-        if len(differences) > 1:
-            error, source = stdev(differences) / math.sqrt(len(differences)), f"paired over {len(differences)} seeds"
-        else:
-            error = 100 * math.sqrt(2 * plain[0] * (1 - plain[0]) / NUM_TESTED)
-            source = "one seed: that of the test images alone"
-        yield f"{name}: {mean(differences):+.1f} points from GP, standard error {error:.1f} ({source})."
+        difference, error = _difference(found, plain)
+        source = f"paired over {len(found)} seeds" if len(found) > 1 else "one seed: that of the test images alone"
+        yield f"{name}: {difference:+.1f} points from GP, standard error {error:.1f} ({source})."
+        if method == "GEP":
+            gains.append(difference / error if error else math.copysign(math.inf, difference))
+    if gains and max(gains) <= SIGNIFICANT:
+        yield f"GEP does not beat GP here: no gain exceeds {SIGNIFICANT} standard errors."
+
+
+def _difference(found: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean difference of two rows' accuracies over the seeds and its standard error, in points."""
+    differences = [100 * (a - b) for a, b in zip(found, plain, strict=True)]
+    if len(differences) > 1:
+        return mean(differences), stdev(differences) / math.sqrt(len(differences))
+    return differences[0], 100 * math.sqrt(sum(a * (1 - a) for a in (*found, *plain)) / NUM_TESTED)
 
 
 def _split(data: Data, settings: Settings) -> Data:

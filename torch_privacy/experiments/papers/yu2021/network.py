@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a linear classifier with GEP on the features of a trained network: Yu, Zhang, Chen and Liu (2021), Table 3.
 
-``torch-privacy reproduce gep-linear-network`` trains one dense layer (40,960 weights, no biases) on 4,096 features at
+``torch-privacy reproduce gep-network`` trains one dense layer (40,960 weights, no biases) on 4,096 features at
 epsilon 0.1, 0.5, 1 and 2, with Adam, as in Appendix A of the paper. It finds that B-GEP is as good as GEP at epsilon
 0.1, where the residual is lost in its noise, and worse than GP at epsilon 1 and 2.
 
@@ -10,7 +10,7 @@ weaker: the last 25,000 training images of CIFAR-10 and their labels are declare
 convolutions learns from them without privacy. The first 25,000 are private. The anchors are 500 of the first 2,000
 public images, with random labels; the paper takes 500 test images.
 
-``torch-privacy reproduce gep-linear-network-tuning`` compares settings on 10,000 private images that are held out.
+``torch-privacy reproduce gep-network-tuning`` compares settings on 10,000 private images that are held out.
 
 Source: D. Yu et al. (2021), arXiv:2102.12677, Appendix A.
 """
@@ -32,6 +32,7 @@ from torch_privacy.experiments.papers.yu2021.linear import new_model
 from torch_privacy.experiments.task import seeded
 from torch_privacy.support import validate as _check
 
+NUM_FEATURES = 4096
 NUM_AUXILIARY = 2000  # of the public images
 BATCH_SIZE, LEARNING_RATE = 128, 2e-3  # of the training on public images, with Adam; the rate decays linearly to zero
 CHUNK = 500  # images at once
@@ -60,18 +61,18 @@ DEFAULTS = Settings(
 )
 
 
-def new_network() -> nn.Sequential:
-    """Returns three 3x3 convolutions with strides and batch normalization, 4,096 features, and a dense layer."""
+def new_network() -> nn.Module:
+    """Returns three 3x3 convolutions with strides and batch normalization: images (n, 3, 32, 32) -> (n, 4096)."""
     layers: list[nn.Module] = []
     for before, after in ((3, 64), (64, 128), (128, 256)):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(nn.Sequential(*layers, nn.Flatten()), nn.Linear(4096, 10))
+    return nn.Sequential(*layers, nn.Flatten())
 
 
 def trained_on(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
-    """Returns the features' part of the network, trained without privacy on public images; a function of these."""
-    network = seeded(new_network, 0)
-    optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
+    """Returns the network, trained below a dense layer and without privacy on public images: a function of these."""
+    network, head = seeded(new_network, 0), seeded(lambda: nn.Linear(NUM_FEATURES, 10), 0)
+    optimizer = torch.optim.Adam([*network.parameters(), *head.parameters()], lr=LEARNING_RATE)
     num_steps = epochs * -(-len(images) // BATCH_SIZE)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
     with torch.random.fork_rng(devices=[]):
@@ -79,10 +80,10 @@ def trained_on(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
         for _ in range(epochs):
             for part in torch.randperm(len(images)).split(BATCH_SIZE):
                 optimizer.zero_grad()
-                F.cross_entropy(network(flipped(images[part])), labels[part]).backward()
+                F.cross_entropy(head(network(flipped(images[part]))), labels[part]).backward()
                 optimizer.step()
                 scheduler.step()
-    return network[0].eval()
+    return network.eval()
 
 
 @torch.no_grad()
@@ -142,7 +143,7 @@ STUDY = COMPARISON.study(
     "The features are those of a small network that learned from the last 25,000 training images and their labels, "
     "which are declared public; the first 25,000 are private. The paper's come from a ResNet-152 and unlabeled "
     "ImageNet.",
-    "100 steps with 1,000 examples on average; the paper tries 50, 100 and 400 steps and does not print the batch. As in "
-    "the paper: Adam, k = 200, 500 anchors, a residual's clip norm of one fifth.",
+    "100 steps with 1,000 examples on average; the paper tries 50, 100 and 400 steps and does not print the batch. As "
+    "in the paper: Adam, k = 200, 500 anchors, a residual's clip norm of one fifth.",
 )
 TUNING = COMPARISON.tuning(0.1, 1.0)
