@@ -146,12 +146,18 @@ def load_public_images(
         file = compact.read("images_2000.u8.xz")
         pixels = _read_pixels(file)
     _check.in_range("load_public_images", 0, len(pixels), num_images=num_images, hint=f"That is all of {file.path}.")
-    x = scaled(pixels[:num_images])
+    x = resized(scaled(pixels[:num_images]), size=size, gray=gray)
+    return PublicImages("CIFAR-100", x, LICENCE, digests(file))
+
+
+def resized(x: Tensor, *, size: int, gray: bool) -> Tensor:
+    """Returns images (n, 3, h, w) in [0, 1] with another size, by bilinear interpolation, and without color if asked.
+
+    Gray is 0.299 R + 0.587 G + 0.114 B.
+    """
     if gray:
         x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
-    if size != x.shape[-1]:
-        x = F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 1)
-    return PublicImages("CIFAR-100", x, LICENCE, digests(file))
+    return x if size == x.shape[-1] else F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 1)
 
 
 def _read_batch(file: File, labels_name: str, num_classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

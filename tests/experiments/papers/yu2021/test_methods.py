@@ -13,11 +13,13 @@ from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments import runner
 from torch_privacy.experiments.papers.yu2021 import ablations as gep_ablations
+from torch_privacy.experiments.papers.yu2021 import benefit as gep_benefit
 from torch_privacy.experiments.papers.yu2021 import cifar10 as gep_cifar10
 from torch_privacy.experiments.papers.yu2021 import common as gep
 from torch_privacy.experiments.papers.yu2021 import figures as gep_figures
 from torch_privacy.experiments.papers.yu2021 import linear as gep_linear
 from torch_privacy.experiments.papers.yu2021 import mnist as gep_mnist
+from torch_privacy.experiments.papers.yu2021 import network as gep_network
 from torch_privacy.experiments.runner import new_training
 
 SMALL = {"expected_batch_size": 20, "delta": 1e-4, "num_anchors": 30, "epochs": 0.3}
@@ -88,6 +90,130 @@ def test_learning_rate_falls_to_zero_and_training_goes_through():
         rates.append(training.optimizer.param_groups[0]["lr"])
         training.step(task.losses(training.model(x), y))
     assert rates == pytest.approx([settings.learning_rate * (1 - step / 3) for step in range(3)])
+
+
+def test_rate_is_a_tenth_from_half_time_on_and_weights_decay():
+    settings = replace(gep_cifar10.DEFAULTS, learning_rate=0.5, weight_decay=0.1, momentum=0.0)
+    task = made_up().build_task(replace(settings, num_basis=0))
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = task.new_optimizer(model)
+    assert task.new_scheduler is not None
+    scheduler, rates = task.new_scheduler(optimizer, 5), []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.05, 0.05])
+    assert model.weight.item() == pytest.approx(0.95**3 * 0.995**2)
+    constant = made_up().build_task(replace(settings, num_basis=0, optimizer="Adam", decay="none"))
+    assert isinstance(constant.new_optimizer(model), torch.optim.Adam)
+    assert constant.new_scheduler is None
+
+
+def test_photographs_are_trained_with_the_papers_settings():
+    settings = vars(gep_cifar10.DEFAULTS)
+    expected = {"momentum": 0.9, "weight_decay": 1e-4, "embedding_share": 0.5, "clip_norm": 10.0, "learning_rate": 0.1}
+    assert {name: settings[name] for name in expected} == expected
+    assert any("CIFAR-100" in note for note in gep_cifar10.CIFAR10.notes)
+
+
+def test_settings_are_tuned_on_training_examples_that_are_held_out():
+    settings = replace(gep_mnist.DEFAULTS, **SMALL, held_out=50, num_train=100)
+    task, data = made_up().build_task(settings), digits(200)
+    assert torch.equal(task.train.tensors[0][:, 0, 0, 0], data.train.tensors[0][:100, 0, 0, 0])  # type: ignore[attr-defined]
+    assert torch.equal(task.test.tensors[0][:, 0, 0, 0], data.train.tensors[0][150:, 0, 0, 0])  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="num_train=151"):
+        made_up().build_task(replace(settings, num_train=151))
+
+
+@pytest.mark.parametrize("module", [gep_mnist, gep_benefit, gep_network])
+def test_every_method_is_tuned_with_as_many_settings(module):
+    rows = [row for row in module.TUNING.rows(False) if row.name.startswith(("GP", "B-GEP", "GEP"))]
+    counts = {method: sum(row.name.startswith(f"{method},") for row in rows) for method in EVENTS}
+    assert len(set(counts.values())) == 1
+    assert all(row.settings["held_out"] == gep.HELD_OUT for row in rows)
+
+
+def test_differences_from_plain_clipping_have_their_standard_errors():
+    def results(**scores):
+        names = {"plain": "GP, epsilon 2", "gep": "GEP, epsilon 2", "alone": "GEP, k = 50"}
+        return {
+            "rows": [
+                {"row": names[key], "runs": [{"numbers": {"score": score}} for score in several]}
+                for key, several in scores.items()
+            ]
+        }
+
+    several = list(gep.findings(results(plain=[0.50, 0.52, 0.54], gep=[0.51, 0.55, 0.56], alone=[0.5] * 3)))
+    assert several == ["GEP, epsilon 2: +2.0 points from GP, standard error 0.6 (paired over 3 seeds)."]
+    once, verdict = gep.findings(results(plain=[0.5], gep=[0.1]))
+    assert once == "GEP, epsilon 2: -40.0 points from GP, standard error 0.6 (one seed: that of the test images alone)."
+    assert verdict == "GEP does not beat GP here: no gain exceeds 2 standard errors."
+    assert not list(gep.findings(results(plain=[0.5], gep=[None])))
+
+
+def test_width_sets_the_size_of_the_network_and_of_its_groups(monkeypatch):
+    data = Data("x", *(TensorDataset(torch.rand(60, 3, 32, 32), torch.arange(60) % 10) for _ in "ab"), (), "", {})
+    settings = replace(gep_benefit.DEFAULTS, num_train=40, num_basis=0, width=2)
+    public = gep.Public(torch.rand(4, 3, 32, 32), {})
+    comparison = replace(gep_benefit.COMPARISON, load=lambda settings: data, load_public=lambda settings: public)
+    monkeypatch.setattr(gep_benefit, "COMPARISON", comparison)
+    model = gep_benefit.build_task(settings).new_model()
+    assert model(torch.rand(3, 3, 32, 32)).shape == (3, 10)
+    named = dict(model.named_parameters())
+    assert {name.split(".")[0] for name in named} == set(comparison.groups)
+    assert sum(p.numel() for p in named.values()) == 56 + 76 + 296 + 1290
+
+
+def test_features_are_learned_from_the_public_half_alone(monkeypatch):
+    images, labels = torch.rand(60, 3, 32, 32), torch.arange(60) % 10
+    seen = []
+
+    def trained_on(public, public_labels, epochs):
+        seen.append((public, public_labels, epochs))
+        return torch.nn.Flatten()
+
+    data = Data("CIFAR-10", TensorDataset(images, labels), TensorDataset(images[:5], labels[:5]), (), "", {})
+    monkeypatch.setattr(gep_network, "load_cifar10", lambda folder: data)
+    monkeypatch.setattr(gep_network, "trained_on", trained_on)
+    monkeypatch.setattr(gep_network, "NUM_AUXILIARY", 7)
+    found, public = gep_network.load_features("made up", 20, 3)
+    ((learned, learned_labels, epochs),) = seen
+    assert torch.equal(learned, images[40:])
+    assert torch.equal(learned_labels, labels[40:])
+    assert epochs == 3
+    assert len(found.train) == 40
+    torch.testing.assert_close(found.train.tensors[0], torch.nn.functional.normalize(images[:40].flatten(1)))
+    torch.testing.assert_close(public.examples, torch.nn.functional.normalize(images[40:47].flatten(1)))
+
+
+def test_network_of_the_features_learns_and_is_a_function_of_the_public_images():
+    labels = torch.arange(64) % 2
+    images = torch.rand(64, 3, 8, 8) * 0.1 + labels[:, None, None, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gep_network, "NUM_FEATURES", 256)
+        networks = [gep_network.trained_on(images, labels, 3) for _ in range(2)]
+    outputs = [gep_network.features(network, images) for network in networks]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+    torch.testing.assert_close(outputs[0].norm(dim=1), torch.ones(64))
+    before = gep_network.features(gep_network.seeded(gep_network.new_network, 0).eval(), images)
+    assert not torch.equal(outputs[0], before)
+
+
+def test_anchors_beyond_two_thousand_are_other_photographs(monkeypatch):
+    monkeypatch.setattr(gep_ablations, "HELD_OUT", 3)
+    others = Data(
+        "CIFAR-10", TensorDataset(torch.rand(5, 3, 32, 32), torch.zeros(5)), TensorDataset(), (), "", {"b": "2"}
+    )  # type: ignore[arg-type]
+    monkeypatch.setattr(gep_ablations, "load_cifar10", lambda folder: others)
+    photographs = gep.Public(torch.rand(4, 1, 28, 28), {"a": "1"})
+    monkeypatch.setattr(gep_mnist, "load_public", lambda settings: photographs)
+    found = gep_ablations.load_public(replace(gep_ablations.DEFAULTS, auxiliary="more photographs"))
+    assert torch.equal(found.examples[:4], photographs.examples)  # type: ignore[index]
+    assert found.examples[4:].shape == (3, 1, 28, 28)  # type: ignore[index]
+    assert found.files == {"a": "1", "b": "2"}
 
 
 def test_anchors_are_not_in_the_test_set(monkeypatch):

@@ -137,4 +137,9 @@ COMPARISON = Comparison(
     baseline=None,
     quick={"epochs": 1, "num_examples": 5_000},
 )
-STUDY = COMPARISON.study("The paper's features come from a far larger network and far more images.")
+STUDY = COMPARISON.study(
+    "The paper's features come from a far larger network and far more images. Ours are weak: even without privacy they "
+    "give 57 %. Batches, epsilons and optimizer differ as well; gep-network has the paper's.",
+    "The learning rate and the residuals' bound were chosen by test accuracies of short runs at epsilon 2, which no "
+    "epsilon covers.",
+)
