@@ -34,7 +34,8 @@ def group(f: TradeOff, size: int, pieces: int = 512) -> Bracket[TradeOff]:
         `Laplace` (ε becomes kε) and `IDENTITY`.
 
     Guarantees:
-        - ``low`` is rounded down: both factors of each composition are lowered by 1e-15. ``high`` holds up to rounding.
+        - ``low`` is rounded down: both factors of each composition are lowered by 1e-15. ``high`` holds up to rounding,
+          which steep pieces enlarge, to 1e-10.
         - ``group(group(f, a), b) = group(f, ab)`` and ``group(f, k).inverse() = group(f.inverse(), k)``: exactly for
           the truth, so brackets of both sides overlap;
         - for (ε, δ)-privacy the line of slope ``-e^kε`` has ``δ (e^kε - 1)/(e^ε - 1)``, the known group privacy of
