@@ -215,7 +215,7 @@ def test_anchors_beyond_two_thousand_are_other_photographs(monkeypatch):
     monkeypatch.setattr(gep_mnist, "load_public", lambda settings: photographs)
     found = gep_ablations.load_public(replace(gep_ablations.DEFAULTS, auxiliary="more photographs"))
     assert torch.equal(found.examples[:4], photographs.examples)
-    assert found.examples[4:].shape == (3, 1, 28, 28)  # type: ignore[index]
+    assert found.examples[4:].shape == (3, 1, 28, 28)
     assert found.files == {"a": "1", "b": "2"}
 
 
