@@ -194,7 +194,7 @@ CATALOG = (
     Experiment(
         "gep-benefit", GEP, "yu2021.benefit:STUDY",
         "Figure 6", "whether GEP beats plain clipping when both are tuned, over directions and parameters",
-        1500, 60, "CIFAR-10, CIFAR-100", trains=True,
+        1800, 60, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-benefit-tuning", GEP, "yu2021.benefit:TUNING",

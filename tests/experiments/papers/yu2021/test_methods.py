@@ -124,6 +124,8 @@ def test_settings_are_tuned_on_training_examples_that_are_held_out():
     task, data = made_up().build_task(settings), digits(200)
     assert torch.equal(task.train.tensors[0][:, 0, 0, 0], data.train.tensors[0][:100, 0, 0, 0])  # type: ignore[attr-defined]
     assert torch.equal(task.test.tensors[0][:, 0, 0, 0], data.train.tensors[0][150:, 0, 0, 0])  # type: ignore[attr-defined]
+    whole = made_up().build_task(replace(settings, num_train=None)).train.tensors[0]  # type: ignore[attr-defined]
+    assert torch.equal(whole[:, 0, 0, 0], data.train.tensors[0][:150, 0, 0, 0])
     with pytest.raises(ValueError, match="num_train=151"):
         made_up().build_task(replace(settings, num_train=151))
 
@@ -155,7 +157,8 @@ def test_differences_from_plain_clipping_have_their_standard_errors():
 
 
 def test_width_sets_the_size_of_the_network_and_of_its_groups(monkeypatch):
-    data = Data("x", *(TensorDataset(torch.rand(60, 3, 32, 32), torch.arange(60) % 10) for _ in "ab"), (), "", {})
+    part = TensorDataset(torch.rand(60, 3, 32, 32), torch.arange(60) % 10)
+    data = Data("CIFAR-10", part, part, (), "", {})
     settings = replace(gep_benefit.DEFAULTS, num_train=40, num_basis=0, width=2)
     public = gep.Public(torch.rand(4, 3, 32, 32), {})
     comparison = replace(gep_benefit.COMPARISON, load=lambda settings: data, load_public=lambda settings: public)
@@ -184,7 +187,7 @@ def test_features_are_learned_from_the_public_half_alone(monkeypatch):
     assert torch.equal(learned, images[40:])
     assert torch.equal(learned_labels, labels[40:])
     assert epochs == 3
-    assert len(found.train) == 40
+    assert len(found.train.tensors[0]) == 40
     torch.testing.assert_close(found.train.tensors[0], torch.nn.functional.normalize(images[:40].flatten(1)))
     torch.testing.assert_close(public.examples, torch.nn.functional.normalize(images[40:47].flatten(1)))
 
@@ -206,13 +209,13 @@ def test_anchors_beyond_two_thousand_are_other_photographs(monkeypatch):
     monkeypatch.setattr(gep_ablations, "HELD_OUT", 3)
     others = Data(
         "CIFAR-10", TensorDataset(torch.rand(5, 3, 32, 32), torch.zeros(5)), TensorDataset(), (), "", {"b": "2"}
-    )  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(gep_ablations, "load_cifar10", lambda folder: others)
     photographs = gep.Public(torch.rand(4, 1, 28, 28), {"a": "1"})
     monkeypatch.setattr(gep_mnist, "load_public", lambda settings: photographs)
     found = gep_ablations.load_public(replace(gep_ablations.DEFAULTS, auxiliary="more photographs"))
-    assert torch.equal(found.examples[:4], photographs.examples)  # type: ignore[index]
-    assert found.examples[4:].shape == (3, 1, 28, 28)  # type: ignore[index]
+    assert torch.equal(found.examples[:4], photographs.examples)
+    assert found.examples[4:].shape == (3, 1, 28, 28)
     assert found.files == {"a": "1", "b": "2"}
 
 

@@ -88,13 +88,13 @@ COMPARISON = Comparison(
         ],
         "GEP": [
             *({"learning_rate": rate, "residual_clip_norm": 0.2} for rate in (0.25, 0.5, 1.0, 2.0)),
-            {"learning_rate": 0.5, "residual_clip_norm": 0.1},
-            {"learning_rate": 0.5, "residual_clip_norm": 0.4},
+            {"learning_rate": 4.0, "residual_clip_norm": 0.2},
+            {"learning_rate": 1.0, "residual_clip_norm": 0.4},
         ],
         "B-GEP": [
-            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.25, 0.5, 1.0, 2.0)),
-            {"learning_rate": 1.7, "clip_norm": 0.3},
-            {"learning_rate": 0.17, "clip_norm": 3.0},
+            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.5, 1.0, 2.0, 4.0)),
+            {"learning_rate": 6.7, "clip_norm": 0.3},
+            {"learning_rate": 0.67, "clip_norm": 3.0},
         ],
     },
 )
