@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from torch_privacy.report import figures as plots
 from torch_privacy.report.style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
@@ -251,7 +251,7 @@ def label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
         ticks = (0.3, 1, 3, 10, 30) if high > 20 * low else (0.5, 1, 2, 3, 5, 8)
         axes.set_xticks([x for x in ticks if low <= x <= high])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def note(axes: Axes, point: Claim | Ours, x: float, color: str) -> None:
