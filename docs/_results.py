@@ -22,6 +22,20 @@ from torch_privacy.runs import table
 
 HERE = Path(__file__).parent
 KEPT, PAGE = HERE / "results", HERE / "results.md"
+PICTURES = {  # experiment -> the figure of its paper, drawn by docs/_papers.py, and what it shows
+    "abadi-mnist": ("abadi2016", "Accuracy over epsilon: the claims of Abadi et al. hold, with room to spare"),
+    "gdp-mnist": ("bu2020", "Accuracy over epsilon: the CLT claims less than is certified in all settings but one"),
+    "jl-mnist": (
+        "bu2021",
+        "Accuracy over epsilon: with one projection the truth is above a hundred billion",
+    ),
+    "gep-mnist": ("yu2021", "Accuracy over epsilon: the claims for GEP hold on MNIST and CIFAR-10, not on SVHN"),
+    "best-mnist": ("best", "Accuracy over epsilon: the best known, and ours"),
+}
+PICTURE_NOTE = (
+    "Hollow: as the paper prints it. Full: the certified epsilon of the same setting, red if it is larger. Blue: ours, "
+    "with the standard error over the seeds if there are several. From docs/results by `python docs/_papers.py`."
+)
 HEAD = """\
 # Results
 
@@ -107,10 +121,19 @@ def section(results: dict[str, Any]) -> str:
         f"## {results['reproduce']}",
         f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",
         f"{table.what(results)}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
+        *picture(results["reproduce"]),
         table.markdown(results).rstrip(),
         *results["notes"],
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def picture(name: str) -> list[str]:
+    """The figure of a paper, in the section of its first training."""
+    if name not in PICTURES:
+        return []
+    file, shown = PICTURES[name]
+    return [f"![{shown}](img/{file}.svg)", PICTURE_NOTE]
 
 
 def main() -> None:

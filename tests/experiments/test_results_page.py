@@ -69,3 +69,30 @@ def test_rows_that_a_run_left_out_stay_from_the_run_before(script):
     assert both["rows"][0]["paper"]["seconds_per_epoch"] == 12
     assert script.with_kept_rows({**new, "seeds": [1]}, old)["rows"][-1]["row"] == "trained, exact"
     assert script.with_kept_rows({**new, "only": []}, old) == {**new, "only": []}
+
+
+def test_every_paper_has_its_figure_on_the_page(script):
+    papers = loaded("_papers")
+    page = script.page()
+    for paper in papers.TITLES:
+        assert f"](img/{paper.__name__}.svg)" in page
+        assert (DOCS / "img" / f"{paper.__name__}.svg").exists(), "run python docs/_papers.py"
+        for panel in paper():
+            assert panel.claims or panel.ours, panel.title
+
+
+def test_figure_says_which_claims_hold():
+    papers = loaded("_papers")
+
+    def words(*claims):
+        panel = papers.Panel("data", "accuracy", claims, [papers.Ours(90.0, 0.5, 2.0)])
+        return [text.get_text() for text in papers.figure("paper", [panel]).legends[0].get_texts()]
+
+    fails, holds = papers.Claim(95.0, 2.4, 4e11), papers.Claim(95.0, 2.0, 1.6)
+    assert words(fails) == ["paper, as claimed", "certified: more than claimed", "ours, certified"]
+    assert words(holds) == ["paper, as claimed", "certified: the claim holds", "ours, certified"]
+    assert len(words(fails, holds, papers.Claim(95.0, 3.0, None))) == 4
+    (point,) = papers.ours(
+        {"runs": [{"numbers": {"score": s, "epsilon": {"high": e}}} for s, e in ((0.5, 1), (0.7, 2))]}
+    )
+    assert (round(point.score, 6), round(point.error, 6), point.epsilon) == (60, 10, 2)

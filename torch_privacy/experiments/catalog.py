@@ -114,6 +114,11 @@ CATALOG = (
         "IMDb", trains=True,
     ),
     Experiment(
+        "gdp-imdb-lstm", GDP, "bu2020.imdb_lstm:STUDY",
+        "Table 3, LSTM", "the same with a two-layer LSTM, privately and without privacy", 2500, 120,
+        "IMDb", trains=True,
+    ),
+    Experiment(
         "gdp-movielens", GDP, "bu2020.movielens:STUDY",
         "Table 4", "how a user rates a film: RMSE, with NoisyAdam, against other methods", 220,
         20, "MovieLens", trains=True,

@@ -22,6 +22,11 @@ COUNTED = {  # by hand, layer by layer
     + (128 * 4 * 4 + 1) * 128
     + (128 + 1) * 10,
     "AveragedWords": 10_000 * 16 + (16 + 1) * 16 + (16 + 1) * 2,
+    "StackedLSTM": 10_000 * 64
+    + 2 * 4 * 64 * (64 + 64 + 1)
+    + 2 * 4 * 32 * (2 * 64 + 32 + 1)
+    + (64 + 1) * 64
+    + (64 + 1) * 2,
     "Recommender": (6040 + 3706) * (5 + 10) + (5 + 10 + 10 + 1) * 5,
     "pca_perceptron": 60 * 1000 + 1000 * 10,
     "abadi_cnn": (25 * 3 + 1) * 64 + (25 * 64 + 1) * 64 + (6 * 6 * 64 + 1) * 384 + (384 + 1) * 384 + (384 + 1) * 10,
@@ -35,6 +40,7 @@ INPUTS = {
     "papernot_cnn": lambda n: torch.rand(n, 3, 32, 32),
     "AveragedWords": lambda n: torch.randint(10_000, (n, 256)),
     "BiLSTM": lambda n: torch.randint(8185, (n, 12)),
+    "StackedLSTM": lambda n: torch.randint(10_000, (n, 9)),
     "Recommender": lambda n: torch.stack([torch.randint(6040, (n,)), torch.randint(3706, (n,))], 1),
     "pca_perceptron": lambda n: torch.randn(n, 60),
     "abadi_cnn": lambda n: torch.rand(n, 3, 24, 24),

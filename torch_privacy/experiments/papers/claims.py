@@ -37,7 +37,8 @@ NOTES = (
     "CLT: the central limit theorem's approximation. It is no bound on either side.",
     "JL: norms estimated from one projection. An example whose norm is estimated far too small is hardly clipped.",
     "GEP: the published code adds embedding and residual as two releases on samples of their own. Noise is the least "
-    "that its accountant allows at the target; the valid number is by the same moments for one sample.",
+    "that its accountant allows at the target; the valid number is by the same moments for one sample. GP and "
+    "B-GEP make one release in a step.",
     "IMDb, the authors' norms: they square a repeated word's gradient position by position. The embedding's gradient "
     "of a text of 128 words and 128 paddings has 8 times the norm that they compute, so the noise is up to 8 times too "
     "little. Certified for that text; longer paddings are worse, up to 16 times.",
@@ -97,7 +98,8 @@ def rows(quick: bool) -> Sequence[Computation]:
         _row("IMDb, the authors' norms", padded_text, None),
         *(_row(name, partial(one_projection, chosen), chosen.printed) for name, chosen in JL_SETTINGS.items()),
         *(
-            _row(f"GEP, {name}, epsilon {target}", partial(gep_code, name, target), target)
+            _row(f"{method}, {name}, epsilon {target}", partial(compute, name, target), target)
+            for method, compute in (("GEP", gep_code), ("GP and B-GEP", gp_code))
             for name, (_, _, epochs) in GEP_DATA.items()
             for target in epochs
         ),
@@ -180,23 +182,32 @@ def one_projection(chosen: Setting, context: Context) -> Numbers:
 
 
 def gep_code(data: str, target: int, context: Context) -> Numbers:
-    """Returns the numbers of the noise with which the published code reaches its target."""
+    """Returns the numbers of the noise with which the published code reaches its target with GEP."""
     num_examples, delta, epochs = GEP_DATA[data]
-    probability = 1000 / num_examples
-    num_steps, noise = round(epochs[target] / probability), gep_noise(data, target)
+    probability, noise = 1000 / num_examples, code_noise(data, target, releases=2)
+    num_steps = round(epochs[target] / probability)
     claimed = privacy.moments(noise, probability, 2 * num_steps, delta, CODE_ORDERS)
     valid = privacy.moments(noise / sqrt(2), probability, num_steps, delta, CODE_ORDERS)
     return _numbers([(privacy.SubsampledGEP(noise, probability), num_steps)], delta, claimed, target, valid)
 
 
-def gep_noise(data: str, target: int) -> float:
-    """Returns the least noise multiplier of each part at which two releases per step seem to stay within a target."""
+def gp_code(data: str, target: int, context: Context) -> Numbers:
+    """Returns the same for GP and B-GEP, whose steps make one release."""
+    num_examples, delta, epochs = GEP_DATA[data]
+    probability, noise = 1000 / num_examples, code_noise(data, target, releases=1)
+    num_steps = round(epochs[target] / probability)
+    claimed = privacy.moments(noise, probability, num_steps, delta, CODE_ORDERS)
+    return _numbers([(privacy.SubsampledGaussian(noise, probability), num_steps)], delta, claimed, target)
+
+
+def code_noise(data: str, target: int, *, releases: int) -> float:
+    """Returns the least noise multiplier at which this many releases in each step seem to stay within a target."""
     num_examples, delta, epochs = GEP_DATA[data]
     probability = 1000 / num_examples
-    num_releases = 2 * round(epochs[target] / probability)
+    count = releases * round(epochs[target] / probability)
 
     def seems_enough(noise: float) -> bool:
-        return privacy.moments(noise, probability, num_releases, delta, CODE_ORDERS) <= target
+        return privacy.moments(noise, probability, count, delta, CODE_ORDERS) <= target
 
     return bisect(seems_enough, 0.1, 100.0, 1e-6)[1]
 
