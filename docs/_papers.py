@@ -26,6 +26,13 @@ OURS, HOLDS, FAILS = FILE_COLORS[0], FILE_COLORS[2], FILE_COLORS[5]
 WIDTH = 4.7  # inches: text stays legible on a phone
 VARIED = "."  # settings of a sweep
 MARKS = {"GP": "^", "B-GEP": "v", "GEP": "o"}
+PLACES = {  # side -> offset in points, alignments
+    "above": ((0, 6), "center", "bottom"),
+    "below": ((0, -7), "center", "top"),
+    "left": ((-8, 0), "right", "center"),
+    "right": ((8, 0), "left", "center"),
+}
+SIDES = {"trained, exact": "left", "trained, JL(10)": "below", "trained, micro-batches of 4": "right"}
 POWERS_FROM = 1e4  # epsilon from which on the axis has powers of ten
 
 
@@ -37,7 +44,7 @@ class Claim(NamedTuple):
     certified: float | None
     mark: str = "o"
     text: str = ""
-    below: bool = False  # where the text stands
+    side: str = "above"  # where the text stands
 
 
 class Ours(NamedTuple):
@@ -48,7 +55,7 @@ class Ours(NamedTuple):
     epsilon: float
     mark: str = "s"
     text: str = ""
-    below: bool = False
+    side: str = "above"
 
 
 class Panel(NamedTuple):
@@ -75,7 +82,7 @@ def certified(row: dict[str, Any]) -> float | None:
 
 
 def ours(
-    row: dict[str, Any], *, mark: str = "s", text: str = "", below: bool = False, scale: float = 100.0
+    row: dict[str, Any], *, mark: str = "s", text: str = "", side: str = "above", scale: float = 100.0
 ) -> list[Ours]:
     """The point of one row, if it has a score and an epsilon."""
     scores = [scale * run["numbers"]["score"] for run in row["runs"] if run["numbers"].get("score") is not None]
@@ -83,7 +90,7 @@ def ours(
     if not scores or epsilon is None:
         return []
     error = stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-    return [Ours(mean(scores), error, epsilon, mark, text, below)]
+    return [Ours(mean(scores), error, epsilon, mark, text, side)]
 
 
 def claim_of(name: str) -> tuple[float, float | None]:
@@ -116,9 +123,9 @@ def bu2020() -> list[Panel]:
     shallow, points = [], []
     for data, name, claim in (("Adult", "gdp-adult", "CLT, Adult"), ("IMDb", "gdp-imdb", "CLT, IMDb")):
         rows = list(kept(name).values())
-        below = data == "IMDb"
-        shallow.append(Claim(100 * rows[0]["paper"]["score"], *claim_of(claim), text=data, below=below))
-        points += ours(rows[0], text=data, below=below)
+        side = "below" if data == "IMDb" else "above"
+        shallow.append(Claim(100 * rows[0]["paper"]["score"], *claim_of(claim), text=data, side=side))
+        points += ours(rows[0], text=data, side=side)
     films = next(iter(kept("gdp-movielens").values()))
     rating = Claim(films["paper"]["score"], *claim_of("CLT, MovieLens"))
     return [
@@ -136,7 +143,7 @@ def bu2021() -> list[Panel]:
         point
         for name, row in kept("jl-mnist").items()
         if name.startswith("trained, ")
-        for point in ours(row, text=name.removeprefix("trained, "), below=name.endswith(("exact", "JL(10)")))
+        for point in ours(row, text=name.removeprefix("trained, "), side=SIDES.get(name, "above"))
     ]
     return [
         Panel("What the paper claims", "accuracy (%)", claims, [], height=2.5),
@@ -255,11 +262,10 @@ def label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
 
 
 def note(axes: Axes, point: Claim | Ours, x: float, color: str) -> None:
-    """A word above or below a mark, or to the left of one with an error bar."""
-    place: tuple[int, int] = (0, -7) if point.below else (0, 6)
-    align: dict[str, Any] = {"ha": "center", "va": "top" if point.below else "bottom"}
-    if isinstance(point, Ours) and point.error:
-        place, align = (-8, 0), {"ha": "right", "va": "center"}
+    """A word at one side of a mark; to the left of one with an error bar."""
+    side = "left" if isinstance(point, Ours) and point.error else point.side
+    place, horizontal, vertical = PLACES[side]
+    align: dict[str, Any] = {"ha": horizontal, "va": vertical}
     axes.annotate(point.text, (x, point.score), place, textcoords="offset points", fontsize=9, color=color, **align)
 
 
