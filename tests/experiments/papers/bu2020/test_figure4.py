@@ -10,7 +10,7 @@ from torch_privacy.runs.rows import Context
 
 
 def test_epochs_are_those_of_the_first_time_that_an_accuracy_is_reached(tmp_path):
-    scores = [0.5, 0.95, 0.94, 0.965, None, 0.96]
+    scores = [0.5, 0.9499999809265137, 0.94, 0.965, None, 0.96]
     rows = [Metrics("private", epoch, epoch, 1.0, None, score) for epoch, score in enumerate(scores, 1)]
     folder = RunFolder(tmp_path)
     folder.write_metrics([*rows, Metrics("non-private", 1.0, 1, 1.0, None, 0.99)])

@@ -31,6 +31,7 @@ from torch_privacy.runs.rows import (
     rows_folder,
 )
 
+ROUNDING = 1e-6  # of a score, which is a mean in float32: 0.95 is 0.94999998
 REACHED = {0.95: "epochs_to_95", 0.96: "epochs_to_96", 0.97: "epochs_to_97"}
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
@@ -68,7 +69,7 @@ def epochs_to_accuracy(run: RunFolder) -> Numbers:
     """Returns after how many epochs a finished training had each accuracy; None if it never had."""
     scores = _scores(run)
     return {
-        key: next((float(epoch) for epoch, score in enumerate(scores, 1) if score >= accuracy), None)
+        key: next((float(epoch) for epoch, score in enumerate(scores, 1) if score > accuracy - ROUNDING), None)
         for accuracy, key in REACHED.items()
     }
 
