@@ -21,14 +21,14 @@ train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS=
 test: $(VENV)/.test  ## run the tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
-thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, and more kinds of what it shows
+thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, faults and models for what it shows
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough -m thorough $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)
 
 faults: $(VENV)/.test  ## interrupt, kill, flip bits and fail the disk at every place, not at a few
-	TORCH_PRIVACY_ALL_FAULTS=1 $(BIN)/python -m pytest tests/faults $(ARGS)
+	TORCH_PRIVACY_ALL_FAULTS=1 $(BIN)/python -m pytest --thorough tests/faults $(ARGS)
 
 check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .

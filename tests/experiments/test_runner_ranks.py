@@ -157,10 +157,9 @@ def test_signal_of_one_rank_stops_all(ranks2, tmp_path):
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_weighted_means_of_two_ranks_are_the_mean_of_the_batch(size):
     """A batch smaller than the number of ranks is computed by all of them."""
-    task = SimpleNamespace(train=TensorDataset(torch.arange(9.0)))
-    settings = SimpleNamespace(seed=3, expected_batch_size=size)
+    train, settings = TensorDataset(torch.arange(9.0)), SimpleNamespace(seed=3, expected_batch_size=size)
     of_rank = [
-        Run._shuffled_batches(SimpleNamespace(task=task, settings=settings, ranks=SimpleNamespace(rank=k, size=n)))  # type: ignore[arg-type]
+        Run._shuffled_batches(SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=k, size=n)), train)  # type: ignore[arg-type]
         for k, n in ((0, 1), (0, 2), (1, 2))
     ]
     for _, ((whole,), one), ((first,), left), ((second,), right) in zip(range(12), *of_rank, strict=False):

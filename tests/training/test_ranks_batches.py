@@ -72,8 +72,8 @@ def test_noise_of_two_ranks_has_the_variance_of_one_process(ranks2, how):
         np.testing.assert_allclose(z, alone, atol=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", FOUR)
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["hsdp", "layers", "ddp"])
 def test_noise_of_four_ranks_has_the_variance_of_one_process(ranks4, how):
     for z in ranks4.run(changes, how, 2000, timeout=200):
         assert_standard_normal(z)
