@@ -21,7 +21,7 @@ train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS=
 test: $(VENV)/.test  ## run the tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
-thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, faults and models for what it shows
+thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, and more kinds of what it shows
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough -m thorough $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time

@@ -39,10 +39,9 @@ def trials(name: str, fault: str, folder: Path, count: int | None) -> dict:
     return json.loads(done.stdout)
 
 
-FAULTS = ["kill", "full", *(pytest.param(fault, marks=pytest.mark.thorough) for fault in ("half", "sync"))]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", ["kill", "full", *(pytest.param(f, marks=pytest.mark.slow) for f in ("half", "sync"))]
+)
 def test_faults_at_the_writes_of_the_library_lose_nothing(tmp_path, tally, fault):
     """After a resume, model, ledger and folder are those of an undisturbed run bit for bit."""
     found = trials("library", fault, tmp_path, None if ALL else 2)
@@ -52,7 +51,7 @@ def test_faults_at_the_writes_of_the_library_lose_nothing(tmp_path, tally, fault
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", NAMES)
 def test_faults_at_the_writes_of_the_command_lose_nothing(tmp_path, tally, fault):
     found = trials("command", fault, tmp_path, None if ALL else 2)
     tally(f"command: {NAMES[fault]}", found["tried"], found["right"])
@@ -67,7 +66,7 @@ def test_killed_workers_lose_no_step(tmp_path, tally):
     assert found["failures"] == {}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_with_one_folder_never_train_at_once(tmp_path, tally):
     """One is refused in one sentence; what the other makes is that of a single process."""
     count, right = (20 if ALL else 2), 0

@@ -178,7 +178,7 @@ def test_odd_commands_end_in_one_sentence(first, places, tally, tmp_path):
     assert not failed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_odd_commands_in_processes_of_their_own(places, tally):
     """With names that are not UTF-8, as the system passes them."""
     lines = [

@@ -120,7 +120,7 @@ def test_compiled_training_has_the_weights_of_the_tape(case):
     assert_case_is_compiled(case)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in (*FEW, FIVE_AT_MOST)])
 def test_training_compiled_or_left_to_the_tape_has_the_weights_of_the_tape(case):
     with warnings.catch_warnings():
