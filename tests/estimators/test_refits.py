@@ -190,7 +190,7 @@ class TestCount:
 
 
 class TestElsewhere:
-    """An estimator from another process: nobody knows here what was fitted there."""
+    """An estimator from another process; this one cannot know what it was fitted to."""
 
     @pytest.mark.parametrize("choice", ["refuse", "count"])
     def test_is_refused(self, choice, monkeypatch):

@@ -13,7 +13,7 @@ from torch_privacy.runs.rows import Context, folder_name, rows_folder
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A run whose trainings reach 50 % + 1/1000 for each epoch, and 10 % more with less noise."""
+    """Returns a made-up run: accuracy is 50 % plus 0.1 % per epoch, and 10 % more with less noise."""
     for number, level in enumerate(LEVELS):
         folder = RunFolder(rows_folder(tmp_path) / folder_name(level.certified_name, 0))
         folder.path.mkdir(parents=True)
