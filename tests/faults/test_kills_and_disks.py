@@ -32,19 +32,29 @@ NAMES = {
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 
 
-def trials(name: str, fault: str, folder: Path, count: int | None) -> dict:
-    arguments = [name, fault, str(folder), *([] if count is None else [str(count)])]
+def trials(workload: str, folder: Path) -> dict[str, dict]:
+    """Returns for each kind of fault what became of the trainings that met it."""
+    arguments = [workload, str(folder), *([] if ALL else ["2"])]
     done = subprocess.run([sys.executable, str(VICTIM), *arguments], capture_output=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "fault", ["kill", "full", *(pytest.param(f, marks=pytest.mark.slow) for f in ("half", "sync"))]
-)
-def test_faults_at_the_writes_of_the_library_lose_nothing(tmp_path, tally, fault):
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return trials("library", tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    return trials("command", tmp_path_factory.mktemp("command"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", NAMES)
+def test_faults_at_the_writes_of_the_library_lose_nothing(library, tally, fault):
     """After a resume, model, ledger and folder are those of an undisturbed run bit for bit."""
-    found = trials("library", fault, tmp_path, None if ALL else 2)
+    found = library[fault]
     tally(f"library: {NAMES[fault]}", found["tried"], found["right"])
     assert found["places"] >= 15
     assert found["failures"] == {}
@@ -52,8 +62,8 @@ def test_faults_at_the_writes_of_the_library_lose_nothing(tmp_path, tally, fault
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", NAMES)
-def test_faults_at_the_writes_of_the_command_lose_nothing(tmp_path, tally, fault):
-    found = trials("command", fault, tmp_path, None if ALL else 2)
+def test_faults_at_the_writes_of_the_command_lose_nothing(command, tally, fault):
+    found = command[fault]
     tally(f"command: {NAMES[fault]}", found["tried"], found["right"])
     assert found["places"] >= 10
     assert found["failures"] == {}
@@ -61,7 +71,7 @@ def test_faults_at_the_writes_of_the_command_lose_nothing(tmp_path, tally, fault
 
 @pytest.mark.slow
 def test_killed_workers_lose_no_step(tmp_path, tally):
-    found = trials("workers", "kill", tmp_path, None if ALL else 2)
+    found = trials("workers", tmp_path)["kill"]
     tally("workers killed", found["tried"], found["right"])
     assert found["failures"] == {}
 

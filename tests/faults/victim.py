@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a training again and again, with a fault at each of its writes and syncs in turn, and counts what was lost.
 
-``PYTHONPATH=.:tests python tests/faults/victim.py WORKLOAD FAULT FOLDER [COUNT]`` prints one JSON object; WORKLOAD is
-library, command or workers. Every run is a fork of this process, so that torch is imported once. The calls of the
+``PYTHONPATH=.:tests python tests/faults/victim.py WORKLOAD FOLDER [COUNT]`` prints one JSON object, with an entry for
+each kind of fault; WORKLOAD is library, command or workers. Every run is a fork of this process, so that torch is imported once. The calls of the
 operating system that change files are replaced by functions that count and, at the right one, fail or kill the process.
 """
 
@@ -36,6 +36,12 @@ from torch_privacy.runs.folder import RunFolder
 from torch_privacy.training import release
 
 CHANGES = ("write", "fsync", "ftruncate", "unlink", "remove", "replace", "rename", "mkdir", "rmdir", "link")
+FAULTS = {  # kind of fault: the calls at which it can come
+    "kill": {*CHANGES, "open"},
+    "half": {"write"},
+    "full": {"write"},
+    "sync": {"fsync"},
+}
 SECOND, THIRD = 3, 4  # exit codes: one sentence of refusal; anything else
 NUM_STEPS = 10
 TRUE = {name: getattr(os, name) for name in (*CHANGES, "open")}
@@ -323,9 +329,8 @@ def one_trial(workload: Callable[[Path, Witness], int], fault: str, number: int,
 
 
 def places(calls: list[str], fault: str, count: int | None) -> list[int]:
-    """Returns the numbers of the calls at which this fault can come; some of them, evenly spread, if there are many."""
-    kinds = {"kill": set(CHANGES) | {"open"}, "half": {"write"}, "full": {"write"}, "sync": {"fsync"}}[fault]
-    found = [number for number, name in enumerate(calls) if name in kinds]
+    """Returns the numbers of the calls at which this fault can come; some of them, drawn at random, if there are many."""
+    found = [number for number, name in enumerate(calls) if name in FAULTS[fault]]
     if count is None or len(found) <= count:
         return found
     return random.Random(5).sample(found, count)
@@ -399,11 +404,11 @@ def workers_killed(folder: Path, count: int) -> dict[str, Any]:
     return {"tried": count, "right": count - len(failures), "failures": failures}
 
 
-def main(name: str, fault: str, folder: Path, count: int | None) -> dict[str, Any]:
-    """Returns the counts of trials and what was wrong in them."""
+def main(name: str, folder: Path, count: int | None) -> dict[str, Any]:
+    """Returns for each kind of fault the counts of trials and what was wrong in them."""
     torch.set_num_threads(1)
     if name == "workers":
-        return workers_killed(folder, count or 12)
+        return {"kill": workers_killed(folder, count or 12)}
     if name == "library":
         torch.set_default_dtype(torch.float64)
     ledger_file.SECONDS_BETWEEN_SYNCS = -1.0  # a sync at every release, not at random ones
@@ -421,18 +426,20 @@ def main(name: str, fault: str, folder: Path, count: int | None) -> dict[str, An
     assert whole.code == 0, whole
     assert ledger_length(whole_folder / "run") == len(witness.releases)
     expected = result(whole_folder / "run")
-    numbers = places(whole.calls, fault, count)
-    trials = {n: one_trial(workload, fault, n, folder / "trial", expected) for n in numbers}
-    failures = {n: wrong for n, wrong in trials.items() if wrong}
-    return {
-        "tried": len(trials),
-        "right": len(trials) - len(failures),
-        "calls": len(whole.calls),
-        "places": len(places(whole.calls, fault, None)),
-        "failures": failures,
-    }
+    found = {}
+    for fault in FAULTS:
+        numbers = places(whole.calls, fault, count)
+        trials = {n: one_trial(workload, fault, n, folder / "trial", expected) for n in numbers}
+        failures = {n: wrong for n, wrong in trials.items() if wrong}
+        found[fault] = {
+            "tried": len(trials),
+            "right": len(trials) - len(failures),
+            "places": len(places(whole.calls, fault, None)),
+            "failures": failures,
+        }
+    return found
 
 
 if __name__ == "__main__":
-    _, name, fault, folder, *count = sys.argv
-    print(json.dumps(main(name, fault, Path(folder), int(count[0]) if count else None)))
+    _, name, folder, *count = sys.argv
+    print(json.dumps(main(name, Path(folder), int(count[0]) if count else None)))

@@ -620,15 +620,9 @@ def _check_priced(ranks: Ranks, settings: Settings, task: Task) -> None:
 
 def _check_prices(settings: Settings, training: tp.PrivateTraining) -> None:
     try:
-        for steps in (
-            max(1, round(training.settings.num_steps / max(1, settings.epochs))),
-            training.settings.num_steps,
-        ):
-            releases = _releases(training, steps)
-            if training.settings.prior_releases and steps < training.settings.num_steps:
-                privacy.compose(releases).epsilon(settings.delta)  # a summary of unlike releases takes a while
-            else:
-                summarize(releases, settings.delta)
+        steps_of_an_epoch = max(1, round(training.settings.num_steps / max(1, settings.epochs)))
+        privacy.compose(_releases(training, steps_of_an_epoch)).epsilon(settings.delta)
+        summarize(_releases(training, training.settings.num_steps), settings.delta)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(
             f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "

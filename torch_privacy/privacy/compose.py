@@ -127,7 +127,7 @@ class Profile:
             raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
 
-    @cached_property
+    @property
     def tradeoffs(self) -> dict[str, Bracket[PiecewiseLinear]]:
         """The trade-off functions (f-DP), each between certified bounds: "symmetrized", "remove" and "add".
 
@@ -135,8 +135,7 @@ class Profile:
         their maximum is known. Computed once, by `tradeoff.of_profile` from 257 values of ε; from fewer, down to 33,
         for more than 12 different releases, as each value takes time for each of them. The bounds are then wider.
         """
-        distinct = len({event for event, _ in self.events})
-        return of_profile(self, pieces=min(max(PIECES * MANY // max(distinct, 1), PIECES // 8), PIECES))
+        return dict(_tradeoffs(self._events, self._method))
 
     def tradeoff(self, alpha: Value, direction: str = "symmetrized") -> Bracket[Value]:
         """Returns the type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
@@ -250,6 +249,12 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
 @lru_cache(maxsize=4)  # a profile keeps its composed curves, up to some 100 MB each
 def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
     return Profile(events, method)
+
+
+@lru_cache(maxsize=64)  # the curves of a profile take some seconds to compute, and some ten kilobytes to keep
+def _tradeoffs(events: tuple[tuple[Event, int], ...], method: str) -> dict[str, Bracket[PiecewiseLinear]]:
+    distinct = len({event for event, _ in events})
+    return of_profile(_profile(events, method), min(max(PIECES * MANY // max(distinct, 1), PIECES // 8), PIECES))
 
 
 def _check_delta(where: str, delta: float) -> None:
