@@ -2,8 +2,9 @@
 """Runs a training again and again, with a fault at each of its writes and syncs in turn, and counts what was lost.
 
 ``PYTHONPATH=.:tests python tests/faults/victim.py WORKLOAD FOLDER [COUNT]`` prints one JSON object, with an entry for
-each kind of fault; WORKLOAD is library, command or workers. Every run is a fork of this process, so that torch is imported once. The calls of the
-operating system that change files are replaced by functions that count and, at the right one, fail or kill the process.
+each kind of fault; WORKLOAD is library, command or workers. Every run is a fork of this process, so that torch is
+imported once. The calls of the operating system that change files are replaced by functions that count and, at the
+right one, fail or kill the process.
 """
 
 import builtins
@@ -329,7 +330,7 @@ def one_trial(workload: Callable[[Path, Witness], int], fault: str, number: int,
 
 
 def places(calls: list[str], fault: str, count: int | None) -> list[int]:
-    """Returns the numbers of the calls at which this fault can come; some of them, drawn at random, if there are many."""
+    """Returns the numbers of the calls at which this fault can come; some, drawn at random, if there are many."""
     found = [number for number, name in enumerate(calls) if name in FAULTS[fault]]
     if count is None or len(found) <= count:
         return found

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tradeoff_cases import ALPHA, SAMPLED, SIMPLE
 
@@ -25,10 +26,10 @@ from torch_privacy.privacy.tradeoff.group import SLACK
 SIZE = st.integers(1, 6)
 
 
-def composed(f, size, alpha):
-    """``1 - (1 - f)∘...∘(1 - f)`` on the grid, one false alarm rate at a time."""
+def composed(f, size, alpha, rounding):
+    """``1 - (1 - f)∘...∘(1 - f)`` on the grid, with every rate of rejection moved by ``rounding``."""
     for _ in range(size):
-        alpha = 1 - np.asarray(f(alpha))
+        alpha = np.clip(1 - np.asarray(f(alpha)) + rounding, 0, 1)
     return 1 - alpha
 
 
@@ -39,7 +40,7 @@ def test_group_of_a_noise_on_a_line_is_a_shift_of_that_many_times_its_length(law
     assert group(law(shift), size) == (law(size * shift), law(size * shift))
     low, high = group(FromProfile(law(shift).delta), size, pieces=128)  # without the closed form
     assert compare(low, law(size * shift)) == (True, True, 0.0)
-    assert compare(law(size * shift), high).excess < 1e-9  # up to rounding, which steep pieces enlarge
+    assert compare(law(size * shift), high) == (True, True, 0.0)
     assert np.max(high(ALPHA) - low(ALPHA)) < 2e-2
 
 
@@ -47,13 +48,13 @@ def test_group_of_a_noise_on_a_line_is_a_shift_of_that_many_times_its_length(law
 @settings(max_examples=15)
 def test_group_encloses_the_composition_of_rejection_rates(f, size):
     low, high = group(f, size, pieces=128)
-    truth = composed(f, size, ALPHA)
-    assert (low(ALPHA) <= truth + 1e-11).all()
-    assert (truth <= high(ALPHA) + 1e-11).all()
+    assert (low(ALPHA) <= composed(f, size, ALPHA, -1e-15) + 1e-15).all()  # above the truth, whatever is rounded
+    assert (composed(f, size, ALPHA, 1e-15) <= high(ALPHA) + 1e-15).all()
     assert low <= high
 
 
 @given(st.one_of(SIMPLE, SAMPLED), st.integers(2, 3), st.integers(2, 3))
+@example(EpsilonDelta(3.0, 0.0), 3, 3)  # so steep that a corner must not be misplaced by rounding
 @settings(max_examples=10)
 def test_groups_of_groups_are_groups_and_turn_with_their_direction(f, first, second):
     low, high = group(f, first * second, pieces=128)
@@ -79,7 +80,7 @@ def test_group_of_many_with_little_epsilon_each_tends_to_laplace_noise():
     np.testing.assert_allclose(high(ALPHA), Laplace(1.0)(ALPHA), atol=2e-6)
 
 
-def test_lower_bound_of_a_group_is_rounded_down():
+def test_bounds_of_a_group_are_rounded_outwards():
     """Against exact fractions; at its corners, where rounding shows."""
     f = PiecewiseLinear(np.array([0, 0.3, 0.9]), np.array([0.99, 0.55, 0.0]))
     corners = [[Fraction(value) for value in side] for side in f.corners]
@@ -90,15 +91,14 @@ def test_lower_bound_of_a_group_is_rounded_down():
                 return c + (d - c) * (alpha - a) / (b - a)
         return Fraction(0)
 
-    for size in range(2, 7):
-        low, _ = group(f, size)
-        alpha, beta = low.corners or ((), ())
+    for size, (side, sign) in product(range(2, 7), enumerate((1, -1))):
+        alpha, beta = group(f, size)[side].corners or ((), ())
         assert len(alpha) > 1
         for false_alarms, missed in zip(alpha, beta, strict=True):
             rate = Fraction(false_alarms)
             for _ in range(size):
                 rate = 1 - exact(rate)
-            assert 0 <= 1 - rate - Fraction(missed) <= 2 * SLACK * 2.0**size  # slopes of f are below 2
+            assert 0 <= sign * (1 - rate - Fraction(missed)) <= 3 * SLACK * 2.0**size  # slopes of f are below 2
 
 
 def test_group_of_one_or_of_no_release_is_unchanged():
@@ -109,7 +109,8 @@ def test_group_of_one_or_of_no_release_is_unchanged():
 
 def test_group_of_a_release_of_everything_has_no_privacy_left():
     low, high = group(EpsilonDelta(0.0, 0.6), 3)  # 0.6 + 0.6 > 1: two of them are always noticed
-    assert float(low(0.0)) == float(high(0.0)) == 0
+    assert float(low(0.0)) == 0
+    assert float(high(0.0)) <= 2 * SLACK
     assert float(low.delta(5.0)) == 1
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the trade-off function for a group of examples that are all added, all removed, or changed one by one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from .closed_form import IDENTITY, Gaussian, Laplace
 from .piecewise_linear import PiecewiseLinear, hull
 from .tensor import enclosed
 
-SLACK = 1e-15  # several roundings of an error rate; each step of the lower bound is lowered by so much
+SLACK = 1e-15  # several roundings of an error rate; each step moves the bounds apart by so much
 
 
 @plain_numbers
@@ -34,8 +35,7 @@ def group(f: TradeOff, size: int, pieces: int = 512) -> Bracket[TradeOff]:
         `Laplace` (ε becomes kε) and `IDENTITY`.
 
     Guarantees:
-        - ``low`` is rounded down: both factors of each composition are lowered by 1e-15. ``high`` holds up to rounding,
-          which steep pieces enlarge, to 1e-10.
+        - ``low`` is rounded down and ``high`` up, by 1e-15 in each step; steep pieces of f enlarge what that costs;
         - ``group(group(f, a), b) = group(f, ab)`` and ``group(f, k).inverse() = group(f.inverse(), k)``: exactly for
           the truth, so brackets of both sides overlap;
         - for (ε, δ)-privacy the line of slope ``-e^kε`` has ``δ (e^kε - 1)/(e^ε - 1)``, the known group privacy of
@@ -65,40 +65,59 @@ def group(f: TradeOff, size: int, pieces: int = 512) -> Bracket[TradeOff]:
     if isinstance(f, Laplace):
         return _exact(replace(f, epsilon=size * f.epsilon))
     low, high = enclosed(f, pieces)
-    return Bracket(_power(low, size, pieces, lowered=True), _power(high, size, pieces, lowered=False))
+    return Bracket(_power(low, size, pieces, _below), _power(_raised(high), size, pieces, _above))
 
 
 def _exact(f: TradeOff) -> Bracket[TradeOff]:
     return Bracket(f, f)
 
 
-def _power(f: PiecewiseLinear, size: int, pieces: int, *, lowered: bool) -> PiecewiseLinear:
-    """Returns a bound for a group of ``size``, from below if ``lowered``, by squaring and multiplying."""
+def _power(f: PiecewiseLinear, size: int, pieces: int, after: Callable[..., PiecewiseLinear]) -> PiecewiseLinear:
+    """Returns a bound for a group of ``size``, by squaring and multiplying."""
     result = None
     while True:
         if size % 2:
-            result = f if result is None else _after(f, result, pieces, lowered=lowered)
+            result = f if result is None else after(f, result, pieces)
         size //= 2
         if not size:
             assert result is not None
             return result
-        f = _after(f, f, pieces, lowered=lowered)
+        f = after(f, f, pieces)
 
 
-def _after(f: PiecewiseLinear, first: PiecewiseLinear, pieces: int, *, lowered: bool) -> PiecewiseLinear:
-    """Returns ``f(1 - first(α))`` with a corner wherever one of them has one, and fewer corners if they are many."""
-    slack = SLACK if lowered else 0.0
-    rejected = np.minimum(1 - first.beta + slack, 1.0)  # at the corners of ``first``
-    inner = f.alpha[(f.alpha > rejected[0]) & (f.alpha < rejected[-1])]
-    alpha = np.unique(np.concatenate([first.alpha, _where(inner - slack, 1 - first.beta, first.alpha)]))
-    beta = np.asarray(f(np.minimum(1 - np.asarray(first(alpha)) + slack, 1.0))) - slack
-    result = hull(alpha, np.clip(beta, 0, 1 - alpha))
+def _below(f: PiecewiseLinear, first: PiecewiseLinear, pieces: int) -> PiecewiseLinear:
+    """Returns a bound from below on ``f(1 - first(α))``, which is linear between corners of ``first`` and those of f.
+
+    Where 1 - first(α) reaches a corner of f is known up to rounding. The corner is put where it is surely not reached
+    yet, with the value where it surely is: so the lines from corner to corner stay below.
+    """
+    rejected = 1 - first.beta  # at the corners of ``first``
+    inner = f.alpha[(f.alpha > rejected[0] - SLACK) & (f.alpha < rejected[-1] + SLACK)]
+    alpha = np.concatenate([first.alpha, np.interp(inner - 2 * SLACK, rejected, first.alpha)])
+    beta = np.asarray(f(np.minimum(np.concatenate([rejected, inner]) + 2 * SLACK, 1.0)))
+    order = np.lexsort((beta, alpha))
+    result = _hull(alpha[order], beta[order] - SLACK)
     if len(result.alpha) <= 4 * pieces:
         return result
-    low, high = enclosed(result, 2 * pieces)
-    return low if lowered else high
+    low, _ = enclosed(result, 2 * pieces)
+    return _hull(low.alpha, low.beta - SLACK)
 
 
-def _where(values: Array, rejected: Array, alpha: Array) -> Array:
-    """Returns the false alarm rates at which a test rejects with these probabilities."""
-    return np.interp(values, rejected, alpha)
+def _above(f: PiecewiseLinear, first: PiecewiseLinear, pieces: int) -> PiecewiseLinear:
+    """Returns a bound from above on ``f(1 - first(α))``: lines between values at corners, as it is convex."""
+    inner = f.alpha[(f.alpha > 1 - first.beta[0]) & (f.alpha < 1 - first.beta[-1])]
+    alpha = np.unique(np.concatenate([first.alpha, np.interp(inner, 1 - first.beta, first.alpha)]))
+    rejected = np.maximum(1 - np.asarray(first(alpha)) - SLACK, 0.0)
+    result = _hull(np.append(alpha, 1.0), np.append(f(rejected), 0.0) + SLACK)
+    if len(result.alpha) <= 4 * pieces:
+        return result
+    return _raised(enclosed(result, 2 * pieces).high)
+
+
+def _raised(f: PiecewiseLinear) -> PiecewiseLinear:
+    """Returns f with more than its rounding; what was zero to the right of the last corner no longer is."""
+    return _hull(np.append(f.alpha, 1.0), np.append(f.beta, 0.0) + SLACK)
+
+
+def _hull(alpha: Array, beta: Array) -> PiecewiseLinear:
+    return hull(alpha, np.clip(beta, 0, 1 - alpha))
