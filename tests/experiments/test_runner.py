@@ -231,7 +231,7 @@ main()
 
 def start_in_a_process(path):
     """A run of the command in a process of its own, some steps into its training."""
-    arguments = ["train", "adult", "--run", str(path), "--epochs", "6", "--no-baseline"]
+    arguments = ["train", "adult", "--run", str(path), "--epochs", "1.2", "--no-baseline"]
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING, str(path.parent), *arguments],
         stderr=subprocess.PIPE,
@@ -256,7 +256,7 @@ def test_stopped_command_can_be_resumed(tmp_path, number, code):
     assert "Traceback" not in shown
     if number != signal.SIGKILL:
         assert re.search(
-            rf"stopped after step 51 of 687; continue with\n  torch-privacy train --resume {path}\n", shown
+            rf"stopped after step 51 of 137; continue with\n  torch-privacy train --resume {path}\n", shown
         )
     before = path.joinpath("ledger.jsonl").read_text().splitlines()
     shutil.copytree(path, tmp_path / "twin")
@@ -265,7 +265,7 @@ def test_stopped_command_can_be_resumed(tmp_path, number, code):
     after = path.joinpath("ledger.jsonl").read_text().splitlines()
     whole = before if before[-1].endswith("}") else before[:-1]
     assert after[: len(whole)] == whole
-    assert json.loads((path / "results.json").read_text())["privacy"]["num_steps"] == 687
+    assert json.loads((path / "results.json").read_text())["privacy"]["num_steps"] == 137
     twin = RunFolder(tmp_path / "twin")
     assert twin.ledger.read_text().splitlines() == after
     assert_equal_weights(*map(safetensors.torch.load_file, (path / "model.safetensors", twin.model)))
