@@ -48,9 +48,9 @@ SECTIONS = (
         "The central limit theorem is no bound",
         "Bu, Dong, Long & Su (2020), arXiv:1911.11607: mu = q sqrt(T (e^(1/sigma^2) - 1)) and the epsilon of G_mu, "
         "in Tables 1 to 4 and Figures 2, 4 and A.1; two rows apply it to the settings of Abadi et al. (2016).",
-        "The approximation is below the truth in every setting but one. The true delta is up to 20 times the stated"
-        " one. With little noise and many steps (sigma 0.5, 100 epochs) it errs upwards, so it is no lower bound "
-        "either. Code: `privacy.clt(...)`, whose `true_delta` gives the last column; see "
+        "In all settings but one the claimed epsilon is too small, and the true delta is up to 20 times the stated "
+        "one. With little noise and many steps (sigma 0.5, 100 epochs) the claim is too large. So the approximation "
+        "is neither an upper nor a lower bound. Code: `privacy.clt(...)`; its `true_delta` gives the last column. See "
         "[Accounting](accounting.md#which-accountant-to-trust).",
     ),
     (
