@@ -81,6 +81,11 @@ class Op(ABC):
     def project(self, v: Tensor) -> Tensor:
         """Returns J v for k directions: (k, *shape) -> (n, k)."""
 
+    @property
+    def projected_floats(self) -> int:
+        """Numbers that `project` needs for one direction."""
+        return self.num_examples * self.shape[-1]
+
     def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns J v (n,) for the direction v = left ⊗ right, of (shape[0],) and shape[1:]."""
         return self.project((left.view(-1, *(1,) * right.ndim) * right).view(1, *self.shape))[:, 0]

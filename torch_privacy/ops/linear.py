@@ -66,9 +66,17 @@ class Linear(Op):
         return product(self.b.mT, self.x)
 
     def project(self, v: Tensor) -> Tensor:
-        if len(v) == 1:  # einsum would search the best order of three factors, which takes longer than a small layer
+        if len(v) == 1:
             return (F.linear(self.x, v[0]) * self.b).flatten(1).sum(1, keepdim=True)
-        return torch.einsum("nte,ked,ntd->nk", self.b, v, self.x)
+        longer, shorter = self.x, self.b
+        if longer.shape[2] < shorter.shape[2]:
+            longer, shorter, v = shorter, longer, v.mT
+        products = F.linear(longer, v.flatten(0, 1))  # (n, t, k s): one product of matrices for all directions
+        return (products.unflatten(2, v.shape[:2]) @ shorter.unsqueeze(3)).sum((1, 3))
+
+    @property
+    def projected_floats(self) -> int:
+        return self.x.shape[0] * self.x.shape[1] * min(self.x.shape[2], self.b.shape[2])
 
     def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
         return ((self.b @ left) * (self.x @ right)).sum(1)

@@ -35,7 +35,7 @@ NOTES = (
     "Two layers: the authors' code adds the moments of two layers as if each had a sample of its own. They share one; "
     "the valid moments are those of one release with noise sigma / sqrt(2). The components' release is included.",
     "CLT: the central limit theorem's approximation. It is no bound on either side.",
-    "JL: norms are estimated from one projection. An estimate can be far too small; then that example is hardly clipped.",
+    "JL: norms are estimated from one projection. If the estimate is far too small, the example is hardly clipped.",
     "GEP: the published code adds embedding and residual as two releases on samples of their own. Noise is the least "
     "that its accountant allows at the target; the valid number is by the same moments for one sample. GP and "
     "B-GEP make one release in a step.",
