@@ -106,8 +106,10 @@ def test_one_example_adds_no_more_than_the_clip_norm(name, kind):
     try:
         own_gradient(real, real.batch)
         clip_norm = SHARE * length(own_gradient(real, one))
-    except RuntimeError as error:  # an LSTM under autocast needs a processor with AVX-512
-        pytest.skip(f"torch itself: {str(error).splitlines()[0]}")
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"torch itself: {str(error).splitlines()[0]}")  # LSTM under autocast, processor without AVX-512
     for memory_budget in BUDGETS if kind == "float32" else BUDGETS[:1]:
         assert_reached([length(released(real, one, clip_norm, memory_budget))], clip_norm)
     with tp.record(real.module) as tape:

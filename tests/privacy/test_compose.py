@@ -15,6 +15,8 @@ from torch_privacy.privacy.engines import dispatch
 from torch_privacy.privacy.engines.curve import ClosedFormCurve, SimpleCurve
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
+compose_module = sys.modules[privacy.compose.__module__]
+
 MNIST = 256 / 60000
 
 # noise multiplier, sampling probability, steps, delta -> epsilon, computed once by a contour integral to 1e-9
@@ -193,6 +195,16 @@ def test_tradeoff_is_convex_symmetric_and_below_guessing(sigma, q, steps):
     inner = (low > 0.01) & (alpha > 0.01)
     again = np.interp(low[inner], alpha, low)
     assert np.abs(again - alpha[inner]).max(initial=0) < 0.05
+
+
+def test_tradeoff_curves_are_computed_once_and_cannot_be_changed_for_others(monkeypatch):
+    releases = [(privacy.Gaussian(1.0), 3)]
+    first = privacy.compose(releases).tradeoffs
+    for noise_multiplier in (2.0, 3.0, 4.0, 5.0, 6.0):  # so that `compose` forgets the first profile
+        privacy.compose([(privacy.Gaussian(noise_multiplier), 3)]).epsilon(1e-5)
+    monkeypatch.setattr(compose_module, "of_profile", lambda *_: pytest.fail("computed again"))
+    curve = first.pop("symmetrized")
+    assert privacy.compose(releases).tradeoffs["symmetrized"] is curve
 
 
 def test_tradeoff_of_a_gaussian_brackets_the_closed_form():

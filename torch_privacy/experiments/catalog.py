@@ -199,12 +199,12 @@ CATALOG = (
     Experiment(
         "gep-benefit", GEP, "yu2021.benefit:STUDY",
         "Figure 6", "whether GEP beats plain clipping when both are tuned, over directions and parameters",
-        1800, 60, "CIFAR-10, CIFAR-100", trains=True,
+        3600, 60, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-benefit-tuning", GEP, "yu2021.benefit:TUNING",
         "Section 4", "settings for gep-benefit: accuracy on held-out training images",
-        1600, 60, "CIFAR-10, CIFAR-100", trains=True,
+        4000, 60, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-figures", GEP, "yu2021.figures:STUDY",

@@ -70,7 +70,7 @@ def projections(op: Op, v: Tensor) -> Tensor:
     if isinstance(op, Rows) or not n or k == 1:
         return op.project(v)
     if op.sum_flops < 2 * n * size:
-        some = max(1, CHUNK_FLOATS // op.projected_floats)
+        some = max(1, CHUNK_FLOATS // max(1, op.projected_floats))
         return torch.cat([op.project(part) for part in v.split(some)], 1)
     fits_cache = max(MIN_PROJECTED, min(MAX_PROJECTED, FRESH_BYTES // max(1, 4 * size)))
     step = max(chunk_size(n, n * size), min(k, fits_cache))

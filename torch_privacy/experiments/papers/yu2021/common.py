@@ -130,7 +130,15 @@ class Comparison:
 
     def study(self, *notes: str) -> Study:
         """Returns the study of this comparison; ``notes`` are added to those of all."""
-        return Study(COLUMNS, self.rows, (*NOTES, *notes), self.defaults, self.build_task, findings=findings)
+        return Study(
+            COLUMNS,
+            self.rows,
+            (*NOTES, *notes),
+            self.defaults,
+            self.build_task,
+            findings=findings,
+            findings_need_all=False,
+        )
 
     def tuning(self, *epsilons: float) -> Study:
         """Returns the study that compares the tried settings, at some epsilons, on training examples held out."""
