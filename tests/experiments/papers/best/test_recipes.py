@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torch_privacy.cli import run as command
-from torch_privacy.data import DataError
+from torch_privacy.data import DataError, PublicImages
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.models.wide_resnet import WideResNet
@@ -89,24 +89,60 @@ def test_made_up_images_have_the_spectrum_of_photographs():
 
 def test_whitening_decorrelates_what_it_was_made_for(monkeypatch):
     monkeypatch.setattr(best, "PART", 150)
-    best._whitening.cache_clear()
+    best._of_noise.cache_clear()
     images = best.made_up_images(150, 28)
     before, after = (
         torch.cov(features(images).transpose(0, 1).flatten(1)) for features in (best.scattered, best.whitened)
     )
     shares = [cov.diagonal().sum() ** 2 / cov.square().sum() for cov in (before, after)]  # at most 81: all equal
     assert shares[0] < 35 < 65 < shares[1] <= 81
-    best._whitening.cache_clear()
+    best._of_noise.cache_clear()
 
 
 def test_whitened_features_are_mixed_channels_of_the_same_length():
     images = torch.rand(3, 2, 28, 28)  # two colors
     seen = best.scattered(images).view(3, 2, 81, 49)
-    matrix = best._whitening()
+    matrix = best._of_noise()
     torch.testing.assert_close(matrix, matrix.T)
     expected = torch.stack([torch.stack([matrix @ color for color in image]) for image in seen]).flatten(1)
     expected *= (2 * 81 * 49) ** 0.5 / expected.norm(dim=1, keepdim=True)
     torch.testing.assert_close(best.whitened(images).flatten(1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_features_are_decorrelated_by_public_images(monkeypatch):
+    monkeypatch.setattr(best, "PART", 4)
+    images, public = torch.rand(6, 3, 16, 16), torch.rand(9, 3, 16, 16) ** 2
+    known, seen = (scattering(part).double().permute(0, 2, 3, 1).flatten(0, 2) for part in (public, images))
+    mean, covariance = known.mean(0), torch.cov(known.T, correction=0)
+    ridge = 0.05 * covariance.trace() / len(covariance) * torch.eye(len(covariance), dtype=torch.float64)
+    # The square root by Newton and Schulz, to which no eigenvectors are known.
+    scale = (covariance + ridge).norm()
+    root, inverse = (covariance + ridge) / scale, torch.eye(len(covariance), dtype=torch.float64)
+    for _ in range(60):
+        step = (3 * torch.eye(len(covariance), dtype=torch.float64) - inverse @ root) / 2
+        root, inverse = root @ step, step @ inverse
+    torch.testing.assert_close(root @ root * scale, covariance + ridge)
+    mixed = ((seen - mean) @ (inverse / scale.sqrt())).view(6, 4, 4, -1).permute(0, 3, 1, 2)
+    expected = mixed / mixed.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * mixed[0].numel() ** 0.5
+    found = best.whitened_by(images.float(), public.float(), shrinkage=0.05)
+    torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=1e-3)
+
+
+def test_public_images_are_read_from_the_same_folder_and_named(monkeypatch):
+    load = made_up(1, 28)
+    public = PublicImages("photographs", torch.rand(5, 1, 28, 28), "", {"public": "1"})
+    folders = []
+    data = best.with_inputs(
+        load,
+        lambda images, public: images + public.mean(),
+        "folder",
+        7,
+        lambda folder: folders.append(folder) or public,
+    )
+    expected = load(None).train.tensors[0][:7] + public.images.mean()
+    torch.testing.assert_close(data.train.tensors[0], expected)
+    assert folders == ["folder"]
+    assert data.files == {**load(None).files, "public": "1"}
 
 
 @pytest.fixture

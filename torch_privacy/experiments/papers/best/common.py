@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.data import Data
+from torch_privacy.data import Data, PublicImages
 from torch_privacy.experiments import task
 from torch_privacy.experiments.models.scattering import scattering
 from torch_privacy.experiments.study import Study
@@ -37,7 +37,7 @@ NOTES = (
 CHANNELS = 81  # of scattering coefficients, per channel of the images
 GROUPS = 27  # of channels, by which scattering coefficients are normalized
 PART = 1000  # images at once
-SHRINKAGE = 0.1  # of a covariance toward a multiple of the identity
+SHRINKAGE, PUBLIC_SHRINKAGE = 0.1, 0.03  # of covariances toward a multiple of the identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,16 @@ DEFAULTS = Settings(
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train. ``inputs`` maps images (n, c, h, w) to the network's inputs, each image by itself."""
+    """One way to train. ``inputs`` maps images (n, c, h, w) to the network's inputs, each image by itself.
+
+    With ``public``, ``inputs`` maps images and public images, by which it is fitted.
+    """
 
     new_model: Callable[[], nn.Module]
     settings: Mapping[str, Any]
     quick: Mapping[str, Any]  # settings of a quick look
-    inputs: Callable[[Tensor], Tensor] | None = None
+    inputs: Callable[..., Tensor] | None = None
+    public: Callable[[str | None], PublicImages] | None = None  # folder -> public images
     augment: Callable[[Tensor], Tensor] | None = None
     at: Mapping[float, Mapping[str, Any]] | None = None  # epsilon -> settings that differ there
 
@@ -95,7 +99,7 @@ class Recipes:
         _check.whole("train", at_least=1, views=settings.views, microbatch_size=settings.microbatch_size)
         recipe = self.recipes[settings.recipe]
         _check.whole("train", held_out=settings.held_out)
-        data = with_inputs(self.load, recipe.inputs, settings.data, settings.num_examples)
+        data = with_inputs(self.load, recipe.inputs, settings.data, settings.num_examples, recipe.public)
         if settings.held_out:
             data = with_held_out(data, settings.held_out)
         clipping = tp.Automatic(clip_norm=settings.clip_norm)
@@ -156,20 +160,49 @@ def whitened(images: Tensor) -> Tensor:
     it most of a gradient lies in few directions that all digits share, and the noise hides the others.
     """
     seen = scattered(images)
-    _, channels, h, w = seen.shape
-    matrix = _whitening()
+    matrix = _of_noise()
     for part in seen.split(PART):
-        mixed = torch.einsum("ab,nibhw->niahw", matrix, part.view(len(part), -1, CHANNELS, h, w)).flatten(1)
-        part.copy_(F.normalize(mixed).mul_((channels * h * w) ** 0.5).view_as(part))
+        colors = part.view(len(part), -1, CHANNELS, *part.shape[2:])
+        part.copy_(_of_equal_norms(torch.einsum("ab,nibhw->niahw", matrix, colors)).view_as(part))
     return seen
 
 
 @lru_cache(maxsize=1)
-def _whitening() -> Tensor:
+def _of_noise() -> Tensor:
     """Returns the matrix (81, 81) that decorrelates the channels of images of noise, mostly."""
-    seen = scattered(made_up_images(PART, 28)).transpose(0, 1).flatten(1)
-    values, vectors = torch.linalg.eigh(torch.cov(seen, correction=0).double())
-    return ((vectors * (values + SHRINKAGE * values.mean()) ** -0.5) @ vectors.T).float()
+    return _decorrelating(scattered(made_up_images(PART, 28)), SHRINKAGE)
+
+
+def whitened_by(images: Tensor, public: Tensor, shrinkage: float = PUBLIC_SHRINKAGE) -> Tensor:
+    """Returns scattering coefficients, decorrelated as those of public images are, each image with norm √d.
+
+    The channels of one place, of all colors, become (S + 0.03 mean(eigenvalues) I)^(-1/2) (x - m), where m and S are
+    their mean and covariance on the public images. Nothing is computed from the private ones together, so that this
+    costs no privacy.
+
+    Args:
+        images: (n, c, h, w).
+        public: images (m, c, h, w), taken to be of no one in the private data.
+        shrinkage: share of the mean eigenvalue that is added to each.
+    """
+    known = torch.cat([scattering(part) for part in public.split(PART)])
+    mean, matrix = known.mean((0, 2, 3)), _decorrelating(known, shrinkage)
+    shift = matrix @ mean
+    seen = images.new_empty(len(images), *known.shape[1:])
+    for place, part in zip(seen.split(PART), images.split(PART), strict=True):
+        place.copy_(_of_equal_norms(torch.einsum("ab,nbhw->nahw", matrix, scattering(part)) - shift[:, None, None]))
+    return seen
+
+
+def _of_equal_norms(x: Tensor) -> Tensor:
+    """Returns each x[i] with norm √d, d its number of entries."""
+    return F.normalize(x.flatten(1)).mul_(x[0].numel() ** 0.5).view_as(x)
+
+
+def _decorrelating(seen: Tensor, shrinkage: float) -> Tensor:
+    """Returns (S + shrinkage mean(eigenvalues) I)^(-1/2) for the covariance S of the channels of (n, c, h, w)."""
+    values, vectors = torch.linalg.eigh(torch.cov(seen.transpose(0, 1).flatten(1).double(), correction=0))
+    return ((vectors * (values + shrinkage * values.mean()) ** -0.5) @ vectors.T).float()
 
 
 def made_up_images(number: int, side: int) -> Tensor:
@@ -183,12 +216,16 @@ def made_up_images(number: int, side: int) -> Tensor:
 @lru_cache(maxsize=1)  # computing features takes a minute or more, and all rows of a recipe share them
 def with_inputs(
     load: Callable[[str | None], Data],
-    inputs: Callable[[Tensor], Tensor] | None,
+    inputs: Callable[..., Tensor] | None,
     folder: str | None,
     num_examples: int | None,
+    public: Callable[[str | None], PublicImages] | None = None,
 ) -> Data:
     """Returns the data, or the first ``num_examples`` of both parts, with every image mapped by ``inputs``."""
     data = load(folder)
+    if public is not None and inputs is not None:
+        found = public(folder)
+        inputs, data = partial(inputs, public=found.images), replace(data, files={**data.files, **found.files})
     pairs = [[tensor[:num_examples] for tensor in part.tensors] for part in (data.train, data.test)]
     train, test = (TensorDataset(x if inputs is None else inputs(x), y) for x, y in pairs)
     return replace(data, train=train, test=test)
