@@ -37,7 +37,8 @@ OTHER_METHODS = (
     "nearest neighbors", "naive Bayes", "decision tree", "user and film", "user, film and factors", "nearest users"
 )  # fmt: skip
 WITHOUT_NUMBERS = (  # of a paper
-    "jl-accuracy", "jl-figures", "jl-summary", "gep-benefit-tuning", "gep-network-tuning", "gep-mnist-tuning"
+    "jl-accuracy", "jl-figures", "jl-summary",
+    "gep-benefit-tuning", "gep-network-tuning", "gep-mnist-tuning", "gep-pretrained-tuning",
 )  # fmt: skip
 
 

@@ -192,6 +192,16 @@ CATALOG = (
         2000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
+        "gep-pretrained", GEP, "yu2021.pretrained:STUDY",
+        "Table 3", "the same on features of a network that learned from ImageNet; needs the extra pretrained",
+        2400, 150, "CIFAR-10, CIFAR-100", trains=True,
+    ),
+    Experiment(
+        "gep-pretrained-tuning", GEP, "yu2021.pretrained:TUNING",
+        "Table 2", "settings for gep-pretrained: accuracy on held-out training images",
+        2400, 150, "CIFAR-10, CIFAR-100", trains=True,
+    ),
+    Experiment(
         "gep-ablations", GEP, "yu2021.ablations:STUDY",
         "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m, k and t, also by B-GEP",
         6000, 100, "MNIST, CIFAR-10, CIFAR-100", trains=True,
