@@ -7,9 +7,10 @@ test accuracy with GEP at epsilon 2, 5 and 8.
 
 Some settings differ from the paper's, so that two cores can run it: tanh in place of ReLU, 5 to 20 epochs in place of
 50 to 200, and 100 directions of 400 anchors in place of 250 to 1000 of 2000; clip norms 1 for the embedding and 0.4 for
-the residual; a learning rate of 1 (0.5 for GP) that decays linearly to zero; and the split of the budget with the least
-noise. Batches of 1000 and momentum 0.9 are the paper's. These settings were chosen by test accuracies of a few short
-runs, which no epsilon covers.
+the residual; a learning rate of 2 (1 for GP) that decays linearly to zero; and the split of the budget with the least
+noise. Batches of 1000 and momentum 0.9 are the paper's. The rates and the residuals' bound are the best of five for
+each method at epsilon 2, by accuracy on the last 10,000 training images: ``torch-privacy reproduce gep-mnist-tuning``
+prints all. No epsilon covers this choice.
 
 Source: D. Yu, H. Zhang, W. Chen, T.-Y. Liu, "Do not let privacy overbill utility: gradient embedding perturbation for
 private learning", ICLR 2021, arXiv:2102.12677.
@@ -26,8 +27,8 @@ from torch_privacy.experiments.papers.yu2021 import common
 from torch_privacy.experiments.papers.yu2021.common import Comparison, Public, Settings
 
 DEFAULTS = replace(
-    common.DEFAULTS, learning_rate=1.0, residual_clip_norm=0.4, num_basis=100, num_anchors=400
-)  # tuned for few steps on two cores
+    common.DEFAULTS, learning_rate=2.0, residual_clip_norm=0.4, num_basis=100, num_anchors=400
+)  # tuned for few steps on two cores, by `TUNING`
 
 
 def load(settings: Settings) -> Data:
@@ -52,7 +53,7 @@ COMPARISON = Comparison(
     load_public,
     new_model,
     groups=("0", "3", "7"),
-    methods={"GP": {"num_basis": 0, "learning_rate": 0.5}, "B-GEP": {"residual_clip_norm": 0.0}, "GEP": {}},
+    methods={"GP": {"num_basis": 0, "learning_rate": 1.0}, "B-GEP": {"residual_clip_norm": 0.0}, "GEP": {}},
     levels={2.0: {"epochs": 5}, 5.0: {"epochs": 12}, 8.0: {"epochs": 20}},
     paper={
         ("GP", 2.0): 0.947, ("GP", 5.0): 0.968, ("GP", 8.0): 0.972,
@@ -62,20 +63,20 @@ COMPARISON = Comparison(
     baseline=0.991,
     quick={"epochs": 0.5},
     tried={
-        "GP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0)],
-        "B-GEP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0)],
+        "GP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)],
+        "B-GEP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)],
         "GEP": [
-            *({"learning_rate": rate, "residual_clip_norm": 0.4} for rate in (0.5, 1.0, 2.0)),
+            *({"learning_rate": rate, "residual_clip_norm": 0.4} for rate in (0.5, 1.0, 2.0, 4.0)),
             {"learning_rate": 1.0, "residual_clip_norm": 0.2},
         ],
     },
 )  # fmt: skip
 NOTES = (
-    "The settings of these rows were chosen by test accuracies of a few short runs, which no epsilon covers. "
-    "gep-mnist-tuning compares settings on held-out training images instead.",
+    "Rates and the residuals' bound are the best of five for each method at epsilon 2, by accuracy on held-out "
+    "training images (gep-mnist-tuning). No epsilon covers this choice.",
     "Where this deviates from the paper: tanh for ReLU; 5, 12 and 20 epochs for 50, 100 and 200; k = 100 of m = 400 "
     "photographs of CIFAR-100 for k = 250 to 1000 of 2000 of ImageNet; clip norms 1 and 0.4 for 10 and 2; a learning "
-    "rate that decays linearly from 1 (GP: 0.5) to zero for one of 0.1 with a single decay; no weight decay; and the "
+    "rate that decays linearly from 2 (GP: 1) to zero for one of 0.1 with a single decay; no weight decay; and the "
     "split of the budget with the least noise.",
 )
 STUDY, TUNING = COMPARISON.study(*NOTES), COMPARISON.tuning(2.0)
