@@ -124,8 +124,10 @@ def test_features_are_decorrelated_by_public_images(monkeypatch):
     torch.testing.assert_close(root @ root * scale, covariance + ridge)
     mixed = ((seen - mean) @ (inverse / scale.sqrt())).view(6, 4, 4, -1).permute(0, 3, 1, 2)
     expected = mixed / mixed.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * mixed[0].numel() ** 0.5
-    found = best.whitened_by(images.float(), public.float(), shrinkage=0.05)
+    given = []
+    found = best.whitened_by(images.float(), public, lambda x: given.append(x) or scattering, shrinkage=0.05)
     torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=1e-3)
+    assert given == [public]
 
 
 def test_public_images_are_read_from_the_same_folder_and_named(monkeypatch):
@@ -216,7 +218,7 @@ def test_held_out_examples_are_the_last_of_the_training_data():
         recipes.build_task(study.settings(**SMALL, held_out=40))
 
 
-@pytest.mark.parametrize("study", [best_mnist.CONVOLUTIONS, best_cifar10.SCATTERING, best_cifar10.WIDE])
+@pytest.mark.parametrize("study", [best_mnist.CONVOLUTIONS, best_cifar10.FIXED, best_cifar10.WIDE])
 def test_rows_and_defaults_have_the_settings_of_their_recipe(study):
     module = best_mnist if study is best_mnist.CONVOLUTIONS else best_cifar10
     for row in study.rows(False):

@@ -254,7 +254,7 @@ def test_house_numbers_train_as_small_photographs_do(monkeypatch):
 
 def test_features_are_of_one_image_alone_and_as_many_as_in_the_paper():
     public, images = torch.rand(20, 3, 32, 32), torch.rand(4, 3, 32, 32)
-    features = gep_linear.Features(public)
+    features = gep_linear.new_features(public)
     found = features(images)
     assert found.shape == (4, 4096)
     torch.testing.assert_close(found.norm(dim=1), torch.ones(4))

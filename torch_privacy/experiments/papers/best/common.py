@@ -37,7 +37,7 @@ NOTES = (
 CHANNELS = 81  # of scattering coefficients, per channel of the images
 GROUPS = 27  # of channels, by which scattering coefficients are normalized
 PART = 1000  # images at once
-SHRINKAGE, PUBLIC_SHRINKAGE = 0.1, 0.03  # of covariances toward a multiple of the identity
+SHRINKAGE = 0.1  # of the covariance on noise toward a multiple of the identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,24 +173,28 @@ def _of_noise() -> Tensor:
     return _decorrelating(scattered(made_up_images(PART, 28)), SHRINKAGE)
 
 
-def whitened_by(images: Tensor, public: Tensor, shrinkage: float = PUBLIC_SHRINKAGE) -> Tensor:
-    """Returns scattering coefficients, decorrelated as those of public images are, each image with norm √d.
+def whitened_by(
+    images: Tensor, public: Tensor, new_features: Callable[[Tensor], Callable[[Tensor], Tensor]], shrinkage: float
+) -> Tensor:
+    """Returns features of images, decorrelated as those of public images are, each image with norm √d.
 
-    The channels of one place, of all colors, become (S + 0.03 mean(eigenvalues) I)^(-1/2) (x - m), where m and S are
-    their mean and covariance on the public images. Nothing is computed from the private ones together, so that this
-    costs no privacy.
+    The channels x of one place become (S + shrinkage mean(eigenvalues) I)^(-1/2) (x - m), where m and S are their mean
+    and covariance on the public images. Nothing is computed from the private ones together, so that this costs no
+    privacy.
 
     Args:
         images: (n, c, h, w).
         public: images (m, c, h, w), taken to be of no one in the private data.
+        new_features: public images -> a map of images to features (n, channels, height, width), each image by itself.
         shrinkage: share of the mean eigenvalue that is added to each.
     """
-    known = torch.cat([scattering(part) for part in public.split(PART)])
+    features = new_features(public)
+    known = torch.cat([features(part) for part in public.split(PART)])
     mean, matrix = known.mean((0, 2, 3)), _decorrelating(known, shrinkage)
     shift = matrix @ mean
     seen = images.new_empty(len(images), *known.shape[1:])
     for place, part in zip(seen.split(PART), images.split(PART), strict=True):
-        place.copy_(_of_equal_norms(torch.einsum("ab,nbhw->nahw", matrix, scattering(part)) - shift[:, None, None]))
+        place.copy_(_of_equal_norms(torch.einsum("ab,nbhw->nahw", matrix, features(part)) - shift[:, None, None]))
     return seen
 
 

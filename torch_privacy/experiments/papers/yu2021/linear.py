@@ -15,26 +15,22 @@ Source: D. Yu et al. (2021), arXiv:2102.12677; features after A. Coates and A. N
 training with sparse coding and vector quantization", ICML 2011.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data import Data, load_cifar10, load_public_images
+from torch_privacy.experiments.models.patches import Patches
 from torch_privacy.experiments.papers.yu2021 import common
 from torch_privacy.experiments.papers.yu2021.common import Comparison, Public
 from torch_privacy.support import validate as _check
 
-FILTERS, SIZE, STRIDE, CELLS = 512, 6, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
-NUM_PATCHES = 50_000  # from which the covariance is estimated
-LEAST_VARIANCE = 0.1  # added to the variances of the whitened directions
-FLAT = 1e-3  # added to the variance of a patch of pixels in [0, 1]
-THRESHOLD = 0.25  # subtracted from responses, which have a standard deviation of about 1
-CHUNK = 100  # images at a time, few enough for malloc to reuse their memory
+FILTERS, STRIDE, CELLS = 512, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,43 +53,10 @@ DEFAULTS = Settings(  # the paper's k; the others were tuned
 )
 
 
-class Features:
-    """Maps images (n, 3, 32, 32) to features (n, 4096) of norm 1, determined by public images alone.
-
-    Patches are centered, scaled and whitened with the covariance of the public patches; some of these are the filters.
-    """
-
-    def __init__(self, images: Tensor):
-        generator = torch.Generator().manual_seed(0)
-        n, _, height, width = images.shape
-        which, top, left = (
-            torch.randint(high, (NUM_PATCHES,), generator=generator) for high in (n, height - SIZE, width - SIZE)
-        )
-        windows = images.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # (n, 3, h, w, SIZE, SIZE)
-        patches = _normalized(windows[which, :, top, left].flatten(1))
-        covariance = patches.T @ patches / NUM_PATCHES
-        variances, directions = torch.linalg.eigh(covariance)
-        whitening = directions / (variances + LEAST_VARIANCE).sqrt() @ directions.T
-        filters = F.normalize(patches[:FILTERS] @ whitening) @ whitening  # to be applied to patches before whitening
-        filters -= filters.mean(1, keepdim=True)  # and before centering
-        self._filters = filters.view(FILTERS, -1, SIZE, SIZE)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Returns the features, computed in chunks."""
-        return torch.cat([self._of_few(part) for part in images.split(CHUNK)])
-
-    def _of_few(self, images: Tensor) -> Tensor:
-        mean, square = (F.avg_pool2d(x.mean(1, keepdim=True), SIZE, STRIDE) for x in (images, images.square()))
-        responses = F.conv2d(images, self._filters, stride=STRIDE)
-        responses /= (square - mean.square()).clamp(min=0).add(FLAT).sqrt()
-        pooled = [F.adaptive_avg_pool2d(F.relu(sign * responses - THRESHOLD), CELLS) for sign in (1, -1)]
-        return F.normalize(torch.cat(pooled, 1).sqrt().flatten(1))
-
-
-def _normalized(patches: Tensor) -> Tensor:
-    """Returns every patch with mean 0 and, unless it is constant, variance about 1."""
-    centered = patches - patches.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + FLAT).sqrt()
+def new_features(public: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a map of images (n, 3, 32, 32) to features (n, 4096) of norm 1, determined by public images alone."""
+    patches = Patches(public, filters=FILTERS, stride=STRIDE, cells=CELLS)
+    return lambda images: F.normalize(patches(images).sqrt().flatten(1))
 
 
 @cache
@@ -101,7 +64,7 @@ def load_features(folder: str | None, num_examples: int) -> tuple[Data, Public]:
     """Returns CIFAR-10 and the public images, both as features."""
     _check.whole("train", at_least=5, num_examples=num_examples)
     public, data = load_public_images(folder), load_cifar10(folder)
-    features = Features(public.images)
+    features = new_features(public.images)
     sizes = (data.train, num_examples), (data.test, num_examples // 5)
     train, test = (TensorDataset(features(part.tensors[0][:n]), part.tensors[1][:n]) for part, n in sizes)
     found = Data(data.name, train, test, data.classes, data.licence, data.files)
