@@ -26,6 +26,7 @@ OURS, HOLDS, FAILS = FILE_COLORS[0], FILE_COLORS[2], FILE_COLORS[5]
 WIDTH = 4.7  # inches: text stays legible on a phone
 VARIED = "."  # settings of a sweep
 MARKS = {"GP": "^", "B-GEP": "v", "GEP": "o"}
+FEATURES = {"scattering": "s", "convolutions": "^", "patches": "D"}
 PLACES = {  # side -> offset in points, alignments
     "above": ((0, 6), "center", "bottom"),
     "below": ((0, -7), "center", "top"),
@@ -185,15 +186,16 @@ PRINTED = {  # Table 1 of Yu et al.
 
 
 def best() -> list[Panel]:
-    """The best known: scattering coefficients and convolutions."""
+    """The best known: scattering coefficients, convolutions and patches."""
     panels = []
     for data, names in (("MNIST", ("best-mnist", "best-mnist-cnn")), ("CIFAR-10", ("best-cifar10",))):
         claims, points = [], []
         for row, content in ((row, content) for name in names for row, content in kept(name).items()):
-            mark = "^" if "convolutions" in row else "s"
+            mark = [mark for kind, mark in FEATURES.items() if kind in row][-1]
             points += ours(content, mark=mark)
             if "score" in content["paper"]:
-                claims.append(Claim(100 * content["paper"]["score"], 3.0, None, mark))
+                by = FEATURES["convolutions"] if data == "CIFAR-10" else mark  # also beside our patches
+                claims.append(Claim(100 * content["paper"]["score"], 3.0, None, by))
         panels.append(Panel(data, "accuracy (%)", claims, points))
     return panels
 
@@ -293,8 +295,7 @@ def legend(panels: Sequence[Panel]) -> list[Line2D]:
     if set(MARKS.values()) <= marks:
         entries += [(True, {"marker": mark, "color": FILE_FAINT, "label": name}) for name, mark in MARKS.items()]
     elif "^" in marks:
-        names = {"s": "scattering", "^": "convolutions"}
-        entries += [(True, {"marker": mark, "color": FILE_FAINT, "label": name}) for mark, name in names.items()]
+        entries += [(True, {"marker": mark, "color": FILE_FAINT, "label": name}) for name, mark in FEATURES.items()]
     return [Line2D([], [], **{**sizes, **entry}) for shown, entry in entries if shown]
 
 
