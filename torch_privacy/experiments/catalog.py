@@ -238,7 +238,7 @@ CATALOG = (
     Experiment(
         "best-cifar10", TRAMER, "best.cifar10:FIXED",
         "Table 1, CIFAR-10", "small photographs by fixed features, with a dense layer and convolutions",
-        11_000, 60, "CIFAR-10, CIFAR-100", trains=True,
+        11_000, 80, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "best-cifar10-tuning", TRAMER, "best.tuning:TUNING",
