@@ -46,19 +46,19 @@ class Settings(common.Settings):
     public_epochs: int = 8  # of the network that computes the features
 
 
-DEFAULTS = Settings(
-    target_epsilon=2.0,
-    expected_batch_size=1000,
-    learning_rate=0.1,
-    baseline_learning_rate=0.05,
-    clip_norm=0.1,
-    residual_clip_norm=0.02,
-    num_basis=200,
-    num_anchors=500,
-    optimizer="Adam",
-    decay="none",
-    epochs=4,  # 100 steps
-)
+ON_FEATURES: dict[str, Any] = {  # settings of one dense layer on features of any network
+    "target_epsilon": 2.0,
+    "expected_batch_size": 1000,
+    "learning_rate": 0.1,
+    "baseline_learning_rate": 0.05,
+    "clip_norm": 0.1,
+    "residual_clip_norm": 0.02,
+    "num_basis": 200,
+    "num_anchors": 500,
+    "optimizer": "Adam",
+    "decay": "none",
+}
+DEFAULTS = Settings(**ON_FEATURES, epochs=4)  # 100 steps
 
 
 def new_network() -> nn.Module:
