@@ -77,7 +77,7 @@ CATALOG = (
     Experiment(
         "abadi-pca", ABADI, "abadi2016.projections:STUDY",
         "Section 5.2",
-        "digits behind other components, random directions, all pixels, two layers: accuracy, time", 6000, 60, "MNIST",
+        "digits behind other components, random directions, all pixels, two layers: accuracy, time", 2400, 60, "MNIST",
         trains=True,
     ),
     Experiment(
