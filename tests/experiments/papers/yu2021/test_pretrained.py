@@ -64,7 +64,7 @@ def test_features_are_those_of_the_published_network(network):
     found = pretrained.features(network, images, 64)
     assert found.shape == (3, pretrained.NUM_FEATURES)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
-    assert expected.std(0).max() > 0.05  # so that the tolerance tells one image from another
+    assert expected.std(0).max() > 0.05  # images differ by far more than the tolerance
 
 
 def test_features_are_of_one_image_alone(network, monkeypatch):

@@ -28,7 +28,7 @@ from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE, Training
 GRIDS, SHRINKAGES, RATES = (2, 3), (0.1, 0.4, 1.6), (0.125, 0.25, 0.5)
 NUM_IMAGES = 2_000  # every fourth is held out
 NUM_EXAMPLES = 2 * NUM_IMAGES * 3 // 4  # to learn from
-PATCHES = cifar10.RECIPES.recipes["patches, linear"]  # whose grid, decorrelation and rate are to be chosen
+PATCHES = cifar10.RECIPES.recipes["patches, linear"]  # the recipe to tune
 TARGET = replace(cifar10.RECIPES.defaults, **PATCHES.settings)
 
 

