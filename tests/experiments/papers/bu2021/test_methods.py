@@ -131,6 +131,7 @@ def test_large_networks_have_the_paper_s_sizes_and_methods():
     sizes = [sum(p.numel() for p in comparison.new_model().parameters()) for comparison in comparisons]
     assert sizes[:2] == [21_598_922, 32_394_562]
     assert sizes[2] == pytest.approx(17_146_938, rel=1.1e-4)
+    assert {comparison.defaults.expected_batch_size for comparison in comparisons} == {64}
     rows = {row.name: row for row in jl_large.rows(quick=False)}
     assert len(rows) == 9 + 9 + 8
     assert {"AlexNet, JL(1)", "VGG-13, JL(10)", "17.1 M, JL(30)", "VGG-13, ours, exact"} <= set(rows)
@@ -145,6 +146,15 @@ def test_quick_look_takes_the_narrow_network():
     assert (quick.batch_size, full.batch_size) == (8, 64)
     narrow = sum(p.numel() for p in quick.new_model().parameters())
     assert 20 * narrow < sum(p.numel() for p in full.new_model().parameters())
+
+
+def test_shorter_trainings_differ_in_rate_and_epochs_and_are_timed_by_their_method():
+    rows = {row.name: row for row in jl_mnist.ON_IMDB.trainings(quick=False)}
+    exact, projected = (rows[f"trained, {method}, 3 epochs at rate 0.01"] for method in ("exact", "JL(30)"))
+    assert exact.settings == {"num_projections": 0, "learning_rate": 0.01, "epochs": 3}
+    assert projected.settings == {**exact.settings, "num_projections": 30}
+    assert [jl._timed_as(row.name) for row in (exact, projected)] == ["ours, exact", "JL(30)"]
+    assert len(jl_mnist.ON_IMDB.trainings(quick=True)) == 2
 
 
 def test_figures_draw_epsilon_over_time(monkeypatch, tmp_path):

@@ -36,16 +36,22 @@ CHANNELS, SIDE = 3 * 81, 8  # of scattering coefficients
 FILTERS, STRIDE, CELLS = 800, 2, 3  # of responses to patches
 NUM_PATCHES = 2 * FILTERS * CELLS**2  # responses
 SHRINKAGE = 0.4  # of their covariance toward a multiple of the identity
+SCATTERING_SHRINKAGE = 0.03  # of that of scattering coefficients
 NUM_EXAMPLES = 50_000
 FEW = {"num_examples": 5_000, "expected_batch_size": 1024, "learning_rate": 0.5, "average": 0.9}
 RATES: dict[float, dict[str, float]] = {1: {"learning_rate": 0.25}, 8: {"learning_rate": 1.0}}  # more noise, less
 SMALL = {"num_examples": 200, "expected_batch_size": 16, "epochs": 0.25, "views": 2, "average": 0.9}
 
 
-def mirrored_patches(public: Tensor, cells: int = CELLS) -> Callable[[Tensor], Tensor]:
-    """Returns a map of images (n, c, h, w) to responses (n, 1600, cells, cells) to patches, the same if mirrored."""
-    patches = Patches(public, filters=FILTERS, stride=STRIDE, cells=cells)
-    return lambda images: (patches(images) + patches(images.flip(3))) / 2
+def new_patches(
+    public: Tensor, *, cells: int = CELLS, filters: int = FILTERS, mirrored: bool = True
+) -> Callable[[Tensor], Tensor]:
+    """Returns a map of images (n, c, h, w) to responses (n, 2 filters, cells, cells) to patches of public images.
+
+    If ``mirrored``, responses are averaged over an image and its mirror image, which therefore look the same.
+    """
+    patches = Patches(public, filters=filters, stride=STRIDE, cells=cells)
+    return (lambda images: (patches(images) + patches(images.flip(3))) / 2) if mirrored else patches
 
 
 def new_scattering(public: Tensor) -> Callable[[Tensor], Tensor]:
@@ -65,8 +71,8 @@ def shifted_or_mirrored(images: Tensor) -> Tensor:
     return flipped(cropped(images, 32, padding=4))
 
 
-PATCHES = partial(whitened_by, new_features=mirrored_patches, shrinkage=SHRINKAGE)
-SCATTERED = partial(whitened_by, new_features=new_scattering, shrinkage=0.03)
+PATCHES = partial(whitened_by, new_features=new_patches, shrinkage=SHRINKAGE)
+SCATTERED = partial(whitened_by, new_features=new_scattering, shrinkage=SCATTERING_SHRINKAGE)
 RECIPES = Recipes(
     replace(DEFAULTS, expected_batch_size=8192, epochs=30, learning_rate=2.0, average=0.95),
     load_cifar10,

@@ -122,6 +122,7 @@ class Comparison:
         trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
         goal: test accuracy whose time the paper compares.
         micro_batches: sizes of the micro-batches with which exact norms are trained as well.
+        shorter: rate and epochs of two more trainings, with exact norms and with 30 projections; none if empty.
         quick_epochs: epochs of a quick look's trainings.
         quick_model: the network that a quick look times; None for the same.
         projections: numbers of projections that are timed.
@@ -136,6 +137,7 @@ class Comparison:
     trained: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     goal: float | None = None
     micro_batches: Sequence[int] = ()
+    shorter: Mapping[str, float] = field(default_factory=dict)
     quick_epochs: float = 0
     quick_model: Callable[[], nn.Module] | None = None
     projections: Sequence[int] = PROJECTIONS
@@ -206,6 +208,11 @@ class Comparison:
             for r, paper in self.trained.items()
             if not quick or r in (0, 30)
         ]
+        if self.shorter and not quick:
+            how = "{epochs:g} epochs at rate {learning_rate:g}".format_map(self.shorter)
+            found += [
+                Training(f"{TRAINED}{method_name(r)}, {how}", {"num_projections": r, **self.shorter}) for r in (0, 30)
+            ]
         return found + [
             Training(f"{TRAINED}micro-batches of {size}", {"micro_batch_size": size, "epochs": epochs})
             for size in self.micro_batches[: 1 if quick else None]
@@ -272,7 +279,7 @@ def _seconds_per_epoch(runs: Mapping[str, Any], name: str, epochs: float) -> flo
 
 def _timed_as(training: str) -> str:
     """Returns the name of the row that times the method of a training."""
-    method = training.removeprefix(TRAINED)
+    method = training.removeprefix(TRAINED).partition(",")[0]
     return method if method in METHODS else f"ours, {method}"
 
 

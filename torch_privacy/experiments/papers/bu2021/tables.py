@@ -93,6 +93,7 @@ ON_IMDB = Comparison(
     },
     trained={0: {}, 30: {}, 10: {}, 5: {}, 1: {SCORE: 0.832, EXACT: 21}},
     goal=0.70,
+    shorter={"learning_rate": 0.01, "epochs": 3},
     quick_epochs=0.01,
 )
 MNIST = ON_MNIST.study(
@@ -103,4 +104,9 @@ MNIST = ON_MNIST.study(
 CIFAR10 = ON_CIFAR10.study(
     "The paper's outer product and double vjp are in PyTorch, where the non-private epoch takes 12 s.",
 )
-IMDB = ON_IMDB.study("The vocabulary is taken from the training reviews without noise: epsilon does not cover it.")
+IMDB = ON_IMDB.study(
+    "The vocabulary is taken from the training reviews without noise: epsilon does not cover it.",
+    "3 epochs at rate 0.01: other settings than the paper's, so that 30 projections train in less than an hour. Of the "
+    "rates 0.005 and 0.01, and of 1 to 5 epochs, these were the best on 3,000 training reviews that were held out "
+    "(71.7 %). No epsilon covers this choice.",
+)

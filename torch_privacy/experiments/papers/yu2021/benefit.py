@@ -86,18 +86,19 @@ COMPARISON = Comparison(
     quick={"num_train": 2000, "expected_batch_size": 200, "epochs": 0.3, "num_basis": 20, "num_anchors": 40},
     tried={
         "GP": [
-            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.5, 1.0, 1.5)),
+            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.5, 1.0, 1.5, 2.0, 2.5)),
             *({"learning_rate": rate, "clip_norm": 0.4} for rate in (1.0, 2.5)),
             {"learning_rate": 4.0, "clip_norm": 0.25},
         ],
         "GEP": [
             *({"learning_rate": rate, "clip_norm": 1.0, "residual_clip_norm": 0.2} for rate in (0.5, 1.0, 1.5)),
-            *({"learning_rate": 1.0, "clip_norm": 1.0, "residual_clip_norm": bound} for bound in (0.1, 0.4)),
+            *({"learning_rate": 1.0, "clip_norm": 1.0, "residual_clip_norm": bound} for bound in (0.1, 0.4, 0.8)),
+            {"learning_rate": 1.5, "clip_norm": 1.0, "residual_clip_norm": 0.4},
             {"learning_rate": 2.5, "clip_norm": 0.4, "residual_clip_norm": 0.08},
         ],
         "B-GEP": [
-            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.25, 0.5, 1.0)),
-            *({"learning_rate": rate, "clip_norm": 0.4} for rate in (1.0, 2.5, 5.0)),
+            *({"learning_rate": rate, "clip_norm": 1.0} for rate in (0.25, 0.5, 1.0, 1.5)),
+            *({"learning_rate": rate, "clip_norm": 0.4} for rate in (1.0, 2.5, 3.5, 5.0)),
         ],
     },
 )
