@@ -148,13 +148,13 @@ CATALOG = (
     ),
     Experiment(
         "jl-imdb", JL, "bu2021.tables:IMDB",
-        "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 13_500, 75, "IMDb",
+        "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 15_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
         "jl-large", JL, "bu2021.large:STUDY",
         "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
-        8000, 70, "MNIST, CIFAR-10",
+        2400, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
         "gep-mnist", GEP, "yu2021.mnist:STUDY",
@@ -214,7 +214,7 @@ CATALOG = (
     Experiment(
         "gep-benefit-tuning", GEP, "yu2021.benefit:TUNING",
         "Section 4", "settings for gep-benefit: accuracy on held-out training images",
-        4000, 60, "CIFAR-10, CIFAR-100", trains=True,
+        5400, 60, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-figures", GEP, "yu2021.figures:STUDY",
@@ -243,7 +243,7 @@ CATALOG = (
     Experiment(
         "best-cifar10-tuning", TRAMER, "best.tuning:TUNING",
         "Table 1, CIFAR-10", "settings for best-cifar10: accuracy on a task of public photographs alone",
-        900, 90, "CIFAR-100", trains=True,
+        2400, 90, "CIFAR-100", trains=True,
     ),
     Experiment(
         "best-cifar10-wide", DE, "best.cifar10:WIDE",

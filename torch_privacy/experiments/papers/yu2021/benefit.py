@@ -144,8 +144,9 @@ NOTES = (
     "(m = 1000 for k = 500); width 8: p = 11,162, width 32: p = 113,738. The paper's numbers are those of "
     "ResNet-20 (p = 268,346, 10,000 steps, 50,000 images).",
     "Settings come from gep-benefit-tuning, by accuracy on held-out training images, with k = 200 and width 16, one "
-    "seed. The same number of settings was tried for each method. The rows of GEP with a k or a width in their name "
-    "have a residual's bound of 0.4, the best of the first six settings, where the row of epsilon 8 has 0.8.",
+    "seed. The rows of GEP with a k or a width in their name have a residual's bound of 0.4, the best of the first "
+    "six settings, where the row of epsilon 8 has 0.8. A bound of 1.2 was tried last and is better still on held-out "
+    "images (49.6 %, where GP has at most 46.6 %); its training on five seeds is left.",
 )
 SHOWN = {key: column for key, column in COLUMNS.items() if key != BASELINE}  # plain SGD is unstable here
 STUDY = Study(SHOWN, rows, NOTES, DEFAULTS, build_task, findings=common.findings, findings_need_all=False)
