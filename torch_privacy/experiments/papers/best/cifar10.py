@@ -123,7 +123,7 @@ FIXED = RECIPES.study(
     notes=(
         "Patches and coefficients are decorrelated as those of 2,000 public photographs of CIFAR-100 are. The paper's "
         "number is that of convolutions on scattering coefficients, without public data, on both rows that have it.",
-        "All settings of the patches come from public photographs (best-cifar10-tuning), which costs no privacy. Grid, "
+        "The settings of the patches were tuned on public photographs (best-cifar10-tuning), at no cost in privacy. Grid, "
         "decorrelation, rates, filters and the average over mirror images are the best of those tried there. Twice as "
         "many epochs are 0.5 points better there, which is within the error of 1.5, so the shorter training was kept.",
         "The rate and the decorrelation of the dense layer on scattering coefficients were chosen at epsilon 3 by "

@@ -56,7 +56,7 @@ NOTES = (
 )
 TUNING_NOTES = (
     f"Accuracy on the last {HELD_OUT:,} training images, on which nothing is trained here. The test images play no "
-    "part. The same number of settings was tried for each method. No epsilon covers the choice.",
+    "part. Each method has the same number of settings, unless some are left out below. No epsilon covers the choice.",
 )
 
 
