@@ -174,7 +174,14 @@ def yu2021() -> list[Panel]:
             for row, content in kept(name).items()
             for point in ours(content, mark=MARKS.get(row.partition(",")[0], "s"))
         ]
-        panels.append(Panel(data, "accuracy (%)", claims, points, height=2.5))
+        title = data
+        if data == "CIFAR-10" and not points:  # ResNet-20 takes a GPU
+            title = "CIFAR-10 (ours: an eighth of the parameters)"
+            for method, mark in MARKS.items():
+                points += ours(kept("gep-benefit")[f"{method}, epsilon 8"], mark=mark)
+        elif not points:
+            title = f"{data} (not run by us)"
+        panels.append(Panel(title, "accuracy (%)", claims, points, height=2.5))
     return panels
 
 

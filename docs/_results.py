@@ -2,9 +2,10 @@
 """Writes results.md from finished runs of ``torch-privacy reproduce``: ``python docs/_results.py RUN [RUN ...]``.
 
 Each run's ``results.json`` is kept in docs/results, one for each experiment; a new one takes the place of the old. Rows
-that the new run left out (``--only``, ``--skip``) stay from the old one, if it had the same seeds. The page is made of
-these files alone: without arguments it is only written anew. In place of a run, the name of an experiment renews the
-words of its kept results: notes and findings, as the code has them now. Do this only if the settings have not changed.
+that the new run left out (``--only``, ``--skip``) stay from the old one, with their own seeds: the page then shows a
+command for each list of seeds. The page is made of these files alone: without arguments it is only written anew. In
+place of a run, the name of an experiment renews the words of its kept results: notes and findings, as the code has them
+now. Do this only if the settings have not changed.
 """
 
 import json
@@ -73,13 +74,16 @@ def with_kept_rows(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     if not (new.get("only") or new.get("skip")):
         return new
     made = {row["row"]: row for row in new["rows"]}
-    kept = {row["row"]: row for row in old["rows"] if old["seeds"] == new["seeds"] or not row["seeded"]}
+    kept = {row["row"]: row for row in old["rows"]}
     names = [row.name for row in load_study(new["reproduce"]).rows(False)]
     rows = [made.get(name) or kept[name] for name in names if name in made or name in kept]
     if len(rows) == len(made):
         return new
     skip = [*new.get("skip", ()), *old.get("skip", ())]
-    return reworded({**new, "rows": rows, "only": [], "skip": skip, "deltas": new["deltas"] or old["deltas"]})
+    merged = {**new, "rows": rows, "only": [], "skip": skip, "deltas": new["deltas"] or old["deltas"]}
+    return reworded(
+        {**merged, "seeds": list(max(table.rows_by_seeds(merged).items(), key=lambda item: len(item[1]))[0])}
+    )
 
 
 def reworded(results: dict[str, Any]) -> dict[str, Any]:
@@ -115,18 +119,30 @@ def page() -> str:
 
 def section(results: dict[str, Any]) -> str:
     """One experiment: its command, what it shows, the table, the notes."""
-    paper, seeds = results["paper"], results["seeds"]
-    option = "" if seeds == [0] else f" --seeds {','.join(map(str, seeds))}"
-    option += "".join(f" --{key} {shlex.quote(row)}" for key in ("only", "skip") for row in results.get(key, ()))
+    paper = results["paper"]
     parts = [
         f"## {results['reproduce']}",
-        f"```bash\ntorch-privacy reproduce {results['reproduce']}{option}\n```",
+        "\n".join(["```bash", *commands(results), "```"]),
         f"{table.what(results)}: {paper['authors']}, {results['place']} ({paper['source']}). {table.summary(results)}.",
         *picture(results["reproduce"]),
         table.markdown(results).rstrip(),
         *results["notes"],
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def commands(results: dict[str, Any]) -> list[str]:
+    """The command for the rows of each list of seeds, that of most rows first."""
+    most, *others = table.rows_by_seeds(results).items()
+    apart = [name for _, names in others for name in names]
+    patterns = [("only", results.get("only", ())), ("skip", [*results.get("skip", ()), *apart])]
+    asked = [(most[0], patterns), *((seeds, [("only", names)]) for seeds, names in others)]
+    return [
+        f"torch-privacy reproduce {results['reproduce']}"
+        + ("" if list(seeds) == [0] else f" --seeds {','.join(map(str, seeds))}")
+        + "".join(f" --{key} {shlex.quote(name)}" for key, names in patterns for name in names)
+        for seeds, patterns in asked
+    ]
 
 
 def picture(name: str) -> list[str]:

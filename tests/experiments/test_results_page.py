@@ -67,8 +67,25 @@ def test_rows_that_a_run_left_out_stay_from_the_run_before(script):
     assert "trained, JL(10)" not in again["skip"]
     assert "Left out: vanilla; " in both["notes"][-1]
     assert both["rows"][0]["paper"]["seconds_per_epoch"] == 12
-    assert script.with_kept_rows({**new, "seeds": [1]}, old)["rows"][-1]["row"] == "trained, exact"
+    assert script.with_kept_rows({**new, "seeds": [1]}, old)["rows"][-1]["row"] == "trained, JL(1)"
     assert script.with_kept_rows({**new, "only": []}, old) == {**new, "only": []}
+
+
+def test_rows_with_more_seeds_have_a_command_of_their_own(script):
+    old = kept([("non-private", False), ("trained, exact", True), ("trained, JL(30)", True), ("trained, JL(1)", True)])
+    new = kept([("trained, exact", True)], only=["trained, exact"], notes=[], seeds=[0, 1])
+    new["rows"][0]["runs"] = [{"seed": seed, "numbers": {}} for seed in (0, 1)]
+    both = script.with_kept_rows(new, old)
+    assert both["seeds"] == [0]
+    first, second = script.commands(both)
+    assert first.startswith("torch-privacy reproduce jl-imdb --skip vanilla")
+    assert first.endswith("--skip 'trained, exact'")
+    assert "non-private" not in first
+    assert second == "torch-privacy reproduce jl-imdb --seeds 0,1 --only 'trained, exact'"
+    assert script.table.rows_by_seeds(both)[0, 1] == ["trained, exact"]
+    times = [{**row, "runs": [{**run, "seconds": 1.0} for run in row["runs"]]} for row in both["rows"]]
+    said = script.table.summary({**both, "rows": times, "machine": "2 CPU cores"})
+    assert said == "Seed 0, seeds 0, 1 of trained, exact, 5 s on 2 CPU cores, epsilon at delta = 1e-05"
 
 
 def test_every_paper_has_its_figure_on_the_page(script):

@@ -115,7 +115,7 @@ CATALOG = (
     ),
     Experiment(
         "gdp-imdb-lstm", GDP, "bu2020.imdb_lstm:STUDY",
-        "Table 3, LSTM", "the same with a two-layer LSTM, privately and without privacy", 2500, 120,
+        "Table 3, LSTM", "film reviews by a two-layer LSTM, privately and without privacy", 2500, 120,
         "IMDb", trains=True,
     ),
     Experiment(
@@ -144,16 +144,21 @@ CATALOG = (
     ),
     Experiment(
         "jl-cifar10", JL, "bu2021.tables:CIFAR10",
-        "tables, CIFAR-10", "the same for small photographs", 80_000, 90, "CIFAR-10", trains=True,
+        "tables, CIFAR-10",
+        "small photographs by random projections: time, memory, largest batch, accuracy",
+        80_000, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
         "jl-imdb", JL, "bu2021.tables:IMDB",
-        "tables, IMDb", "the same for film reviews, with an LSTM and Adam", 15_000, 75, "IMDb",
+        "tables, IMDb",
+        "film reviews by an LSTM, Adam and random projections: time, memory, largest batch, accuracy",
+        15_000, 75, "IMDb",
         trains=True,
     ),
     Experiment(
         "jl-large", JL, "bu2021.large:STUDY",
-        "tables, large networks", "the same for AlexNet, VGG-13 and a network of 17 M parameters",
+        "tables, large networks",
+        "AlexNet, VGG-13 and a network of 17 M parameters by random projections: time and memory",
         2400, 70, "MNIST, CIFAR-10",
     ),
     Experiment(
@@ -168,22 +173,22 @@ CATALOG = (
     ),
     Experiment(
         "gep-cifar10", GEP, "yu2021.cifar10:CIFAR10",
-        "Table 1, CIFAR-10", "the same for small photographs and ResNet-20; needs a GPU",
+        "Table 1, CIFAR-10", "small photographs and ResNet-20 with noise on embedding and residual; needs a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-svhn", GEP, "yu2021.cifar10:SVHN",
-        "Table 1, SVHN", "the same for house numbers, which the user must fetch; needs a GPU",
+        "Table 1, SVHN", "house numbers, which the user must fetch, with noise on both parts; needs a GPU",
         600_000, 120, "SVHN, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-linear", GEP, "yu2021.linear:STUDY",
-        "Appendix A", "the same for one dense layer on features of public images",
+        "Appendix A", "one dense layer on features fitted to public images, with noise on both parts",
         2600, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-network", GEP, "yu2021.network:STUDY",
-        "Table 3", "the same on features of a network that learned from half of the data, at epsilon 0.1 to 2",
+        "Table 3", "one dense layer on features of a network that learned from half of the data, epsilon 0.1 to 2",
         1200, 130, "CIFAR-10", trains=True,
     ),
     Experiment(
@@ -193,7 +198,7 @@ CATALOG = (
     ),
     Experiment(
         "gep-pretrained", GEP, "yu2021.pretrained:STUDY",
-        "Table 3", "the same on features of a network that learned from ImageNet; needs the extra pretrained",
+        "Table 3", "one dense layer on features of a network that learned from ImageNet; needs the extra pretrained",
         2400, 150, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
@@ -232,7 +237,7 @@ CATALOG = (
     ),
     Experiment(
         "best-mnist-cnn", TRAMER, "best.mnist:CONVOLUTIONS",
-        "Table 1, MNIST", "the same by convolutions on several views of an example",
+        "Table 1, MNIST", "digits, or images of your own, by convolutions on several views of an example",
         2300, 40, "MNIST", trains=True,
     ),
     Experiment(
@@ -247,7 +252,7 @@ CATALOG = (
     ),
     Experiment(
         "best-cifar10-wide", DE, "best.cifar10:WIDE",
-        "tables, CIFAR-10", "the same by a wide network, in 16 views; needs a GPU",
+        "tables, CIFAR-10", "small photographs by a wide network, in 16 views; needs a GPU",
         200_000, 45, "CIFAR-10", trains=True,
     ),
     Experiment(

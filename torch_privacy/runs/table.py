@@ -86,12 +86,29 @@ def summary(results: Mapping[str, Any]) -> str:
     runs = [run for row in results["rows"] for run in row["runs"]]
     parts = ["Quick look"] if results["quick"] else []
     if any(row["seeded"] for row in results["rows"]):
-        parts.append(f"seed{'s' * (len(results['seeds']) > 1)} {', '.join(map(str, results['seeds']))}")
+        most, *others = rows_by_seeds(results).items()
+        parts.append(_seeds(most[0]))
+        parts += [f"{_seeds(seeds)} of {' and '.join(names)}" for seeds, names in others]
     parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
     if deltas := results.get("deltas"):
         parts.append(f"epsilon at delta = {' and '.join(f'{delta:g}' for delta in deltas)}")
     text = ", ".join(parts)
     return text[0].upper() + text[1:]
+
+
+def rows_by_seeds(results: Mapping[str, Any]) -> dict[tuple[int, ...], list[str]]:
+    """Returns the rows' names by their seeds, most rows first; rows that need no seed are with the first."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row in results["rows"]:
+        if row["seeded"]:
+            found.setdefault(tuple(run["seed"] for run in row["runs"]), []).append(row["row"])
+    found = dict(sorted(found.items(), key=lambda item: -len(item[1]))) or {tuple(results["seeds"]): []}
+    next(iter(found.values())).extend(row["row"] for row in results["rows"] if not row["seeded"])
+    return found
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def duration(seconds: float) -> str:

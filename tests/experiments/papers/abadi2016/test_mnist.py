@@ -120,3 +120,20 @@ def test_resumed_run_keeps_the_components_that_were_released():
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=f"{name}=0 must be an integer of at least 1"):
         build_task(replace(DEFAULTS, **{**SMALL, name: 0}))
+
+
+def test_noise_falls_in_ten_parts_that_spend_the_target():
+    settings = replace(DEFAULTS, **SMALL, epochs=10.0, target_epsilon=2.0, noise_multiplier=None, final_noise=0.5)
+    task = build_task(settings)
+    model = task.new_model()
+    training = tp.PrivateTraining(
+        model, task.new_optimizer(model), task.train, expected_batch_size=20, num_steps=100,
+        target_epsilon=2.0, delta=settings.delta, **task.private(model),
+    )  # fmt: skip
+    noises = [training.settings.noise_at(step) for step in range(100)]
+    assert len(set(noises)) == 10
+    assert noises[-1] == pytest.approx(noises[0] / 2)
+    assert noises == sorted(noises, reverse=True)
+    steps = [(privacy.SubsampledGaussian(noise, 0.1), 1) for noise in noises]
+    spent = privacy.compose([(privacy.NoisyCovariance(7.0), 1), *steps]).epsilon(settings.delta).high
+    assert 1.9 < spent <= 2.0 * (1 + 1e-6)

@@ -41,6 +41,25 @@ def test_sweep_says_what_its_best_lot_means_for_the_papers_rule(best, said):
         for row in sweep.rows(quick=False)
     ]
     rows[0]["runs"][0]["numbers"]["score"] = 0.96 if best == 600 else 0.9
-    (sentence,) = sweep.findings({"rows": rows})
+    sentence, _ = sweep.findings({"rows": rows})
     assert f"245 of 60,000 here, {said}" in sentence
     assert f"the best lot has {best} (200: " in sentence
+
+
+def test_sweep_says_how_stable_accuracy_is_over_the_rates():
+    scores = {"learning rate 0.01": 0.9, "learning rate 0.05": 0.93, "learning rate 0.2": 0.99}
+    rows = [
+        {"row": row.name, "runs": [{"numbers": {"score": scores.get(row.name, 0.91)}}]} for row in sweep.rows(False)
+    ]
+    _, sentence = sweep.findings({"rows": rows})
+    assert "Ours vary by 3.0 points there, and are best at 0.2 (0.01: 90.0 %, " in sentence
+
+
+@pytest.mark.parametrize("name", sweep.TOGETHER)
+def test_larger_rates_with_less_noise_spend_the_same_in_fewer_epochs(name):
+    reference, *others = sweep.rows(quick=False)
+    (row,) = (row for row in others if row.name == name)
+    assert row.settings["epochs"] < reference.settings["epochs"]
+    settings = replace(DEFAULTS, **row.settings)
+    step = SubsampledGaussian(settings.noise_multiplier, 0.01), round(100 * settings.epochs)
+    assert 0.999 * EPSILON < compose([(NoisyCovariance(7.0), 1), step]).epsilon(1e-5).high <= EPSILON

@@ -18,6 +18,25 @@ def test_epochs_are_those_of_the_first_time_that_an_accuracy_is_reached(tmp_path
     assert set(figure4.epochs_to_accuracy(folder)) <= set(figure4.COLUMNS)
 
 
+@pytest.mark.parametrize(("noise", "accountant"), [(0.7, "moments"), (0.638, "CLT"), (0.656, "certified")])
+def test_score_at_a_budget_is_that_of_the_last_epoch_within_it(noise, accountant):
+    scores = [epoch / 100 for epoch in range(1, 71)]
+    found = figure4.score_at(4.0, noise, scores)
+    epochs = round(100 * found)
+
+    def epsilon(epochs: int) -> float:
+        steps = round(epochs / PROBABILITY)
+        if accountant == "moments":
+            return privacy.moments(noise, PROBABILITY, steps, DELTA)
+        if accountant == "CLT":
+            return privacy.clt(noise, PROBABILITY, steps).epsilon(DELTA)
+        return privacy.compose([(privacy.SubsampledGaussian(noise, PROBABILITY), steps)]).epsilon_high(DELTA)
+
+    assert epsilon(epochs) <= 4 < epsilon(epochs + 1)
+    assert figure4.score_at(100.0, noise, scores) is None
+    assert figure4.score_at(0.01, noise, scores) is None
+
+
 @pytest.mark.parametrize("epochs", figure4.NOISES)
 def test_noises_are_those_of_the_calibration(epochs):
     noises = figure4.NOISES[epochs]

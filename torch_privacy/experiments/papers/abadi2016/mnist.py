@@ -32,7 +32,7 @@ from torch_privacy.experiments.models import networks
 from torch_privacy.experiments.papers.abadi2016 import accuracies
 from torch_privacy.experiments.papers.abadi2016.levels import LAYERS, LEVELS
 from torch_privacy.experiments.study import Study
-from torch_privacy.experiments.task import Task, seeded
+from torch_privacy.experiments.task import Task, number_of_steps, seeded
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,
@@ -55,6 +55,7 @@ RANDOM = "random"  # directions that depend on the seed alone
 NONE = "none"  # all pixels
 LEARNED = "learned"  # a further hidden layer of ReLU units, one for each component
 PROJECTIONS = COMPONENTS, RANDOM, NONE, LEARNED
+NOISE_PARTS = 10  # parts of a training, each with a noise of its own
 FINAL_RATE, DECAY_EPOCHS = 0.52, 10  # the learning rate decays to this fraction of its start over this many epochs
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
@@ -83,6 +84,7 @@ class Settings(task.Settings):
     num_components: int = 60
     pca_noise_multiplier: float = 7.0
     hidden_units: int = 1000
+    final_noise: float = 1.0  # in the last tenth of the steps, as a share of the first tenth's; linear between them
 
 
 DEFAULTS = Settings(  # the paper's reference, with its middle level of noise
@@ -106,10 +108,11 @@ def task_on(data: Data, settings: Settings, released: Mapping[str, Any] | None =
     _check.whole("train", at_least=1, num_components=settings.num_components, hidden_units=settings.hidden_units)
     images, _ = data.train.tensors
     rule = tp.EachLayer(clip_norm=settings.clip_norm)
+    private = {"clipping": rule, **_schedule(settings, len(images))}
     common: dict[str, Any] = {"new_scheduler": partial(new_scheduler, len(images) / settings.expected_batch_size)}
     if settings.projection != COMPONENTS:
         network = partial(public_model, images[0].numel(), settings)
-        return task.classification(data, network, settings, private=lambda model: {"clipping": rule}, **common)
+        return task.classification(data, network, settings, private=lambda model: private, **common)
     released = released or release_components(images.flatten(1), settings)
     event = privacy.event_from_dict(released["event"])
     prior = privacy.Release(event, released["fingerprint"])
@@ -118,10 +121,20 @@ def task_on(data: Data, settings: Settings, released: Mapping[str, Any] | None =
         data,
         network,
         settings,
-        private=lambda model: {"clipping": rule, "prior_releases": [prior]},
+        private=lambda model: {**private, "prior_releases": [prior]},
         released=released,
         **common,
     )
+
+
+def _schedule(settings: Settings, num_examples: int) -> dict[str, Any]:
+    """Returns the schedule of the noise, in ten parts of equal noise; none if the noise stays the same."""
+    _check.positive("train", final_noise=settings.final_noise)
+    if settings.final_noise == 1:
+        return {}
+    last = NOISE_PARTS - 1
+    of_step = NOISE_PARTS / number_of_steps(settings, num_examples)
+    return {"noise_schedule": lambda t: 1 + (settings.final_noise - 1) * min(last, int(t * of_step)) / last}
 
 
 def release_components(rows: Tensor, settings: Settings) -> dict[str, Any]:

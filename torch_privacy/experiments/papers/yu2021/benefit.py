@@ -79,7 +79,7 @@ COMPARISON = Comparison(
     methods={
         "GP": {"num_basis": 0, "learning_rate": 1.5},
         "B-GEP": {"residual_clip_norm": 0.0, "learning_rate": 2.5, "clip_norm": 0.4},
-        "GEP": {"residual_clip_norm": 0.8},
+        "GEP": {"residual_clip_norm": 1.2},
     },
     levels={EPSILON: {}},
     paper=cifar10.ON_CIFAR10.paper,
@@ -92,10 +92,15 @@ COMPARISON = Comparison(
             {"learning_rate": 4.0, "clip_norm": 0.25},
             {"learning_rate": 1.0, "clip_norm": 1.5},
             {"learning_rate": 0.75, "clip_norm": 2.0},
+            {"learning_rate": 1.25, "clip_norm": 1.0},
+            {"learning_rate": 2.0, "clip_norm": 0.7},
         ],
         "GEP": [
             *({"learning_rate": rate, "clip_norm": 1.0, "residual_clip_norm": 0.2} for rate in (0.5, 1.0, 1.5)),
-            *({"learning_rate": 1.0, "clip_norm": 1.0, "residual_clip_norm": bound} for bound in (0.1, 0.4, 0.8, 1.2)),
+            *(
+                {"learning_rate": 1.0, "clip_norm": 1.0, "residual_clip_norm": bound}
+                for bound in (0.1, 0.4, 0.8, 1.2, 1.6, 2.4)
+            ),
             {"learning_rate": 1.5, "clip_norm": 1.0, "residual_clip_norm": 0.4},
             {"learning_rate": 2.5, "clip_norm": 0.4, "residual_clip_norm": 0.08},
             {"learning_rate": 1.0, "clip_norm": 1.5, "residual_clip_norm": 1.2},
@@ -105,6 +110,8 @@ COMPARISON = Comparison(
             *({"learning_rate": rate, "clip_norm": 0.4} for rate in (1.0, 2.5, 3.5, 5.0)),
             {"learning_rate": 1.0, "clip_norm": 1.5},
             {"learning_rate": 0.75, "clip_norm": 2.0},
+            {"learning_rate": 3.0, "clip_norm": 0.4},
+            {"learning_rate": 4.0, "clip_norm": 0.25},
         ],
     },
 )

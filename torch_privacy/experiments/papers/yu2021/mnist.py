@@ -47,6 +47,7 @@ def new_model() -> nn.Module:
     return gep_mnist_cnn(activation=nn.Tanh).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
+CLIP_NORMS = [{"learning_rate": 1.0 / bound, "clip_norm": bound} for bound in (0.25, 0.5, 2.0)]  # other than 1
 COMPARISON = Comparison(
     DEFAULTS,
     load,
@@ -63,11 +64,13 @@ COMPARISON = Comparison(
     baseline=0.991,
     quick={"epochs": 0.5},
     tried={
-        "GP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)],
-        "B-GEP": [{"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)],
+        "GP": [*({"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)), *CLIP_NORMS],
+        "B-GEP": [*({"learning_rate": rate} for rate in (0.25, 0.5, 1.0, 2.0, 4.0)), *CLIP_NORMS],
         "GEP": [
             *({"learning_rate": rate, "residual_clip_norm": 0.4} for rate in (0.5, 1.0, 2.0, 4.0)),
             {"learning_rate": 1.0, "residual_clip_norm": 0.2},
+            *({"learning_rate": 2.0, "residual_clip_norm": bound} for bound in (0.8, 1.2)),
+            {"learning_rate": 1.0, "residual_clip_norm": 0.8},
         ],
     },
 )  # fmt: skip

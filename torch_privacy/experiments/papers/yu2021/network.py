@@ -118,6 +118,11 @@ def load_public(settings: Any) -> Public:
 
 
 TRIED = [{"learning_rate": rate, "clip_norm": bound} for bound in (1.0, 0.1) for rate in (0.01, 0.05, 0.1)]
+BEYOND = [  # the edges of these
+    *({"learning_rate": 0.2, "clip_norm": bound} for bound in (1.0, 0.1)),
+    {"learning_rate": 0.1, "clip_norm": 0.3},
+    {"learning_rate": 0.2, "clip_norm": 0.03},
+]
 COMPARISON = Comparison(
     DEFAULTS,
     load,
@@ -134,9 +139,13 @@ COMPARISON = Comparison(
     baseline=0.963,
     quick={"num_public": 2500, "public_epochs": 1, "num_train": 5000, "epochs": 1, "num_anchors": 100},
     tried={
-        "GP": TRIED,
-        "B-GEP": TRIED,
-        "GEP": [{**tried, "residual_clip_norm": tried["clip_norm"] / 5} for tried in TRIED],
+        "GP": [*TRIED, *BEYOND],
+        "B-GEP": [*TRIED, *BEYOND],
+        "GEP": [
+            *({**tried, "residual_clip_norm": tried["clip_norm"] / 5} for tried in TRIED),
+            *({"learning_rate": 0.05, "clip_norm": 1.0, "residual_clip_norm": bound} for bound in (0.5, 1.0)),
+            *({"learning_rate": 0.1, "clip_norm": 0.1, "residual_clip_norm": bound} for bound in (0.05, 0.1)),
+        ],
     },
     tuned={("B-GEP", 0.1): {"learning_rate": 0.05}},
 )  # fmt: skip
