@@ -26,6 +26,25 @@ def test_page_of_claims_says_what_the_kept_results_say():
     assert (DOCS / "claims.md").read_text() == loaded("_claims").page(), "run python docs/_claims.py"
 
 
+def test_page_of_items_says_what_the_kept_results_say():
+    items = loaded("_items")
+    assert (DOCS / "papers.md").read_text() == items.page(), "run python docs/_items.py"
+
+
+def test_items_show_seeds_and_the_largest_standard_error(monkeypatch):
+    items = loaded("_items")
+    runs = [[0.5], [0.7, 0.9], [0.8, 0.8]]
+    rows = [
+        {"row": f"row {number}", "runs": [{"numbers": {"score": score}} for score in scores]}
+        for number, scores in enumerate(runs)
+    ]
+    monkeypatch.setattr(items, "kept", lambda name: {"rows": rows, "columns": {"score": {"percent": True}}})
+    assert items.ours("x", ["row 0"]) == "50.0 % (1 seed, 0.5)"  # √(1/4 / 10,000)
+    assert items.ours("x", ["row 2", "row 1"]) == "80.0 / 80.0 % (2 seeds, 10.0)"
+    with pytest.raises(SystemExit, match="no row of x fits 'row 9'"):
+        items.ours("x", ["row 9"])
+
+
 def test_page_says_what_the_kept_results_say(script):
     assert (DOCS / "results.md").read_text() == script.page()
 

@@ -224,7 +224,7 @@ CATALOG = (
     Experiment(
         "gep-figures", GEP, "yu2021.figures:STUDY",
         "Figures 1, 2, 4, 5, 7", "properties of gradients: stable ranks, projection errors, noise",
-        600, 100, "CIFAR-100",
+        600, 100, "CIFAR-10, CIFAR-100",
     ),
     Experiment(
         "pate-mnist", GEP, "yu2021.pate_mnist:STUDY",

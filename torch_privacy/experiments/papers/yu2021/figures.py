@@ -5,7 +5,8 @@
 stable rank of the matrix of gradients and of their residuals, and the part of the mean gradient outside the anchors'
 subspace, or outside a random one: more than 95 % in the paper. The paper measures this on CIFAR-10 and does not account
 for the release of these numbers. Ours use no private example: the network learns to predict by how much an image of
-CIFAR-100 was rotated, and the anchors are other images of CIFAR-100 with random labels. The last rows are Figure 1: the
+CIFAR-100 was rotated, and the anchors are other images of CIFAR-100 with random labels or their true ones, or images of
+CIFAR-10 with random labels. The last rows are Figure 1: the
 norms of noise and gradient of untrained networks of increasing depth, at epsilon 5 after 90 epochs.
 
 Source: D. Yu et al. (2021), arXiv:2102.12677.
@@ -21,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.data import load_public_images
+from torch_privacy.data import load_cifar10, load_public_images
 from torch_privacy.experiments.models.networks import ResNet20
+from torch_privacy.experiments.papers.yu2021.common import labels_of_the_data
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import seeded
 from torch_privacy.jacobian.operator import Jacobian
@@ -36,7 +39,9 @@ GROUPS = "stem", "stages.0", "stages.1", "stages.2", "head"
 TURNS = 4  # classes: quarter turns
 DEPTHS = {20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # ResNet-d: blocks in each of three stages
 BATCH, EPOCHS, NUM_EXAMPLES, EPSILON, DELTA = 1000, 90, 50_000, 5.0, 1e-5  # Figure 1
-RANK, RESIDUAL_RANK, RANDOM = "stable_rank", "residual_stable_rank", "error_random"
+RANK, RESIDUAL_RANK = "stable_rank", "residual_stable_rank"
+OTHER_SOURCE, TRUE_LABELS = "error_other_source", "error_true_labels"
+RANDOM, FEW_RANDOM = "error_random", "error_few_random"
 PARAMETERS, GRADIENT, NOISE = "parameters", "gradient_norm", "noise_norm"
 DIRECTIONS = 50, 100, 200, 400
 
@@ -50,16 +55,20 @@ COLUMNS = {
     RANK: Column("stable rank", digits=1),
     RESIDUAL_RANK: Column("of residuals", digits=1),
     **{error(k): Column(f"error, k = {k}", digits=1, percent=True) for k in DIRECTIONS},
+    OTHER_SOURCE: Column("error, other source", digits=1, percent=True),
+    TRUE_LABELS: Column("error, true labels", digits=1, percent=True),
     RANDOM: Column("error, random", digits=1, percent=True),
+    FEW_RANDOM: Column("error, random, k = 50", digits=1, percent=True),
     PARAMETERS: Column("parameters", digits=0),
     GRADIENT: Column("gradient norm"),
     NOISE: Column("noise norm"),
 }
 NOTES = (
     "Gradients of public photographs of CIFAR-100 alone, in a network that learns to recognize their rotations: those "
-    "of private examples would be a release. k is at most 400, where the paper has up to 2,000.",
-    "Residuals and random directions: with the largest k. Error: the part of the mean gradient's norm outside the "
-    "subspace; by the paper it exceeds 95 % for random ones.",
+    "of private examples would be a release. k is at most 400, where the paper trains with up to 2,000.",
+    "Error: the part of the mean gradient's norm outside the subspace; by the paper it exceeds 95 % for random ones. "
+    "Anchors are other images of CIFAR-100 with random labels, unless a column says otherwise; the other source is "
+    "CIFAR-10. Residuals, other anchors and random directions: with the largest k, unless it is named.",
     "Gradient norm: that of the mean of gradients clipped to their median norm, which also scales the noise.",
 )
 
@@ -115,14 +124,18 @@ def measured_at(step: int, group: str, context: Context) -> Numbers:
 def _course(context: Context) -> dict[tuple[int, str], Numbers]:
     size, found = QUICK if context.quick else FULL, {}
     images, turns = turned(context)
-    anchors, images, turns = images[: size.anchors], images[size.anchors :], turns[size.anchors :]
+    anchors = TensorDataset(images[: size.anchors], turns[: size.anchors])
+    images, turns = images[size.anchors :], turns[size.anchors :]
+    others = load_cifar10(context.data).train.tensors[0][: size.anchors]
     model = new_model(DEPTHS[20], context.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     draw = torch.Generator().manual_seed(context.seed)
     for step in range(size.steps[-1] + 1):
         if step in size.steps:
             jacobian = jacobian_of(model, images[: size.examples], turns[: size.examples])
-            found |= {(step, group): numbers for group, numbers in _groups(size, model, jacobian, anchors).items()}
+            found |= {
+                (step, group): numbers for group, numbers in _groups(size, model, jacobian, anchors, others).items()
+            }
         chosen = torch.randint(len(images), (128,), generator=draw)
         optimizer.zero_grad()
         F.cross_entropy(model(images[chosen]), turns[chosen]).backward()
@@ -149,13 +162,22 @@ def jacobian_of(model: nn.Module, images: Tensor, turns: Tensor) -> Jacobian:
     return tape.jacobian(losses)
 
 
-def _groups(size: Size, model: nn.Module, jacobian: Jacobian, anchors: Tensor) -> dict[str, Numbers]:
+def _groups(
+    size: Size, model: nn.Module, jacobian: Jacobian, anchors: TensorDataset, others: Tensor
+) -> dict[str, Numbers]:
     """Returns every group's stable ranks and projection errors."""
     names = [name for name, _ in model.named_parameters()]
     mean = jacobian.weighted_sum(torch.full((jacobian.num_examples,), 1 / jacobian.num_examples))
-    bases = {error(k): tp.AnchorSubspace(anchors, k, GROUPS).basis(model) for k in size.directions}
-    bases[RANDOM] = tp.AnchorSubspace(anchors, size.directions[-1], GROUPS, power_iterations=0).basis(model)
-    largest, found = bases[error(size.directions[-1])], {}
+    images, (few, *_, most) = anchors.tensors[0], size.directions
+    subspaces = {
+        **{error(k): tp.AnchorSubspace(images, k, GROUPS) for k in size.directions},
+        OTHER_SOURCE: tp.AnchorSubspace(others, most, GROUPS),
+        TRUE_LABELS: tp.AnchorSubspace(anchors, most, GROUPS, labels=labels_of_the_data),
+        RANDOM: tp.AnchorSubspace(images, most, GROUPS, power_iterations=0),
+        FEW_RANDOM: tp.AnchorSubspace(images, few, GROUPS, power_iterations=0),
+    }
+    bases = {name: subspace.basis(model) for name, subspace in subspaces.items()}
+    largest, found = bases[error(most)], {}
     for group in GROUPS:
         inside = [name for name in names if name.startswith(f"{group}.")]
         rows = torch.cat([part.flatten(1) for part in jacobian.restricted(inside).rows().values()], 1).double()
@@ -207,6 +229,7 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
     ranks = {group: over_steps(group, RANK) for group in GROUPS}
     first = {"gradients": over_steps("stages.0", RANK), "residuals": over_steps("stages.0", RESIDUAL_RANK)}
     errors = {f"k = {k}": over_steps("stages.1", error(k)) for k in size.directions}
+    errors |= {"other source": over_steps("stages.1", OTHER_SOURCE), "true labels": over_steps("stages.1", TRUE_LABELS)}
     errors[f"random, k = {size.directions[-1]}"] = over_steps("stages.1", RANDOM)
     draw = partial(plots.curves_plot, xlabel="step")
     return {
