@@ -52,7 +52,7 @@ class Experiment:
     study: str  # module:name, the module under torch_privacy.experiments.papers
     place: str  # table or figure
     shows: str
-    seconds: float  # of the full run for one seed on two CPU cores, measured or extrapolated from one epoch
+    seconds: float  # of the full run for one seed on two CPU cores, measured beside other work, or extrapolated
     quick_seconds: float
     data: str = ""  # data sets that must be at hand; "" if none, or only the one that comes with the package
     trains: bool = False
@@ -71,7 +71,7 @@ CATALOG = (
     Experiment(
         "abadi-sweep", ABADI, "abadi2016.sweep:STUDY",
         "Figure 5",
-        "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 8000, 80, "MNIST",
+        "digits with other components, units, lots, rates, bounds, noise: accuracy at epsilon 2", 22_000, 80, "MNIST",
         trains=True,
     ),
     Experiment(
@@ -97,12 +97,12 @@ CATALOG = (
     Experiment(
         "gdp-mnist", GDP, "bu2020.mnist:STUDY",
         "Table 1", "digits at six noise levels: accuracy, mu, and epsilon by three accountants",
-        4500, 110, "MNIST", trains=True,
+        12_000, 110, "MNIST", trains=True,
     ),
     Experiment(
         "gdp-figure4", GDP, "bu2020.figure4:STUDY",
         "Figure 4, left", "digits with the noise of two accountants: accuracy, and epochs to 95, 96 and 97 %",
-        3500, 110, "MNIST", trains=True,
+        6000, 110, "MNIST", trains=True,
     ),
     Experiment(
         "gdp-adult", GDP, "bu2020.adult:STUDY",
@@ -115,7 +115,7 @@ CATALOG = (
     ),
     Experiment(
         "gdp-imdb-lstm", GDP, "bu2020.imdb_lstm:STUDY",
-        "Table 3, LSTM", "film reviews by a two-layer LSTM, privately and without privacy", 2500, 120,
+        "Table 3, LSTM", "film reviews by a two-layer LSTM, privately and without privacy", 1800, 120,
         "IMDb", trains=True,
     ),
     Experiment(
@@ -140,7 +140,7 @@ CATALOG = (
     Experiment(
         "jl-mnist", JL, "bu2021.tables:MNIST",
         "Tables 3 and 4, MNIST", "time, memory, largest batch and accuracy by random projections",
-        3400, 40, "MNIST", trains=True,
+        16_000, 40, "MNIST", trains=True,
     ),
     Experiment(
         "jl-cifar10", JL, "bu2021.tables:CIFAR10",
@@ -164,12 +164,12 @@ CATALOG = (
     Experiment(
         "gep-mnist", GEP, "yu2021.mnist:STUDY",
         "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
-        3000, 90, "MNIST, CIFAR-100", trains=True,
+        1400, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-mnist-tuning", GEP, "yu2021.mnist:TUNING",
         "Section 4", "settings for gep-mnist: accuracy on held-out training images",
-        1500, 60, "MNIST, CIFAR-100", trains=True,
+        1200, 60, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-cifar10", GEP, "yu2021.cifar10:CIFAR10",
@@ -184,32 +184,32 @@ CATALOG = (
     Experiment(
         "gep-linear", GEP, "yu2021.linear:STUDY",
         "Appendix A", "one dense layer on features fitted to public images, with noise on both parts",
-        2600, 70, "CIFAR-10, CIFAR-100", trains=True,
+        11_000, 70, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-network", GEP, "yu2021.network:STUDY",
         "Table 3", "one dense layer on features of a network that learned from half of the data, epsilon 0.1 to 2",
-        1200, 130, "CIFAR-10", trains=True,
+        500, 130, "CIFAR-10", trains=True,
     ),
     Experiment(
         "gep-network-tuning", GEP, "yu2021.network:TUNING",
         "Table 2", "settings for gep-network: accuracy on held-out training images",
-        2000, 90, "CIFAR-10", trains=True,
+        3500, 90, "CIFAR-10", trains=True,
     ),
     Experiment(
         "gep-pretrained", GEP, "yu2021.pretrained:STUDY",
         "Table 3", "one dense layer on features of a network that learned from ImageNet; needs the extra pretrained",
-        2400, 150, "CIFAR-10, CIFAR-100", trains=True,
+        1200, 150, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-pretrained-tuning", GEP, "yu2021.pretrained:TUNING",
         "Table 2", "settings for gep-pretrained: accuracy on held-out training images",
-        2400, 150, "CIFAR-10, CIFAR-100", trains=True,
+        1600, 150, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-ablations", GEP, "yu2021.ablations:STUDY",
         "Figure 6, Tables 5 and 6", "digits with other auxiliary images, labels, m, k and t, also by B-GEP",
-        6000, 100, "MNIST, CIFAR-10, CIFAR-100", trains=True,
+        10_000, 100, "MNIST, CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-benefit", GEP, "yu2021.benefit:STUDY",
@@ -219,21 +219,21 @@ CATALOG = (
     Experiment(
         "gep-benefit-tuning", GEP, "yu2021.benefit:TUNING",
         "Section 4", "settings for gep-benefit: accuracy on held-out training images",
-        5400, 60, "CIFAR-10, CIFAR-100", trains=True,
+        7000, 60, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-figures", GEP, "yu2021.figures:STUDY",
         "Figures 1, 2, 4, 5, 7", "properties of gradients: stable ranks, projection errors, noise",
-        600, 100, "CIFAR-10, CIFAR-100",
+        1600, 100, "CIFAR-10, CIFAR-100",
     ),
     Experiment(
         "pate-mnist", GEP, "yu2021.pate_mnist:STUDY",
-        "Table 1, PATE", "digits learned from the noisy votes of teachers", 150, 20, "MNIST"
+        "Table 1, PATE", "digits learned from the noisy votes of teachers", 1000, 20, "MNIST"
     ),
     Experiment(
         "best-mnist", TRAMER, "best.mnist:SCATTERING",
         "Table 1, MNIST", "digits, or images of your own in MNIST's format: scattering coefficients, averaged weights",
-        440, 80, "MNIST", trains=True,
+        850, 80, "MNIST", trains=True,
     ),
     Experiment(
         "best-mnist-cnn", TRAMER, "best.mnist:CONVOLUTIONS",
@@ -248,7 +248,7 @@ CATALOG = (
     Experiment(
         "best-cifar10-tuning", TRAMER, "best.tuning:TUNING",
         "Table 1, CIFAR-10", "settings for best-cifar10: accuracy on a task of public photographs alone",
-        2400, 90, "CIFAR-100", trains=True,
+        4000, 90, "CIFAR-100", trains=True,
     ),
     Experiment(
         "best-cifar10-wide", DE, "best.cifar10:WIDE",

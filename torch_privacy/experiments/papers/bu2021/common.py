@@ -127,6 +127,7 @@ class Comparison:
         quick_model: the network that a quick look times; None for the same.
         projections: numbers of projections that are timed.
         prefix: the beginning of the names of the methods' rows.
+        with_largest: whether the largest batch of each method is searched, which takes long for large networks.
     """
 
     defaults: Settings
@@ -142,6 +143,7 @@ class Comparison:
     quick_model: Callable[[], nn.Module] | None = None
     projections: Sequence[int] = PROJECTIONS
     prefix: str = ""
+    with_largest: bool = True
 
     def study(self, *notes: str) -> Study:
         """Returns the study of this comparison; ``notes`` are added to those of all."""
@@ -305,7 +307,7 @@ def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
         return {}
     numbers: dict[str, Number] = {SECONDS: seconds[method], RATIO: seconds[method] / seconds["non-private"]}
     numbers[MEMORY] = peaks[method] / 2**20
-    if (method not in LIKE_OTHERS or LARGEST in comparison.methods.get(method, {})) and not context.quick:
+    if comparison.with_largest and method not in LIKE_OTHERS and not context.quick:
         train = loaded(comparison.load, context.data).train  # in memory shared by the processes
         numbers[LARGEST] = largest_that_fits(partial(_try_size, comparison, method, train), LIMIT, len(train))
     return numbers
