@@ -104,7 +104,7 @@ def test_rows_with_more_seeds_have_a_command_of_their_own(script):
     assert script.table.rows_by_seeds(both)[0, 1] == ["trained, exact"]
     times = [{**row, "runs": [{**run, "seconds": 1.0} for run in row["runs"]]} for row in both["rows"]]
     said = script.table.summary({**both, "rows": times, "machine": "2 CPU cores"})
-    assert said == "Seed 0, seeds 0, 1 of trained, exact, 5 s on 2 CPU cores, epsilon at delta = 1e-05"
+    assert said == "Seed 0 (0, 1 for trained, exact), 5 s on 2 CPU cores, epsilon at delta = 1e-05"
 
 
 def test_every_paper_has_its_figure_on_the_page(script):

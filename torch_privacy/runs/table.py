@@ -87,8 +87,9 @@ def summary(results: Mapping[str, Any]) -> str:
     parts = ["Quick look"] if results["quick"] else []
     if any(row["seeded"] for row in results["rows"]):
         most, *others = rows_by_seeds(results).items()
-        parts.append(_seeds(most[0]))
-        parts += [f"{_seeds(seeds)} of {' and '.join(names)}" for seeds, names in others]
+        apart = [f"{_listed(seeds)} for {' and '.join(names)}" for seeds, names in others]
+        of_some = f" ({'; '.join(apart)})" if apart else ""
+        parts.append(f"seed{'s' * (len(most[0]) > 1)} {_listed(most[0])}{of_some}")
     parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
     if deltas := results.get("deltas"):
         parts.append(f"epsilon at delta = {' and '.join(f'{delta:g}' for delta in deltas)}")
@@ -107,8 +108,8 @@ def rows_by_seeds(results: Mapping[str, Any]) -> dict[tuple[int, ...], list[str]
     return found
 
 
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def duration(seconds: float) -> str:

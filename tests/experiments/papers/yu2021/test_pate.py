@@ -8,12 +8,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data import Data
-from torch_privacy.experiments.papers.yu2021 import pate_mnist
-from torch_privacy.experiments.papers.yu2021.pate_mnist import Size, student_numbers, votes_of_teachers
+from torch_privacy.experiments.papers.yu2021 import pate
+from torch_privacy.experiments.papers.yu2021.pate import Size, student_numbers, votes_of_teachers
 from torch_privacy.privacy import compose
 from torch_privacy.runs.rows import Context
 
-TINY = Size(teachers=6, threshold=4.0, answers={8: 5})
+TINY = Size("MNIST", teachers=6, threshold=4.0, answers={8: 5})
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def made_up(monkeypatch):
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     train, test = (TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(10, (n,))) for n in (60, 40))
-    monkeypatch.setattr(pate_mnist, "load_mnist", lambda folder: Data("made up", train, test, tuple(range(10)), "", {}))
-    monkeypatch.setattr(pate_mnist, "NUM_SCORED", 10)
-    pate_mnist.images_seen.cache_clear()
+    monkeypatch.setattr(pate, "load_mnist", lambda folder: Data("made up", train, test, tuple(range(10)), "", {}))
+    monkeypatch.setattr(pate, "NUM_SCORED", 10)
+    pate.images_seen.cache_clear()
     votes_of_teachers.cache_clear()
     yield train.tensors[0]
-    pate_mnist.images_seen.cache_clear()
+    pate.images_seen.cache_clear()
     votes_of_teachers.cache_clear()
 
 
@@ -42,7 +42,7 @@ def test_every_example_belongs_to_one_teacher_who_votes_once(made_up, monkeypatc
         def predicted(self, points):
             return torch.full((len(points),), len(seen) % 10)
 
-    monkeypatch.setattr(pate_mnist, "Ridge", Teacher)
+    monkeypatch.setattr(pate, "Ridge", Teacher)
     votes = votes_of_teachers(TINY, 0, None)
     assert votes.sum(1).tolist() == [6] * 10
     assert len(seen) == 6
@@ -54,32 +54,32 @@ def test_every_example_belongs_to_one_teacher_who_votes_once(made_up, monkeypatc
 def test_one_example_less_changes_one_vote_on_every_question(made_up, monkeypatch, left_out):
     """What the events' sensitivities, √2 of the votes and 1 of the largest count, are said of."""
     votes = votes_of_teachers(TINY, 0, None)
-    whole = pate_mnist.images_seen(TINY, None)
+    whole = pate.images_seen(TINY, None)
     kept = [number for number in range(60) if number != left_out]
     less = replace(whole, private=whole.private[kept], digits=whole.digits[kept])
-    data = pate_mnist.load_mnist(None)
+    data = pate.load_mnist(None)
     neighbor = replace(data, train=TensorDataset(*(tensor[kept] for tensor in data.train.tensors)))
     votes_of_teachers.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(pate_mnist, "images_seen", lambda *_: less)
-        patch.setattr(pate_mnist, "load_mnist", lambda folder: neighbor)
+        patch.setattr(pate, "images_seen", lambda *_: less)
+        patch.setattr(pate, "load_mnist", lambda folder: neighbor)
         others = votes_of_teachers(TINY, 0, None)
     assert (votes - others).norm(dim=1).max() <= 2**0.5 + 1e-6
     assert (votes.amax(1) - others.amax(1)).abs().max() <= 1
 
 
 def test_a_teacher_without_examples_has_no_vote(made_up):
-    many = Size(teachers=400, threshold=4.0, answers={8: 5})
-    owners = pate_mnist.teachers_of(made_up, 400, 0)
+    many = Size("MNIST", teachers=400, threshold=4.0, answers={8: 5})
+    owners = pate.teachers_of(made_up, 400, 0)
     assert votes_of_teachers(many, 0, None).sum(1).tolist() == [len(owners.unique())] * 10
 
 
 def test_principal_components_see_public_images_only(made_up):
-    before = pate_mnist.images_seen(TINY, None)
+    before = pate.images_seen(TINY, None)
     made_up.zero_()
-    pate_mnist.images_seen.cache_clear()
-    pate_mnist.with_inputs.cache_clear()
-    after = pate_mnist.images_seen(TINY, None)
+    pate.images_seen.cache_clear()
+    pate.with_inputs.cache_clear()
+    after = pate.images_seen(TINY, None)
     assert not torch.equal(before.private, after.private)
     assert torch.equal(before.public, after.public)
     assert torch.equal(before.scored, after.scored)
