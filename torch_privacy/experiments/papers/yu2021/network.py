@@ -155,7 +155,7 @@ STUDY = COMPARISON.study(
     "ImageNet.",
     "100 steps with 1,000 examples on average; the paper tries 50, 100 and 400 steps and does not print the batch. As "
     "in the paper: Adam, k = 200, 500 anchors, a residual's clip norm of one fifth.",
-    "Learning rate and clip norm are the best of six that were tried for each method on held-out images at epsilon 0.1 "
-    "and at 1 (gep-network-tuning). Rows at epsilon 0.5 and 2 have those of 1.",
+    "Learning rate and clip norm are the best of the first six that were tried for each method on held-out images at "
+    "epsilon 0.1 and at 1 (gep-network-tuning). Rows at epsilon 0.5 and 2 have those of 1.",
 )
 TUNING = COMPARISON.tuning(0.1, 1.0)
