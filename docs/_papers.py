@@ -38,6 +38,7 @@ SIDES = {
     "trained, exact, 3 epochs at rate 0.01": "right",
     "trained, JL(10)": "below",
     "trained, micro-batches of 4": "right",
+    "trained, micro-batches of 16": "right",
 }
 POWERS_FROM = 1e4  # epsilon from which on the axis has powers of ten
 
