@@ -6,8 +6,8 @@ stable rank of the matrix of gradients and of their residuals, and the part of t
 subspace, or outside a random one: more than 95 % in the paper. The paper measures this on CIFAR-10 and does not account
 for the release of these numbers. Ours use no private example: the network learns to predict by how much an image of
 CIFAR-100 was rotated, and the anchors are other images of CIFAR-100 with random labels or their true ones, or images of
-CIFAR-10 with random labels. The last rows are Figure 1: the
-norms of noise and gradient of untrained networks of increasing depth, at epsilon 5 after 90 epochs.
+CIFAR-10 with random labels. The last rows are Figure 1: the norms of noise and gradient of untrained networks of
+increasing depth, at epsilon 5 after 90 epochs.
 
 Source: D. Yu et al. (2021), arXiv:2102.12677.
 """
