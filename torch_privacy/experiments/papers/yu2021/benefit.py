@@ -153,8 +153,8 @@ NOTES = (
     "ResNet-20 (p = 268,346, 10,000 steps, 50,000 images).",
     "Settings come from gep-benefit-tuning, by accuracy on held-out training images, with k = 200 and width 16, one "
     "seed. Rows of GEP with a k or a width in their name have a residual's bound of 0.4, the best of the first six "
-    "settings that were tried; the others have 1.2. Held out, GP with a rate of 0.75 and a clip norm of 2 was 0.1 points "
-    "better than the row's setting, and B-GEP with a rate of 3 was 0.9 better; both were tried later.",
+    "settings that were tried; the others have 1.2. Held out, GP with a rate of 0.75 and a clip norm of 2 was 0.1 "
+    "points better than the row's setting, and B-GEP with a rate of 3 was 0.9 better; both were tried later.",
     "Random directions: GEP without anchors, at the same settings, which were not tuned for it.",
 )
 SHOWN = {key: column for key, column in COLUMNS.items() if key != BASELINE}  # plain SGD is unstable here
