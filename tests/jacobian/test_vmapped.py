@@ -44,6 +44,59 @@ def small() -> tuple[nn.Module, torch.Tensor]:
     return CASES["convolutional network"]()
 
 
+class RoundsUpInBatches(torch.autograd.Function):
+    """The identity; under vmap its values are larger by a rounding, as those of another kernel could be."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x * (1 + torch.finfo(x.dtype).eps), in_dims[0]
+
+
+def kinked(frozen: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    """Returns a network whose ReLU has 0 as its argument in float32, by rounding, and its inputs."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
+    model.register_buffer("threshold", torch.ones(1, dtype=torch.float32))
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    model[1].weight.requires_grad_(not frozen)
+    return model, torch.full((2, 1), 1 / 3, dtype=torch.float32)
+
+
+def kinked_losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model[1]((RoundsUpInBatches.apply(model[0](x)) - model.threshold).relu() + x).squeeze(1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_vmapped_jacobian_takes_rows_that_differ_by_the_side_of_a_kink(frozen):
+    model, x = kinked(frozen)
+    w = model[1].weight.item()
+    rows = vmapped_jacobian(model, kinked_losses, x).rows()["0.weight"].flatten()
+    assert torch.autograd.grad(kinked_losses(model, x).sum(), model[0].weight)[0] == 0  # on the other side
+    torch.testing.assert_close(rows, w * x.flatten())
+
+
+def test_vmapped_jacobian_refuses_a_kink_that_float64_cannot_decide():
+    model, x = kinked()
+
+    def needs_float32(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return kinked_losses(model, x.float())
+
+    with pytest.raises(tp.Refused, match=r"row of parameter '0.weight' differs from that of an ordinary backward"):
+        vmapped_jacobian(model, needs_float32, x).squared_norms()
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 100, None])
 def test_vmapped_jacobian_is_the_same_in_any_chunks(chunk_size):
     model, x = small()
