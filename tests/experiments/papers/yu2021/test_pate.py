@@ -14,14 +14,16 @@ from torch_privacy.privacy import compose
 from torch_privacy.runs.rows import Context
 
 TINY = Size("MNIST", teachers=6, threshold=4.0, answers={8: 5})
+IMAGES = {"MNIST": ("load_mnist", (1, 28, 28)), "CIFAR-10": ("load_cifar10", (3, 32, 32))}
 
 
 @pytest.fixture
-def made_up(monkeypatch):
+def made_up(monkeypatch, request):
+    load, shape = IMAGES[getattr(request, "param", "MNIST")]
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    train, test = (TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(10, (n,))) for n in (60, 40))
-    monkeypatch.setattr(pate, "load_mnist", lambda folder: Data("made up", train, test, tuple(range(10)), "", {}))
+    train, test = (TensorDataset(torch.rand(n, *shape), torch.randint(10, (n,))) for n in (60, 40))
+    monkeypatch.setattr(pate, load, lambda folder: Data("made up", train, test, tuple(range(10)), "", {}))
     monkeypatch.setattr(pate, "NUM_SCORED", 10)
     pate.images_seen.cache_clear()
     votes_of_teachers.cache_clear()
@@ -95,3 +97,12 @@ def test_noise_spends_the_epsilon_and_the_certified_one_covers_any_votes(made_up
     assert (numbers["tests"] is not None) == confident
     assert numbers["queries"] <= 5
     assert 0 <= numbers["epsilon_data_dependent"] <= 1.1 * certified.high  # Renyi orders see a little more
+
+
+@pytest.mark.parametrize("made_up", ["CIFAR-10"], indirect=True)
+def test_photographs_have_teachers_of_their_own_and_the_same_price(made_up):
+    size = replace(TINY, source="CIFAR-10")
+    numbers = student_numbers(size, 8, False, Context(quick=True, seed=0, data=None))
+    assert votes_of_teachers(size, 0, None).sum(1).tolist() == [6] * 10
+    assert numbers["epsilon"] == compose(TINY.mechanism(8, False).events()).epsilon(1e-5)
+    assert numbers["queries"] == 5
