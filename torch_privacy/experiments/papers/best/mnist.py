@@ -2,7 +2,7 @@
 """Trains on MNIST with the best known private recipes, at epsilon 1, 2, 3 and 8.
 
 ``torch-privacy reproduce best-mnist`` trains one dense layer on decorrelated scattering coefficients, and
-``best-mnist-cnn`` two convolutions with tanh and group normalization that see every digit in two shifted views. The
+``best-mnist-cnn`` two convolutions with tanh and group normalization, on digits that are shifted at random. The
 literature reports 98.7 % with scattering and 98.1 % with convolutions, both at epsilon 3.
 
 ``torch-privacy reproduce best-mnist --data FOLDER`` trains in the same way on any data in MNIST's format, such as
@@ -31,13 +31,18 @@ WHITENED = (
 SIDE, NUM_EXAMPLES = 28, 60_000  # of MNIST
 SHIFT = 2  # pixels, at most
 CONVOLUTIONS = {
-    "expected_batch_size": 2048,
-    "epochs": 10,
+    "expected_batch_size": 4096,
+    "epochs": 25,
     "learning_rate": 2.0,
-    "views": 2,
-    "average": 0.98,
+    "average": 0.95,
     "microbatch_size": 512,
 }
+TRIALS = (
+    "Trials at epsilon 3, one seed each, scored on the last 10,000 training images with a standard error of 0.14 "
+    "points: these settings 97.9 %; batches of 2,048 for 10 epochs with two views of an example 97.5 %, for 20 epochs "
+    "with one view 97.2 %; of 4,096 for 20 epochs with two views and slower averaging 97.7 %; of 8,192 at a rate of 3 "
+    "97.5 %."
+)
 
 
 def tanh_cnn(width: int = 16, classes: int = 10) -> nn.Module:
@@ -101,4 +106,4 @@ def _study(name: str, *notes: str) -> Study:
     return RECIPES.study(name, notes=(*NOTES, *notes), settings_of_data=partial(settings_of_data, batch_size))
 
 
-SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions")
+SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions", TRIALS)
