@@ -35,17 +35,19 @@ PICTURES = {  # experiment -> the figure of its paper, drawn by docs/_papers.py,
 }
 PICTURE_NOTE = (
     "Hollow: as the paper prints it. Full: the certified epsilon of the same setting, red if it is larger. Blue: ours, "
-    "with the standard error over the seeds if there are several. From docs/results by `python docs/_papers.py`."
+    "with the standard error over the seeds if there are several; GP and GEP stand 4 % aside where they would hide each "
+    "other. From docs/results by `python docs/_papers.py`."
 )
 HEAD = """\
 # Results
 
-The tables and figures of the papers, reproduced. `python docs/_results.py RUN` writes each table from the run folder of
-the command above it; no number is typed by hand. Our numbers are means over the seeds ± the standard deviation; without
-±, there was one seed, or no seed matters. With one seed, an accuracy a on n test examples has a standard error of at
-least √(a (1 - a) / n): 0.2 points at 95 % of 10,000 examples, 0.5 at 50 %. `eps, certified` is an interval around the
-true epsilon: report its upper end. The other epsilons and mu are shown because the papers state them. Run times were
-measured on machines that also did other work; `torch-privacy reproduce` lists what to expect.
+The tables and figures of the papers, reproduced. `python docs/_results.py RUN` writes each table from the run folder
+of the command above it; no number in a table is typed by hand. Our numbers are means over the seeds ± the standard
+deviation; without ±, there was one seed, or no seed matters. With one seed, an accuracy a on n test examples has a
+standard error of at least √(a (1 - a) / n): 0.2 points at 95 % of 10,000 examples, 0.5 at 50 %. `eps, certified` is
+an interval around the true epsilon: report its upper end. The other epsilons and mu are shown because the papers
+state them. Run times were measured on machines that also did other work; `torch-privacy reproduce` lists what to
+expect.
 """
 
 

@@ -87,10 +87,10 @@ NOTES = (
     "Steps of 64 examples. The paper's are of 256 for VGG-13 and for the network of 17.1 M parameters: in ours, what a "
     "step does once for all examples, the noise and the update, weighs more.",
     "The paper's memory is a share of its GPU's 16 GB, parameters included; ours is what a step takes beyond these.",
-    "Where outer product has no numbers, the rows of a batch, which it holds all at once, would take more than half of "
-    "this machine's memory. The paper reports the same for VGG-13.",
-    "Largest batches are searched where the paper has them, for 17.1 M parameters. JL(30) is taken to need as much "
-    "memory as JL(10).",
+    "Outer product holds all rows of a batch at once; with 256 examples those of VGG-13 would take 31 GiB. The paper "
+    "reports that its memory did not suffice.",
+    "Largest batches are searched where the paper has them, for 17.1 M parameters; 0 says that 64 examples do not "
+    "fit. JL(30) is taken to need as much memory as JL(10).",
     "The paper's double vjp is in PyTorch, where the non-private epoch of VGG-13 takes 13 s.",
 )
 
