@@ -2,8 +2,9 @@
 """Trains on MNIST with the best known private recipes, at epsilon 1, 2, 3 and 8.
 
 ``torch-privacy reproduce best-mnist`` trains one dense layer on decorrelated scattering coefficients, and
-``best-mnist-cnn`` two convolutions with tanh and group normalization, on digits that are shifted at random. The
-literature reports 98.7 % with scattering and 98.1 % with convolutions, both at epsilon 3.
+``best-mnist-cnn`` two convolutions with tanh and group normalization, on digits that are shifted at random. Its
+predictions are averaged over shifts by one pixel. The literature reports 98.7 % with scattering and 98.1 % with
+convolutions, both at epsilon 3.
 
 ``torch-privacy reproduce best-mnist --data FOLDER`` trains in the same way on any data in MNIST's format, such as
 fashion images: four idx files of 28x28 images in up to ten classes. Batches then have the same share of the examples.
@@ -14,8 +15,11 @@ there.
 
 from dataclasses import replace
 from functools import partial
+from math import log
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torch_privacy.data import Data, DataError, load_mnist
 from torch_privacy.experiments.models.augmentation import cropped
@@ -41,7 +45,9 @@ TRIALS = (
     "Trials at epsilon 3, one seed each, scored on the last 10,000 training images with a standard error of 0.14 "
     "points: these settings 97.9 %; batches of 2,048 for 10 epochs with two views of an example 97.5 %, for 20 epochs "
     "with one view 97.2 %; of 4,096 for 20 epochs with two views and slower averaging 97.7 %; of 8,192 at a rate of 3 "
-    "97.5 %."
+    "97.5 %. These trials had no average over shifts; on the last of them it added 0.25 points, over shifts by two "
+    "pixels 0.24.",
+    "Predictions are averaged over the nine shifts by at most one pixel, which costs no privacy.",
 )
 
 
@@ -51,6 +57,31 @@ def tanh_cnn(width: int = 16, classes: int = 10) -> nn.Module:
     convolutions += [nn.Conv2d(width, 2 * width, 4, 2), nn.GroupNorm(4, 2 * width), nn.Tanh(), nn.MaxPool2d(2, 1)]
     dense = [nn.Flatten(), nn.Linear(32 * width, 2 * width), nn.Tanh(), nn.Linear(2 * width, classes)]
     return nn.Sequential(*convolutions, *dense)
+
+
+class Shifted(nn.Module):
+    """Outside of training, averages a network's class probabilities over all shifts by up to ``most`` pixels.
+
+    What is done with a trained network has no privacy loss.
+    """
+
+    def __init__(self, network: nn.Module, most: int):
+        super().__init__()
+        self.network, self.most = network, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits (n, classes), outside of training log probabilities, of images (n, c, h, w)."""
+        if self.training:
+            return self.network(x)
+        height, width = x.shape[2:]
+        padded, starts = F.pad(x, (self.most,) * 4), range(2 * self.most + 1)
+        shifted = [padded[:, :, i : i + height, j : j + width] for i in starts for j in starts]
+        return torch.stack([self.network(view).log_softmax(1) for view in shifted]).logsumexp(0) - log(len(shifted))
+
+
+def shifted_cnn() -> nn.Module:
+    """Returns `tanh_cnn` with predictions that are averaged over shifts by one pixel."""
+    return Shifted(tanh_cnn(), 1)
 
 
 def load_images(folder: str | None) -> Data:
@@ -89,7 +120,7 @@ RECIPES = Recipes(
             at={1: {"learning_rate": 0.125}, 8: {"learning_rate": 0.5}},
         ),
         "convolutions": Recipe(
-            tanh_cnn,
+            shifted_cnn,
             CONVOLUTIONS,
             {"epochs": 1, "average": 0.9},
             at={1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}},
@@ -106,4 +137,4 @@ def _study(name: str, *notes: str) -> Study:
     return RECIPES.study(name, notes=(*NOTES, *notes), settings_of_data=partial(settings_of_data, batch_size))
 
 
-SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions", TRIALS)
+SCATTERING, CONVOLUTIONS = _study("scattering, linear", WHITENED), _study("convolutions", *TRIALS)
