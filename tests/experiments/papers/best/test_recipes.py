@@ -164,6 +164,22 @@ def fashion(tmp_path):
     return folder
 
 
+def test_predictions_are_averaged_over_shifts_outside_of_training_only():
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(25, 3))
+    model, x = best_mnist.Shifted(network, 1), torch.rand(4, 1, 5, 5)
+    assert torch.equal(model.train()(x), network(x))
+    expected = torch.zeros(4, 3)
+    for down in (-1, 0, 1):
+        for right in (-1, 0, 1):
+            shifted = torch.zeros_like(x)
+            for i in range(5):
+                for j in range(5):
+                    if 0 <= i - down < 5 and 0 <= j - right < 5:
+                        shifted[:, :, i, j] = x[:, :, i - down, j - right]
+            expected += network(shifted).softmax(1) / 9
+    torch.testing.assert_close(model.eval()(x).exp(), expected)
+
+
 @pytest.mark.parametrize("name", ["best-mnist", "best-mnist-cnn"])
 def test_images_of_ones_own_are_trained_on_under_their_own_name(name, fashion, tmp_path, monkeypatch):
     monkeypatch.setattr("torch_privacy.experiments.runner.number_of_steps", lambda settings, n: 3)
