@@ -242,7 +242,7 @@ CATALOG = (
     Experiment(
         "best-mnist-cnn", TRAMER, "best.mnist:CONVOLUTIONS",
         "Table 1, MNIST", "digits, or images of your own, shifted at random: two convolutions, averaged weights",
-        1400, 40, "MNIST", trains=True,
+        2000, 40, "MNIST", trains=True,
     ),
     Experiment(
         "best-cifar10", TRAMER, "best.cifar10:FIXED",
