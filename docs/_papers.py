@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from torch_privacy.experiments.papers.yu2021 import cifar10, mnist
 from torch_privacy.report import figures as plots
 from torch_privacy.report.style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
 
@@ -26,7 +27,7 @@ OURS, HOLDS, FAILS = FILE_COLORS[0], FILE_COLORS[2], FILE_COLORS[5]
 WIDTH = 4.7  # inches: text stays legible on a phone
 VARIED = "."  # settings of a sweep
 MARKS = {"GP": "^", "B-GEP": "v", "GEP": "o"}
-ASIDE = {"^": 0.96, "o": 1.04}  # of epsilon: the marks of GP and GEP would hide each other
+ASIDE = {MARKS["GP"]: 0.96, MARKS["GEP"]: 1.04}  # of epsilon: the marks of GP and GEP would hide each other
 FEATURES = {"scattering": "s", "convolutions": "^", "patches": "D"}
 PLACES = {  # side -> offset in points, alignments
     "above": ((0, 6), "center", "bottom"),
@@ -168,43 +169,27 @@ def yu2021() -> list[Panel]:
     panels = []
     for data, name in (("MNIST", "gep-mnist"), ("CIFAR-10", "gep-cifar10"), ("SVHN", "gep-svhn")):
         claims = []
-        for method, scores in PRINTED[data].items():
+        for (method, target), score in PRINTED[data].paper.items():
             kind = "GEP" if method == "GEP" else "GP and B-GEP"
-            for target, score in scores.items():
-                claims.append(Claim(score, *claim_of(f"{kind}, {data}, epsilon {target}"), MARKS[method]))
+            claims.append(Claim(100 * score, *claim_of(f"{kind}, {data}, epsilon {target:g}"), MARKS[method]))
         points = [
             point._replace(epsilon=ASIDE.get(point.mark, 1) * point.epsilon)
             for row, content in kept(name).items()
             for point in ours(content, mark=MARKS.get(row.partition(",")[0], "s"))
         ]
-        title = data
         if data == "CIFAR-10" and not points:  # ResNet-20 takes a GPU
             title = "CIFAR-10 (ours: an eighth of the parameters)"
             for method, mark in MARKS.items():
                 points += ours(kept("gep-benefit")[f"{method}, epsilon 8"], mark=mark)
         elif not points:
             title = f"{data} (not run by us)"
+        else:
+            title = f"{data} (our GP and GEP are drawn 4 % aside)"
         panels.append(Panel(title, "accuracy (%)", claims, points, height=2.5))
     return panels
 
 
-PRINTED = {  # Table 1 of Yu et al.
-    "MNIST": {
-        "GP": {2: 94.7, 5: 96.8, 8: 97.2},
-        "B-GEP": {2: 93.1, 5: 94.5, 8: 95.9},
-        "GEP": {2: 96.3, 5: 97.9, 8: 98.4},
-    },
-    "CIFAR-10": {
-        "GP": {2: 43.6, 5: 52.2, 8: 56.4},
-        "B-GEP": {2: 50.3, 5: 59.5, 8: 63.0},
-        "GEP": {2: 59.7, 5: 70.1, 8: 74.9},
-    },
-    "SVHN": {
-        "GP": {2: 87.1, 5: 91.3, 8: 91.6},
-        "B-GEP": {2: 88.5, 5: 91.8, 8: 92.3},
-        "GEP": {2: 92.3, 5: 94.7, 8: 95.1},
-    },
-}
+PRINTED = {"MNIST": mnist.COMPARISON, "CIFAR-10": cifar10.ON_CIFAR10, "SVHN": cifar10.ON_SVHN}  # Table 1
 
 
 def best() -> list[Panel]:

@@ -35,8 +35,7 @@ PICTURES = {  # experiment -> the figure of its paper, drawn by docs/_papers.py,
 }
 PICTURE_NOTE = (
     "Hollow: as the paper prints it. Full: the certified epsilon of the same setting, red if it is larger. Blue: ours, "
-    "with the standard error over the seeds if there are several; GP and GEP stand 4 % aside where they would hide "
-    "each other. From docs/results by `python docs/_papers.py`."
+    "with the standard error over the seeds if there are several. From docs/results by `python docs/_papers.py`."
 )
 HEAD = """\
 # Results

@@ -65,7 +65,7 @@ class RoundsUpInBatches(torch.autograd.Function):
 
 
 def kinked(frozen: bool = False) -> tuple[nn.Module, torch.Tensor]:
-    """Returns a network whose ReLU has 0 as its argument in float32, by rounding, and its inputs."""
+    """Returns a network and inputs that rounding to float32 puts exactly at the kink of its ReLU."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
     model.register_buffer("threshold", torch.ones(1, dtype=torch.float32))
     with torch.no_grad():

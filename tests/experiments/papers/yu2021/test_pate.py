@@ -103,6 +103,7 @@ def test_noise_spends_the_epsilon_and_the_certified_one_covers_any_votes(made_up
 def test_photographs_have_teachers_of_their_own_and_the_same_price(made_up):
     size = replace(TINY, source="CIFAR-10")
     numbers = student_numbers(size, 8, False, Context(quick=True, seed=0, data=None))
+    assert len(pate.images_seen(size, None).private) == len(made_up)  # the photographs made up here, not digits
     assert votes_of_teachers(size, 0, None).sum(1).tolist() == [6] * 10
     assert numbers["epsilon"] == compose(TINY.mechanism(8, False).events()).epsilon(1e-5)
     assert numbers["queries"] == 5
