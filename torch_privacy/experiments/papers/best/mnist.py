@@ -34,7 +34,7 @@ WHITENED = (
 )
 SIDE, NUM_EXAMPLES = 28, 60_000  # of MNIST
 SHIFT = 2  # pixels, at most
-CONVOLUTIONS = {
+CNN = {
     "expected_batch_size": 4096,
     "epochs": 25,
     "learning_rate": 2.0,
@@ -118,7 +118,7 @@ RECIPES = Recipes(
         ),
         "convolutions": Recipe(
             shifted_cnn,
-            CONVOLUTIONS,
+            CNN,
             {"epochs": 1, "average": 0.9},
             at={1: {"learning_rate": 1.0}, 2: {"learning_rate": 1.0}},
             augment=partial(cropped, size=28, padding=SHIFT),

@@ -122,6 +122,8 @@ BEYOND = [  # the edges of these
     *({"learning_rate": 0.2, "clip_norm": bound} for bound in (1.0, 0.1)),
     {"learning_rate": 0.1, "clip_norm": 0.3},
     {"learning_rate": 0.2, "clip_norm": 0.03},
+    {"learning_rate": 0.4, "clip_norm": 0.03},
+    {"learning_rate": 0.1, "clip_norm": 0.03},
 ]
 COMPARISON = Comparison(
     DEFAULTS,
@@ -144,7 +146,8 @@ COMPARISON = Comparison(
         "GEP": [
             *({**tried, "residual_clip_norm": tried["clip_norm"] / 5} for tried in TRIED),
             *({"learning_rate": 0.05, "clip_norm": 1.0, "residual_clip_norm": bound} for bound in (0.5, 1.0)),
-            *({"learning_rate": 0.1, "clip_norm": 0.1, "residual_clip_norm": bound} for bound in (0.05, 0.1)),
+            *({"learning_rate": 0.1, "clip_norm": 0.1, "residual_clip_norm": bound} for bound in (0.05, 0.1, 0.2)),
+            {"learning_rate": 0.2, "clip_norm": 0.03, "residual_clip_norm": 0.03},
         ],
     },
     tuned={("B-GEP", 0.1): {"learning_rate": 0.05}},
