@@ -168,6 +168,7 @@ STUDY = COMPARISON.study(
     "in the paper: Adam, k = 200, 500 anchors.",
     "Learning rate and clip norms are the best of twelve that were tried for each method on held-out images at epsilon "
     "0.1 and at 1 (gep-network-tuning). Rows at epsilon 0.5 and 2 have those of 1. The residual's clip norm is a fifth "
-    "of the embedding's at epsilon 0.1, as in the paper, and twice the embedding's at the others.",
+    "of the embedding's at epsilon 0.1, as in the paper, and twice the embedding's, the largest "
+    "that was tried, at the others.",
 )
 TUNING = COMPARISON.tuning(0.1, 1.0)
