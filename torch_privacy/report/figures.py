@@ -5,7 +5,8 @@ Every function takes curves by name and returns a figure, which `save` writes as
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -216,7 +217,7 @@ def _grid(count: int, title: str, ylabel: str, *, row_height: float, margin: flo
 def _tradeoffs(axes: Axes, curves: Mapping[str, TradeOff | Bracket[Any]]) -> None:
     """Draws trade-off functions in percent, and blind guessing."""
     axes.plot([0, 100], [100, 0], color=FILE_FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="blind guessing")
-    for (name, curve), color, dash in zip(curves.items(), _cycled(FILE_COLORS), _cycled(DASHES), strict=False):
+    for (name, curve), (color, dash) in zip(curves.items(), _looks(), strict=False):
         alpha, low, high = _sampled(curve)
         if not isinstance(curve, TradeOff):
             axes.fill_between(100 * alpha, 100 * low, 100 * high, color=color, alpha=0.25, linewidth=0)
@@ -224,8 +225,11 @@ def _tradeoffs(axes: Axes, curves: Mapping[str, TradeOff | Bracket[Any]]) -> Non
     axes.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
 
 
-def _cycled(values: Sequence[Any]) -> Sequence[Any]:
-    return [*values] * 4
+def _looks() -> Iterator[tuple[str, Any]]:
+    """Yields a color and a dash for each curve: 36 different pairs, then the same again."""
+    for number in count():
+        turn, place = divmod(number, len(FILE_COLORS))
+        yield FILE_COLORS[place], DASHES[(place + turn) % len(DASHES)]
 
 
 def _sampled(curve: TradeOff | Bracket[Any]) -> tuple[Array, Array, Array]:
@@ -239,7 +243,7 @@ def _sampled(curve: TradeOff | Bracket[Any]) -> tuple[Array, Array, Array]:
 
 
 def _lines(axes: Axes, curves: Mapping[str, tuple[Array, Array | Bracket[Array]]]) -> None:
-    for (name, (x, y)), color, dash in zip(curves.items(), _cycled(FILE_COLORS), _cycled(DASHES), strict=False):
+    for (name, (x, y)), (color, dash) in zip(curves.items(), _looks(), strict=False):
         if isinstance(y, Bracket):
             axes.fill_between(x, y.low, y.high, color=color, alpha=0.25, linewidth=0)
         axes.plot(x, y.high if isinstance(y, Bracket) else y, color=color, linestyle=dash, label=name)
