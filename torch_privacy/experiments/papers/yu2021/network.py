@@ -132,7 +132,7 @@ COMPARISON = Comparison(
     new_model,
     groups=("",),
     methods={
-        "GP": {"num_basis": 0, "learning_rate": 0.2},
+        "GP": {"num_basis": 0, "clip_norm": 0.3},
         "B-GEP": {"residual_clip_norm": 0.0},
         "GEP": {"residual_clip_norm": 0.2},
     },
@@ -155,7 +155,6 @@ COMPARISON = Comparison(
         ],
     },
     tuned={
-        ("GP", 0.1): {"learning_rate": 0.1, "clip_norm": 0.3},
         ("B-GEP", 0.1): {"learning_rate": 0.05},
         ("GEP", 0.1): {"residual_clip_norm": 0.02},
     },
@@ -170,5 +169,8 @@ STUDY = COMPARISON.study(
     "0.1 and at 1 (gep-network-tuning). Rows at epsilon 0.5 and 2 have those of 1. The residual's clip norm is a fifth "
     "of the embedding's at epsilon 0.1, as in the paper, and twice the embedding's, the largest "
     "that was tried, at the others.",
+    "The four best settings of GP at epsilon 1 were compared over five seeds, since with one seed they were within 1.3 "
+    "points. Their means were 63.4 to 63.9 %; a rate of 0.2 with a clip norm of 0.1, the best with one seed, had 63.8 "
+    "% and on the test images 65.8 % at epsilon 1 and 67.6 % at epsilon 2.",
 )
 TUNING = COMPARISON.tuning(0.1, 1.0)
