@@ -67,8 +67,8 @@ COLUMNS = {
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
-    "The paper's times are from a P100 GPU; compare the ratios. Methods are timed in turns; a row that was measured later "
-    "than others (`--only`) has its ratio to the non-private steps of its own run.",
+    "The paper's times are from a P100 GPU; compare the ratios. Methods are timed in turns; a row that was measured "
+    "later than others (`--only`) has its ratio to the non-private steps of its own run.",
     "Vanilla: one backward pass for each example. Multiple: vmap, 256 MiB of rows at a time. Outer product: Opacus, "
     "with its own layer for an LSTM. JL(r): r projections, by forward mode; double vjp: by two backward passes each.",
     "Largest batch: the largest of 64, 128, 256, ... that fits into 2 GiB beyond the loaded program; none is split, "
