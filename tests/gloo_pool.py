@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 20.0  # seconds until a call counts as a hang
+PATIENCE = 300.0  # seconds until a call counts as a hang; a busy machine may need some minutes
 CALLS = 24  # of a rank; torch keeps some process groups alive, and the threads of each wake 100 times a second
 BYTES = 1 << 16  # of a message to the launcher, at most
 
@@ -288,8 +288,8 @@ def _warm_up() -> None:
 
 
 def _ended(process: int, ended: dict[int, int]) -> int:
-    """Returns the exit code of a rank, which ends by itself within a second, or is ended."""
-    end = time.monotonic() + 1
+    """Returns the exit code of a rank, which ends by itself within ten seconds, or is ended."""
+    end = time.monotonic() + 10
     while process not in ended:
         found, status = os.waitpid(process, os.WNOHANG)
         if found:

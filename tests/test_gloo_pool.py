@@ -3,7 +3,6 @@
 
 import os
 import random
-import time
 import warnings
 
 import pytest
@@ -67,10 +66,8 @@ def waiting_for_rank_1(rank: int):
 
 
 def test_a_hang_shows_the_stack_of_each_rank_and_later_calls_run(own_ranks: Pool):
-    start = time.monotonic()
     with pytest.raises(Hang) as caught:
         own_ranks.run(waiting_for_rank_1, timeout=1)
-    assert time.monotonic() - start < 5
     text = str(caught.value)
     assert "did not end within 1 seconds" in text
     assert "in waiting_for_rank_1" in text

@@ -629,7 +629,7 @@ def fitted_on_ranks(rank, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("privacy", [{}, {"expected_batch_size": 3}], ids=["plain", "stand-ins"])
 def test_two_ranks_train_as_one(ranks2, privacy):
-    (steps, weights, ledger), (others, same, _) = ranks2.run(fitted_on_ranks, {"privacy": privacy}, timeout=90)
+    (steps, weights, ledger), (others, same, _) = ranks2.run(fitted_on_ranks, {"privacy": privacy})
     alone, training = plain(steps, **privacy)
     assert steps == others == training.step_count
     for name, p in alone.named_parameters():
@@ -640,7 +640,7 @@ def test_two_ranks_train_as_one(ranks2, privacy):
 
 @pytest.mark.slow
 def test_two_ranks_save_one_secret(ranks2, tmp_path):
-    ranks2.run(fitted_on_ranks, {"privacy": {}, "folder": str(tmp_path)}, timeout=90)
+    ranks2.run(fitted_on_ranks, {"privacy": {}, "folder": str(tmp_path)})
     assert sorted(path.name for path in (tmp_path / "run" / "secret").iterdir()) == [
         "step-3.json",
         "step-6.json",

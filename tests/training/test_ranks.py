@@ -32,7 +32,7 @@ def assert_as_in_one_process(
 ) -> tuple[Result, list[Result]]:
     """Trains a case on the ranks and in one process, and compares; ``pytest -rP`` prints the differences."""
     expected = in_one_process(name, optimizer, tuple(settings.items()))
-    found = pool.run(trained, name, how, optimizer, settings, timeout=60)
+    found = pool.run(trained, name, how, optimizer, settings)
     far = max(difference(result.weights, expected.weights) for result in found)
     moved = difference(found[0].weights, {n: torch.zeros_like(w) for n, w in expected.weights.items()})
     print(f"{name}, {how}, {pool.size} ranks, {optimizer}, {settings}: {far:.2g} of weights up to {moved:.2g}")
