@@ -49,10 +49,11 @@ def ours(experiment: str, patterns: list[str]) -> str:
     percent = kept(experiment)["columns"]["score"]["percent"]
     unit, digits = (100, 1) if percent else (1, 3)
     error = max(unit * error_of(values, TESTED.get(experiment, 10_000)) for values in found)
+    places = 4 if not percent else 1 if error >= 0.05 else 2  # 0.03, not 0.0
     numbers = sorted({len(values) for values in found})
     seeds = f"{' or '.join(map(str, numbers))} seed{'s' if numbers != [1] else ''}"
     text = " / ".join(f"{unit * mean(values):.{digits}f}" for values in found)
-    return f"{text}{' %' if percent else ''} ({seeds}, {error:.{digits if percent else 4}f})"
+    return f"{text}{' %' if percent else ''} ({seeds}, {error:.{places}f})"
 
 
 def error_of(values: list[float], tested: int) -> float:

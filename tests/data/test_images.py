@@ -13,7 +13,14 @@ import pytest
 import scipy.io
 import torch
 
-from torch_privacy.data import DataError, load_cifar10, load_mnist, load_public_images, load_svhn
+from torch_privacy.data import (
+    DataError,
+    load_cifar10,
+    load_labelled_public_images,
+    load_mnist,
+    load_public_images,
+    load_svhn,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -246,6 +253,13 @@ def test_load_public_images_reads_both_forms(tmp_path):
     two = load_public_images(tmp_path, num_images=3, verify=False)
     np.testing.assert_allclose(two.images.numpy() * 255, x[::-1], atol=1e-4)
     assert list(two.files) == ["images_2000.u8.xz"]
+    labelled = load_labelled_public_images(tmp_path, verify=False)
+    np.testing.assert_allclose(labelled.images.numpy() * 255, x, atol=1e-4)
+    assert labelled.labels.tolist() == [99, 0, 5]
+    with pytest.raises(DataError, match="cifar-100-python/train"):
+        load_labelled_public_images(tmp_path)  # not the published file
+    (tmp_path / "cifar-100-python" / "train").unlink()
+    assert load_labelled_public_images(tmp_path) is None
 
 
 def test_load_public_images_resizes_and_mixes_colors(tmp_path):

@@ -33,7 +33,7 @@ def test_page_of_items_says_what_the_kept_results_say():
 
 def test_items_show_seeds_and_the_largest_standard_error(monkeypatch):
     items = loaded("_items")
-    runs = [[0.5], [0.7, 0.9], [0.8, 0.8]]
+    runs = [[0.5], [0.7, 0.9], [0.8, 0.8], [0.8, 0.8004]]
     rows = [
         {"row": f"row {number}", "runs": [{"numbers": {"score": score}} for score in scores]}
         for number, scores in enumerate(runs)
@@ -41,6 +41,7 @@ def test_items_show_seeds_and_the_largest_standard_error(monkeypatch):
     monkeypatch.setattr(items, "kept", lambda name: {"rows": rows, "columns": {"score": {"percent": True}}})
     assert items.ours("x", ["row 0"]) == "50.0 % (1 seed, 0.5)"  # √(1/4 / 10,000)
     assert items.ours("x", ["row 2", "row 1"]) == "80.0 / 80.0 % (2 seeds, 10.0)"
+    assert items.ours("x", ["row 3"]) == "80.0 % (2 seeds, 0.02)"
     with pytest.raises(SystemExit, match="no row of x fits 'row 9'"):
         items.ours("x", ["row 9"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads CIFAR-10, and images of CIFAR-100 without labels as public data: 32x32 pixels, three colors."""
+"""Reads CIFAR-10, and images of CIFAR-100 as public data, mostly without labels: 32x32 pixels, three colors."""
 
 import io
 import math
@@ -106,12 +106,13 @@ def _load_compact(place: Folder, exact_only: bool) -> Data:
 
 @dataclass(frozen=True, eq=False)
 class PublicImages:
-    """Images without labels that need no protection, (n, channels, size, size), float32 in [0, 1]."""
+    """Images that need no protection, (n, channels, size, size), float32 in [0, 1], mostly without labels."""
 
     name: str
     images: Tensor
     licence: str
     files: dict[str, str]  # name -> SHA-256, as it lies on the disk
+    labels: Tensor | None = None  # (n,), 0 to 99
 
 
 def load_public_images(
@@ -148,6 +149,24 @@ def load_public_images(
     _check.in_range("load_public_images", 0, len(pixels), num_images=num_images, hint=f"That is all of {file.path}.")
     x = resized(scaled(pixels[:num_images]), size=size, gray=gray)
     return PublicImages("CIFAR-100", x, LICENCE, digests(file))
+
+
+def load_labelled_public_images(folder: str | Path | None = None, *, verify: bool = True) -> PublicImages | None:
+    """Returns the 50,000 training images of CIFAR-100 with their labels, or None if there is no file of them.
+
+    Args:
+        folder: The folder of all data, with the Python version's ``cifar-100-python/train``.
+        verify: Whether the file must be the published one. In either case the pickle may hold only arrays.
+
+    Raises:
+        DataError: If the file is truncated, changed or malformed.
+    """
+    place = CIFAR100.folder(folder, verify=verify)
+    if not place.has("train"):
+        return None
+    file = place.read("train")
+    x, y = images(*_read_batch(file, "fine_labels", 100)).tensors
+    return PublicImages("CIFAR-100", x, LICENCE, digests(file), y)
 
 
 def resized(x: Tensor, *, size: int, gray: bool) -> Tensor:

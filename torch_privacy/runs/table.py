@@ -87,7 +87,10 @@ def summary(results: Mapping[str, Any]) -> str:
     parts = ["Quick look"] if results["quick"] else []
     if any(row["seeded"] for row in results["rows"]):
         most, *others = rows_by_seeds(results).items()
-        apart = [f"{_listed(seeds)} for {' and '.join(names)}" for seeds, names in others]
+        apart = [
+            f"{_listed(seeds)} for {' and '.join(names) if len(names) < 3 else f'{len(names)} rows'}"
+            for seeds, names in others
+        ]
         of_some = f" ({'; '.join(apart)})" if apart else ""
         parts.append(f"seed{'s' * (len(most[0]) > 1)} {_listed(most[0])}{of_some}")
     parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
@@ -109,6 +112,8 @@ def rows_by_seeds(results: Mapping[str, Any]) -> dict[tuple[int, ...], list[str]
 
 
 def _listed(seeds: Sequence[int]) -> str:
+    if len(seeds) > 2 and list(seeds) == [*range(seeds[0], seeds[-1] + 1)]:
+        return f"{seeds[0]} to {seeds[-1]}"
     return ", ".join(map(str, seeds))
 
 

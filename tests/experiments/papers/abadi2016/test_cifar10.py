@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
+from torch_privacy.data import PublicImages
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments.papers.abadi2016 import cifar10
 from torch_privacy.experiments.runner import losses_and_scores, new_training
@@ -23,11 +24,11 @@ def made_up(channels, size):
 
 
 def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
-    public = type("Public", (), {"images": torch.rand(20, 3, 32, 32), "files": {}})
-    monkeypatch.setattr(cifar10, "load_public_images", lambda folder: public)
+    public = PublicImages("photographs", torch.rand(64, 3, 32, 32), "", {})
+    monkeypatch.setattr(cifar10, "public_images", lambda folder: public)
     monkeypatch.setattr(cifar10, "load_cifar10", made_up(3, 32))
     cifar10.pretrained.cache_clear()
-    settings = replace(cifar10.DEFAULTS, expected_batch_size=4, epochs=0.1, pretraining_steps=2, delta=1e-3)
+    settings = replace(cifar10.DEFAULTS, expected_batch_size=4, epochs=0.1, pretraining_epochs=2, delta=1e-3)
     task = cifar10.build_task(settings)
     training = new_training(settings, task, None)
     model, learnt = training.model, cifar10.pretrained(None, 2)
@@ -41,3 +42,17 @@ def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(model(images), model(images[:, :, 4:28, 4:28]))
     cifar10.pretrained.cache_clear()
+
+
+def test_labels_of_public_images_are_learned_where_there_are_any(monkeypatch):
+    """Classes that color tells apart are learned; rotations of such images are all alike."""
+    colors, labels = torch.eye(3)[torch.arange(120) % 3], torch.arange(120) % 3
+    images = (colors[:, :, None, None] + 0.3 * torch.rand(120, 3, 32, 32)).clamp(0, 1)
+    labelled = PublicImages("photographs", images, "", {}, labels)
+    monkeypatch.setattr(cifar10, "load_labelled_public_images", lambda folder: labelled)
+    monkeypatch.setattr(cifar10, "load_public_images", lambda folder: pytest.fail("labels are there"))
+    cifar10.pretrained.cache_clear()
+    model = cifar10._network(100)
+    model.load_state_dict(cifar10.pretrained(None, 20))
+    cifar10.pretrained.cache_clear()
+    assert (model(images).argmax(1) == labels).float().mean() > 0.9

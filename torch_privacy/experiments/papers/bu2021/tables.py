@@ -107,7 +107,7 @@ CIFAR10 = ON_CIFAR10.study(
 IMDB = ON_IMDB.study(
     "The vocabulary is taken from the training reviews without noise: epsilon does not cover it.",
     "The paper prints 83.2 % with JL(1) at a claimed epsilon of 21, which is above 10¹² in truth. Its learning rate, "
-    "0.001, is low for exact norms: a rate of 0.01 comes within two points of its 20 epochs in three.",
+    "0.001, is low for exact norms: at 0.01, three epochs come within two points of what 20 reach.",
     "3 epochs at rate 0.01: other settings than the paper's, so that 30 projections train in less than an hour. They "
     "were chosen by two trials with exact norms, scored on held-out training reviews. No epsilon covers this choice.",
 )
