@@ -15,9 +15,9 @@ KEPT, PAGE = HERE / "results", HERE / "claims.md"
 HEAD = """\
 # What the papers claimed, and what is true
 
-Four papers, one of them in two versions, are reproduced here. Their algorithms work. Their accuracies on MNIST, Adult and MovieLens can
-be reached. Some of the epsilons that they print are not guarantees. This page lists every claim that we could check,
-with the certified epsilon beside it. One command computes all of it in seconds and trains nothing:
+Four papers, one of them in two versions, are reproduced here. Their algorithms work. Their accuracies on MNIST, Adult
+and MovieLens can be reached. Some of the epsilons that they print are not guarantees. This page lists every claim that
+we could check, with the certified epsilon beside it. One command computes all of it in seconds and trains nothing:
 
 ```bash
 torch-privacy reproduce claims

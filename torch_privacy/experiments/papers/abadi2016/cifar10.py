@@ -42,8 +42,8 @@ COLUMNS = {
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
-    "The convolutions were pretrained on the 50,000 labelled images of CIFAR-100, as in the paper, if the data folder has "
-    "cifar-100-python/train, and on 2,000 of them without labels if not.",
+    "The convolutions were pretrained on the 50,000 labelled images of CIFAR-100, as in the paper, if the data folder "
+    "has cifar-100-python/train, and on 2,000 of them without labels if not.",
     "Epsilon is certified, and training lasts for as many epochs as it allows.",
 )
 

@@ -55,7 +55,8 @@ COLUMNS = {
 }
 NOTES = (
     "Every training ends before epsilon would exceed 2, the release of the components included. Trainings without "
-    "components have more steps. All have the reference's learning rate, units, lot and bounds, which suit the components.",
+    "components have more steps. All have the reference's learning rate, units, lot and bounds, which suit the "
+    "components.",
     "Random directions are orthonormal, scaled to keep the images' lengths on average, and cost no privacy. Two hidden "
     "layers: 60 and 1000 ReLU units; noise of 4 sigma in each of three layers, as in the paper's rule for two.",
     "Gap: how far the accuracy on the training examples, as they were drawn in the last epoch, is above that on test "

@@ -73,8 +73,8 @@ NOTES = (
     "with its own layer for an LSTM. JL(r): r projections, by forward mode; double vjp: by two backward passes each.",
     "Largest batch: the largest of 64, 128, 256, ... that fits into 2 GiB beyond the loaded program; none is split, "
     "so multiple has all rows at once here.",
-    "Few projections give little privacy. On MNIST epsilon is eight times that of exact norms with JL(10), and above 100 "
-    "with JL(5) or JL(1).",
+    "Few projections give little privacy. On MNIST epsilon is eight times that of exact norms with JL(10), and above "
+    "100 with JL(5) or JL(1).",
 )
 PROJECTIONS = 1, 5, 10, 30
 BY_DOUBLE_VJP = ", double vjp"

@@ -47,7 +47,8 @@ NOTES = (
     "autograd.Function of its own, without a rule for vmap. Exact norms by the recorded ops refuse the last two. "
     "Multiple and outer product fail at the last.",
     "The paper's marks. Privacy: all but non-private. Speed: all but vanilla. Memory: all but multiple. Generality: "
-    "all but outer product. Privacy is not confirmed for JL(1) and JL(10): their epsilon is far above that of exact norms.",
+    "all but outer product. Privacy is not confirmed for JL(1) and JL(10): their epsilon is far above that of exact "
+    "norms.",
 )
 
 

@@ -55,8 +55,9 @@ NOTES = (
     "The paper's epsilons are by moments, and those of GEP by an accountant that is no bound.",
 )
 TUNING_NOTES = (
-    f"Accuracy on the last {HELD_OUT:,} training images, on which nothing is trained here: as many epochs as in "
-    "the experiment itself, so fewer steps. The test images play no part. Each method has the same number of settings, unless some are left out below. No epsilon covers the choice.",
+    f"Accuracy on the last {HELD_OUT:,} training images, on which nothing is trained here: as many epochs as in the "
+    "experiment itself, so fewer steps. The test images play no part. Each method has the same number of settings, "
+    "unless some are left out below. No epsilon covers the choice.",
 )
 
 

@@ -68,7 +68,8 @@ NOTES = (
     "of private examples would be a release. k is at most 400, where the paper trains with up to 2,000.",
     "Error: the part of the mean gradient's norm outside the subspace; by the paper it exceeds 95 % for random ones. "
     "Anchors are other images of CIFAR-100 with random labels, unless a column says otherwise; the other source is "
-    "CIFAR-10. The columns on residuals, other anchors and random directions have the largest k, unless they name another.",
+    "CIFAR-10. The columns on residuals, other anchors and random directions have the largest k, unless they name "
+    "another.",
     "Gradient norm: that of the mean of gradients clipped to their median norm, which also scales the noise.",
 )
 
