@@ -116,8 +116,8 @@ ON_SVHN = replace(
 DEVIATIONS = (
     "Where this deviates from the paper: the anchors are images of CIFAR-100, not of ImageNet; k is 1000 everywhere, "
     "not the best of 500, 1000, 1500 and 2000; the part of the residual's noise that lies in the subspace is removed; "
-    "and the noise is calibrated by exact accounting, for GEP as one release. This takes less noise than the paper's, but "
-    "more for GEP on SVHN.",
+    "and the noise is calibrated by exact accounting, for GEP as one release. This takes less noise than the paper's, "
+    "but more for GEP on SVHN.",
     "As in the paper: batches of 1000 on average, SGD with momentum 0.9, learning rate 0.1, a tenth of it from half "
     "time on, weight decay 1e-4, clip norm 10 for gradients or embeddings and 2 for residuals, equal noise multipliers "
     "for both. GP has the same settings, and none of its own.",
