@@ -16,7 +16,7 @@ import torch
 from torch_privacy.data import (
     DataError,
     load_cifar10,
-    load_labelled_public_images,
+    load_labeled_public_images,
     load_mnist,
     load_public_images,
     load_svhn,
@@ -253,13 +253,13 @@ def test_load_public_images_reads_both_forms(tmp_path):
     two = load_public_images(tmp_path, num_images=3, verify=False)
     np.testing.assert_allclose(two.images.numpy() * 255, x[::-1], atol=1e-4)
     assert list(two.files) == ["images_2000.u8.xz"]
-    labelled = load_labelled_public_images(tmp_path, verify=False)
-    np.testing.assert_allclose(labelled.images.numpy() * 255, x, atol=1e-4)
-    assert labelled.labels.tolist() == [99, 0, 5]
+    labeled = load_labeled_public_images(tmp_path, verify=False)
+    np.testing.assert_allclose(labeled.images.numpy() * 255, x, atol=1e-4)
+    assert labeled.labels.tolist() == [99, 0, 5]
     with pytest.raises(DataError, match="cifar-100-python/train"):
-        load_labelled_public_images(tmp_path)  # not the published file
+        load_labeled_public_images(tmp_path)  # not the published file
     (tmp_path / "cifar-100-python" / "train").unlink()
-    assert load_labelled_public_images(tmp_path) is None
+    assert load_labeled_public_images(tmp_path) is None
 
 
 def test_load_public_images_resizes_and_mixes_colors(tmp_path):

@@ -108,6 +108,15 @@ def test_rows_with_more_seeds_have_a_command_of_their_own(script):
     assert said == "Seed 0 (0, 1 for trained, exact), 5 s on 2 CPU cores, epsilon at delta = 1e-05"
 
 
+def test_summary_shortens_runs_of_seeds_and_lists_of_rows(script):
+    def row(name, *seeds):
+        return {"row": name, "seeded": True, "runs": [{"seed": seed, "seconds": 1.0} for seed in seeds]}
+
+    rows = [*(row(f"a{k}", 0) for k in range(5)), *(row(f"b{k}", 0, 1, 2) for k in range(3)), row("c", 0, 2, 3)]
+    said = script.table.summary({"quick": False, "rows": rows, "seeds": [0], "machine": "2 CPU cores"})
+    assert said == "Seed 0 (0 to 2 for 3 rows; 0, 2, 3 for c), 17 s on 2 CPU cores"
+
+
 def test_every_paper_has_its_figure_on_the_page(script):
     papers = loaded("_papers")
     page = script.page()

@@ -4,7 +4,7 @@
 from torch_privacy.data.adult import load_adult as load_adult
 from torch_privacy.data.cifar import PublicImages as PublicImages
 from torch_privacy.data.cifar import load_cifar10 as load_cifar10
-from torch_privacy.data.cifar import load_labelled_public_images as load_labelled_public_images
+from torch_privacy.data.cifar import load_labeled_public_images as load_labeled_public_images
 from torch_privacy.data.cifar import load_public_images as load_public_images
 from torch_privacy.data.dataset import Data as Data
 from torch_privacy.data.dataset import random_split as random_split

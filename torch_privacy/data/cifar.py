@@ -151,7 +151,7 @@ def load_public_images(
     return PublicImages("CIFAR-100", x, LICENCE, digests(file))
 
 
-def load_labelled_public_images(folder: str | Path | None = None, *, verify: bool = True) -> PublicImages | None:
+def load_labeled_public_images(folder: str | Path | None = None, *, verify: bool = True) -> PublicImages | None:
     """Returns the 50,000 training images of CIFAR-100 with their labels, or None if there is no file of them.
 
     Args:

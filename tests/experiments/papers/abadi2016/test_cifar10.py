@@ -25,7 +25,8 @@ def made_up(channels, size):
 
 def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     public = PublicImages("photographs", torch.rand(64, 3, 32, 32), "", {})
-    monkeypatch.setattr(cifar10, "public_images", lambda folder: public)
+    monkeypatch.setattr(cifar10, "load_labeled_public_images", lambda folder: None)  # no file of labels
+    monkeypatch.setattr(cifar10, "load_public_images", lambda folder: public)
     monkeypatch.setattr(cifar10, "load_cifar10", made_up(3, 32))
     cifar10.pretrained.cache_clear()
     settings = replace(cifar10.DEFAULTS, expected_batch_size=4, epochs=0.1, pretraining_epochs=2, delta=1e-3)
@@ -45,11 +46,11 @@ def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
 
 
 def test_labels_of_public_images_are_learned_where_there_are_any(monkeypatch):
-    """Classes that color tells apart are learned; rotations of such images are all alike."""
+    """The classes differ in color alone, so a network that learned rotations could not tell them apart."""
     colors, labels = torch.eye(3)[torch.arange(120) % 3], torch.arange(120) % 3
     images = (colors[:, :, None, None] + 0.3 * torch.rand(120, 3, 32, 32)).clamp(0, 1)
-    labelled = PublicImages("photographs", images, "", {}, labels)
-    monkeypatch.setattr(cifar10, "load_labelled_public_images", lambda folder: labelled)
+    labeled = PublicImages("photographs", images, "", {}, labels)
+    monkeypatch.setattr(cifar10, "load_labeled_public_images", lambda folder: labeled)
     monkeypatch.setattr(cifar10, "load_public_images", lambda folder: pytest.fail("labels are there"))
     cifar10.pretrained.cache_clear()
     model = cifar10._network(100)

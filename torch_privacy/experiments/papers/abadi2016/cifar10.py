@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.data import PublicImages, load_cifar10, load_labelled_public_images, load_public_images
+from torch_privacy.data import PublicImages, load_cifar10, load_labeled_public_images, load_public_images
 from torch_privacy.experiments import task
 from torch_privacy.experiments.models.augmentation import cropped, flipped, relit
 from torch_privacy.experiments.models.networks import abadi_cnn
@@ -42,7 +42,7 @@ COLUMNS = {
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
-    "The convolutions were pretrained on the 50,000 labelled images of CIFAR-100, as in the paper, if the data folder "
+    "The convolutions were pretrained on the 50,000 labeled images of CIFAR-100, as in the paper, if the data folder "
     "has cifar-100-python/train, and on 2,000 of them without labels if not.",
     "Epsilon is certified, and training lasts for as many epochs as it allows.",
 )
@@ -96,7 +96,7 @@ def distorted(images: Tensor) -> Tensor:
 
 def public_images(folder: str | None) -> PublicImages:
     """Returns the public images with labels or, where these are missing, without."""
-    return load_labelled_public_images(folder) or load_public_images(folder)
+    return load_labeled_public_images(folder) or load_public_images(folder)
 
 
 def new_model(folder: str | None, pretraining_epochs: float, seed: int) -> nn.Module:
