@@ -16,6 +16,7 @@ from torch_privacy.noise import Noise
 from torch_privacy.sampling.poisson import Poisson
 
 N = 40
+ZERO_OUT = tp.privacy.NeighboringRelation.REPLACE_SPECIAL  # of every training
 
 
 def data(n=N):

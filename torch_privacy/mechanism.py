@@ -25,7 +25,7 @@ from .support.model_state import ModelTensors
 from .support.units import ONE_EXAMPLE
 from .support.validate import Refused, positive, quoted
 
-RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of every event here
+RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of sensitivities and events; they are those of zero-out, too
 ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped row may exceed its bound by both
 PRICED_ROUNDING = 1 + 2.1e-5  # factor on the noise, so that its multiplier is that of rows that exceed it
 Recorded = TypeVar("Recorded", bound=Tape)
@@ -164,7 +164,7 @@ class BoundCheck:
 
 
 class Mechanism(ABC):
-    """Defines what one step releases, under the add/remove-one relation.
+    """Defines what one step releases, under the add/remove-one relation; it is the same under zero-out.
 
     Each step calls ``begin``, then ``recorder`` and ``summation`` for every (micro)batch, then ``complete`` for all
     sums of the step. These sums, with noise of the standard deviations ``stddevs`` times ``PRICED_ROUNDING``, are the

@@ -137,7 +137,7 @@ def test_output_elsewhere_than_a_terminal_is_one_line_per_epoch(tmp_path, capfd)
     assert "epsilon <= " in shown.err.splitlines()[0]
     for words in (
         "certified",
-        "add/remove one example",
+        "zero out one example",
         "Poisson",
         "not a bound",
         "moments",

@@ -21,7 +21,7 @@ from torch_privacy.gep.basis import Basis, Columns
 from torch_privacy.gep.mechanism import EmbeddedSum
 from torch_privacy.gep.orthonormal import OrthonormalBasis
 from torch_privacy.mechanism import PRICED_ROUNDING
-from torch_privacy.privacy import SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
+from torch_privacy.privacy import NeighboringRelation, SubsampledBlocks, SubsampledGaussian, SubsampledGEP, compose
 
 FLAT = tp.Flat(0.3), tp.Flat(0.2)
 GROUPS = tp.Groups({"0": 0.3, "2": 0.1}), tp.Groups({"0": 0.2, "2": 0.15})
@@ -107,7 +107,7 @@ def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share,
 
 def test_embedding_alone_is_released_without_the_residuals():
     training = gep_training(tp.BGEP(subspace(), tp.Flat(0.3)), num_steps=3)
-    assert training.event == SubsampledGaussian(1.0, 8 / N)
+    assert training.event == SubsampledGaussian(1.0, 8 / N, NeighboringRelation.REPLACE_SPECIAL)
     for x, y in own_batches(training, cross_entropy):
         step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
         rows = rows_of(training, x, y)
@@ -213,7 +213,7 @@ def test_empty_batches_release_noise_alone_with_its_two_deviations():
     assert list(training) == []
     w, r = (torch.stack(part) for part in zip(*released, strict=True))
     assert len(w) == 300
-    assert training.ledger.events == [(SubsampledGEP(2.0, 8 / N), 300)]
+    assert training.ledger.events == [(SubsampledGEP(2.0, 8 / N, NeighboringRelation.REPLACE_SPECIAL), 300)]
     assert w.std() == pytest.approx(2.0 * 0.3, rel=0.06)  # 1,800 numbers
     assert r.square().sum(1).mean().sqrt() == pytest.approx(2.0 * 0.2 * math.sqrt(26 - 6), rel=0.04)
 

@@ -139,6 +139,22 @@ def test_state_dict_survives_json_and_continues():
     assert ledger.events == [(A, 2), (B, 1), (A, 2)]
 
 
+def test_an_older_ledger_goes_on_under_zero_out():
+    """Steps of older runs were recorded under add/remove; replayed, they are the same sums at the same price."""
+    zero_out = privacy.NeighboringRelation.REPLACE_SPECIAL
+    old, new = privacy.SubsampledGaussian(1.0, 0.1), privacy.SubsampledGaussian(1.0, 0.1, zero_out)
+    ledger = privacy.Ledger()
+    for step in range(2):
+        ledger.record(old, step, f"{step}")
+    ledger.record(new, 1, "1")
+    ledger.record(new, 2, "2")
+    assert ledger.events == [(old, 2), (new, 1)]
+    assert ledger.profile().neighboring_relation is zero_out
+    for other in (privacy.SubsampledGaussian(0.9, 0.1, zero_out), privacy.SubsampledGEP(1.0, 0.1, zero_out)):
+        with pytest.raises(Refused, match="step 1 was"):
+            ledger.record(other, 1, "1")
+
+
 def test_load_state_dict_keeps_later_releases_and_refuses_conflicts(tmp_path):
     early = privacy.Ledger()
     early.record(A, 0, "a0")

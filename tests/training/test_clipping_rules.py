@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from trainings import (
     RULES,
+    ZERO_OUT,
     N,
     by_each_rule,
     clipped,
@@ -100,7 +101,8 @@ def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule, monkeypatch
 def test_steps_of_any_rule_are_priced_as_the_noise_multiplier_given(rule):
     training = training_of(clipping=RULES[rule][0], delta=1e-3)
     train(training)
-    assert training.spent().epsilon == tp.privacy.compose([(tp.privacy.SubsampledGaussian(1.0, 0.2), 6)]).epsilon(1e-3)
+    assert training.event == tp.privacy.SubsampledGaussian(1.0, 0.2, ZERO_OUT)
+    assert training.spent().epsilon == tp.privacy.compose([(training.event, 6)]).epsilon(1e-3)
 
 
 @pytest.mark.parametrize("left_out", [0, 7, 39])

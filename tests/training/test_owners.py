@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import (
     RULES,
+    ZERO_OUT,
     clipped,
     cross_entropy,
     cross_entropy_of_pair,
@@ -334,10 +335,11 @@ def test_the_printed_epsilon_and_the_statement_name_the_unit():
     training = training_of(**OWNED | {"delta": 0.005})
     train(training)
     spent, statement = training.spent(), training.statement()
-    assert "(add/remove one customer with at most 3 examples, Poisson sampling)" in str(spent)
-    steps = [(privacy.SubsampledGaussian(1.0, 0.5, unit="customer"), 6)]
+    assert "(zero out one customer with at most 3 examples, Poisson sampling)" in str(spent)
+    steps = [(training.event, 6)]
+    assert training.event == privacy.SubsampledGaussian(1.0, 0.5, ZERO_OUT, unit="customer")
     assert spent.epsilon == privacy.compose(steps).epsilon(0.005)
-    assert training.profile().statement(0.005).endswith("(add/remove one customer, Poisson sampling)")
+    assert training.profile().statement(0.005).endswith("(zero out one customer, Poisson sampling)")
     assert statement["unit"] == "one customer, at most 3 of its examples in a step"
     assert (statement["owner"], statement["num_owners"], statement["examples_per_owner"]) == ("customer", 10, 3)
     assert "num_examples" not in statement
@@ -364,7 +366,7 @@ def test_a_run_folder_names_the_unit_and_not_the_number_of_examples(tmp_path):
         assert "10 customers" in text
         assert "one customer, at most 3 of its examples in a step" in text
         assert "Protected is one customer" in text
-        assert "add/remove one customer" in text
+        assert "zero out one customer" in text
         assert "several examples in the data is protected less" not in text
     files = "".join((folder / name).read_text() for name in ("settings.json", "privacy.json", "results.json"))
     assert not {"num_examples": 40}.items() & json.loads((folder / "settings.json").read_text()).items()
@@ -609,7 +611,7 @@ def test_example_level_training_is_priced_for_persons():
     group = privacy.compose([(privacy.SubsampledGroup(1.0, q, 3), 4)])
     spent = training.spent(examples_per_person=3)
     assert spent.epsilon == group.epsilon(1e-3)
-    assert "(add/remove one person with at most 3 examples, Poisson sampling)" in str(spent)
+    assert "(zero out one person with at most 3 examples, Poisson sampling)" in str(spent)
     assert spent.epsilon.low > training.spent().epsilon.high
     with pytest.raises(ValueError, match="group_size=0 must be an integer of at least 1"):
         training.spent(examples_per_person=0)

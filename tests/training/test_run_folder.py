@@ -16,7 +16,7 @@ from fixed_state import fixed_state
 from run_folders import drawn_quickly
 from torch import nn
 from torch.utils.data import TensorDataset
-from trainings import cross_entropy, data, network, parameters_of, train, training_of
+from trainings import ZERO_OUT, cross_entropy, data, network, parameters_of, train, training_of
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -119,7 +119,7 @@ def test_metrics_are_the_mean_losses_of_each_epoch_and_the_epsilon_so_far(finish
     for row, steps in zip(rows, (range(5), range(5, 10), range(10, 12)), strict=True):
         of_epoch = [loss for step in steps for loss in losses.get(step, [])]
         assert row.loss == pytest.approx(sum(of_epoch) / len(of_epoch), rel=1e-6)
-        profile = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40), row.step)])
+        profile = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40, ZERO_OUT), row.step)])
         assert (row.epsilon_low, row.epsilon_high) == tuple(profile.epsilon(1e-3))
         assert row.train_score is row.test_score is None
 
@@ -235,7 +235,7 @@ def test_a_training_that_stops_early_is_unfinished_until_it_is_written(tmp_path)
 
 
 def test_a_training_that_its_budget_stops_is_written(tmp_path):
-    allowed = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40), 4)]).epsilon_high(1e-3)
+    allowed = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40, ZERO_OUT), 4)]).epsilon_high(1e-3)
     training = new(tmp_path, budget=privacy.Budget(allowed, 1e-3))
     train(training)
     results = results_in(tmp_path)
@@ -461,7 +461,7 @@ def test_without_a_delta_the_page_takes_a_tenth_of_one_over_n(tmp_path):
     train(new(tmp_path, delta=None, num_steps=2))
     stated = results_in(tmp_path)["privacy"]
     assert stated["delta"] == 0.0025
-    profile = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40), 2)])
+    profile = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40, ZERO_OUT), 2)])
     assert stated["epsilon"]["high"] == profile.epsilon(0.0025).high
     assert RunFolder(tmp_path).read_statement()["epsilon"] is None
     assert [run_files._delta_for(n) for n in (1, 512, 1000, 60_000)] == [0.1, 1.9e-4, 1e-4, 1.6e-6]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from trainings import ZERO_OUT
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -49,7 +50,7 @@ def train(training, steps=None):
 def test_every_step_is_priced_with_its_own_noise(schedule):
     training = train(training_of(noise_multiplier=0.8, noise_schedule=schedule))
     noise = [0.8 * factor for factor in (schedule.tolist() if isinstance(schedule, torch.Tensor) else NOISE)]
-    expected = [(privacy.SubsampledGaussian(sigma, 1 / 6), 1) for sigma in noise]
+    expected = [(privacy.SubsampledGaussian(sigma, 1 / 6, ZERO_OUT), 1) for sigma in noise]
     assert training.ledger.events == expected
     assert training.spent().epsilon == privacy.compose(expected).epsilon(1e-3)
     assert training.statement()["releases"] == [
@@ -130,7 +131,7 @@ def test_a_budget_stops_before_the_step_that_would_exceed_it():
 
 def test_a_prefix_is_planned_with_the_noise_of_the_steps_left():
     training = train(training_of(noise_schedule=NOISE), steps=3)
-    events = [(privacy.SubsampledGaussian(factor, 1 / 6), 1) for factor in NOISE]
+    events = [(privacy.SubsampledGaussian(factor, 1 / 6, ZERO_OUT), 1) for factor in NOISE]
     assert training.spent().epsilon == privacy.compose(events[:3]).epsilon(1e-3)
     assert training.spent().planned == privacy.compose(events).epsilon(1e-3)
     assert training.event == events[3][0]

@@ -17,7 +17,7 @@ def test_statement_and_spent_say_what_was_released():
     statement = training.statement()
     assert statement["releases"] == [{"event": tp.privacy.event_to_dict(training.event), "count": 6}]
     assert statement["private"] is False
-    assert statement["neighboring_relation"] == "add_or_remove_one"
+    assert statement["neighboring_relation"] == "replace_special"
     spent = training.spent()
     assert spent.epsilon == tp.privacy.compose([(training.event, 6)]).epsilon(1e-3)
     assert str(spent).startswith("NOT PRIVATE")
@@ -39,7 +39,7 @@ def test_private_run_says_so():
     train(training)
     assert training.statement()["private"] is True
     assert 1.99 < training.spent().epsilon.high <= 2.0
-    assert "add/remove" in str(training.spent())
+    assert "zero out one example" in str(training.spent())
     assert "Poisson" in str(training.spent())
 
 

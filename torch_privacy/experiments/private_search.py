@@ -137,7 +137,8 @@ class PrivateSearch:
 
     def _steps(self, settings: Settings, noise_multiplier: float) -> tuple[privacy.SubsampledGaussian, int]:
         probability = settings.expected_batch_size / self._kept
-        return privacy.SubsampledGaussian(noise_multiplier, probability), number_of_steps(settings, self._kept)
+        event = privacy.SubsampledGaussian(noise_multiplier, probability, privacy.NeighboringRelation.REPLACE_SPECIAL)
+        return event, number_of_steps(settings, self._kept)
 
     def _calibrated(self, target: float) -> list[float]:
         """Returns noise multipliers with which every candidate's run costs the same, and the search the target."""

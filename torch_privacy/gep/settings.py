@@ -88,7 +88,7 @@ class GEP:
         ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         ...     released = training.step(losses)
         >>> print(training.spent())
-        epsilon in [1.729, 1.730] at delta = 1e-05 (add/remove one example, Poisson sampling)
+        epsilon in [1.729, 1.730] at delta = 1e-05 (zero out one example, Poisson sampling)
     """
 
     subspace: AnchorSubspace

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Composes events into a privacy profile: brackets of ε, δ and the trade-off function of all releases together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from ..support.validate import non_negative, one_of, plain_number, plain_numbers
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
-from .events.base import PAIRS, Event, NeighboringRelation
+from .events.base import PAIRS, REMOVALS, Event, NeighboringRelation
 from .pairs.base import DominatingPair, PairBounds
 from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
@@ -59,8 +59,11 @@ class Profile:
 
     @property
     def neighboring_relation(self) -> NeighboringRelation:
-        """The relation that all events share."""
-        return next((event.neighboring_relation for event, _ in self._events), NeighboringRelation.ADD_OR_REMOVE_ONE)
+        """The relation under which all events hold together.
+
+        A price under add/remove holds under zero-out, too: what is replaced with nothing is removed from every sum.
+        """
+        return relation_of({event.neighboring_relation for event, _ in self._events})
 
     @property
     def unit(self) -> str:
@@ -203,6 +206,20 @@ class Profile:
         return self.statement(1e-5)
 
 
+def relation_of(relations: Collection[NeighboringRelation]) -> NeighboringRelation:
+    """Returns the relation under which events of these relations hold together.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if len(relations) <= 1:
+        return next(iter(relations), NeighboringRelation.ADD_OR_REMOVE_ONE)
+    if not set(relations) <= set(REMOVALS):
+        names = sorted(relation.name for relation in relations)
+        raise ValueError(f"compose: events assume different neighboring relations {names}; price them separately.")
+    return NeighboringRelation.REPLACE_SPECIAL
+
+
 def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profile:
     """Composes releases into their joint privacy profile; their order does not matter.
 
@@ -219,8 +236,8 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         epsilon in [11.807, 11.808] at delta = 1e-05 (add/remove one example, Poisson sampling)
 
     Raises:
-        ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or neighboring relations or units
-            differ.
+        ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or units or neighboring relations
+            differ (events under add/remove and zero-out together hold under zero-out).
     """
     events = [(event, plain_number(count)) for event, count in events]
     for event, count in events:
@@ -233,10 +250,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         if type(count) is not int or not 0 <= count <= MAX_COUNT:
             whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
     one_of("compose", METHODS, method=method)
-    relations = {event.neighboring_relation for event, _ in events}
-    if len(relations) > 1:
-        names = sorted(relation.name for relation in relations)
-        raise ValueError(f"compose: events assume different neighboring relations {names}; price them separately.")
+    relation_of({event.neighboring_relation for event, _ in events})
     units = sorted({event.unit for event, _ in events})
     if len(units) > 1:
         raise ValueError(

@@ -10,7 +10,7 @@ from ..support.read_file import shown
 from ..support.schema import violation
 from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
-from .events.base import Event, event_from_dict, event_to_dict
+from .events.base import REMOVALS, Event, event_from_dict, event_to_dict
 from .ledger_file import FORMAT, KNOWN_FORMATS, LedgerFile, Line
 
 STATE = {  # of a ledger, in a checkpoint
@@ -155,7 +155,7 @@ class Ledger:
         if step >= len(self._releases):
             return False
         index, known = self._releases[step]
-        return (self._events[index], known) != (event, fingerprint)
+        return known != fingerprint or not _is_same_sum(self._events[index], event)
 
     def _settle(self) -> None:
         """Takes the pending release into memory if its lines are in the file; else forgets it.
@@ -304,6 +304,22 @@ class _Pending:
     index: int
     step: int
     fingerprint: str
+
+
+def _is_same_sum(event: Event, other: Event) -> bool:
+    """True for equal events, and for those whose relations alone differ and give the same sum and price.
+
+    The steps of older runs were recorded under add/remove.
+    """
+    if event == other:
+        return True
+    relations = {event.neighboring_relation, other.neighboring_relation}
+    fields = event_to_dict(event), event_to_dict(other)
+    return relations == set(REMOVALS) and _without_relation(fields[0]) == _without_relation(fields[1])
+
+
+def _without_relation(description: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in description.items() if name != "neighboring_relation"}
 
 
 def _check_whole(value: Any, expected: int | None, why: str) -> None:

@@ -157,7 +157,7 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
         sampler = f"{profile.sampler}, probability {steps[1]:.6g} a step"
         released = f"{steps[2]} steps at noise multiplier {steps[0]:.6g}"
     return [
-        ("neighboring relation", profile.relation_in_words),
+        ("neighboring relation", profile.neighboring_relation.explained(profile.unit)),
         ("sampler", sampler),
         ("releases", released),
     ]

@@ -71,8 +71,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         n_features_in_: number of features; also ``feature_names_in_`` if the data have names.
 
     Guarantees:
-        - What ``fit`` keeps is (epsilon, delta)-private under adding or removing one row of X and y, given what
-          ``statement_["treated_as_public"]`` lists.
+        - What ``fit`` keeps is (epsilon, delta)-private under zeroing out one row of X and y, given what
+          ``statement_["treated_as_public"]`` lists, such as the number of rows.
         - By default each row is trained on once in a process. A further fit to a row is refused before anything is
           released, and so is every fit of a clone, as grids, cross-validation and ensembles make them: the message
           names the price of a private search. An estimator from another process is refused, too. With
@@ -101,7 +101,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         >>> classifier.fit(x, x[:, 0] > 0).score(x, x[:, 0] > 0) > 0.9
         True
         >>> print(classifier.spent_)  # doctest: +ELLIPSIS
-        epsilon in [1.999..., 2.000] at delta = 1e-05 (add/remove one example, Poisson sampling)
+        epsilon in [1.999..., 2.000] at delta = 1e-05 (zero out one example, Poisson sampling)
     """
 
     classes: Sequence[Any] | str | None

@@ -70,7 +70,12 @@ def plan_of(estimator: Any, num_examples: int) -> Plan:
     delta = min(USUAL_DELTA, 1 / (10 * n)) if delta is None else delta
     strictly_between(where, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for the {n} examples.")
     noise = privacy.calibrate(float(estimator.epsilon), delta, sampling_probability=size / n, num_steps=steps)
-    return Plan(delta, size, steps, [(privacy.SubsampledGaussian(noise, size / n), steps)])
+    return Plan(delta, size, steps, [(_step(noise, size / n), steps)])
+
+
+def _step(noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledGaussian:
+    zero_out = privacy.NeighboringRelation.REPLACE_SPECIAL  # because the probability is batch_size / n
+    return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, zero_out)
 
 
 def new_network(estimator: Any, num_inputs: int, num_outputs: int) -> nn.Module:
@@ -117,7 +122,7 @@ def _noise_of(estimator: Any, plan: Plan, target: Target) -> tuple[float | None,
     assert isinstance(step, privacy.SubsampledGaussian)
 
     def releases(noise: float) -> list[tuple[privacy.Event, int]]:
-        return [*others, (gaussian, 1), (privacy.SubsampledGaussian(noise, step.sampling_probability), count)]
+        return [*others, (gaussian, 1), (_step(noise, step.sampling_probability), count)]
 
     left = plan.delta - sum(failing.deltas)
     noise = privacy.calibrate_schedule(releases, epsilon, left, start=step.noise_multiplier)

@@ -173,6 +173,8 @@ class PrivateTraining:
         - The optimizer receives a function of noisy sums only, each recorded in the ledger before it is used.
         - One example changes the sum before the noise by at most ``clipping.sensitivity``, up to a rounding of 2e-5,
           relative. The noise is larger by 2.1e-5 than ``noise_multiplier * sensitivity``, so that epsilon covers it.
+        - Epsilon is for zeroing out one example, or owner: it is replaced with nothing, and their number n is public,
+          because it determines the sampling probability ``expected_batch_size / n``.
         - The divisor is the expected batch size, independent of the actual size of the batch.
         - An empty batch makes a step of noise alone; the loop does not see it.
         - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows with random
@@ -220,7 +222,7 @@ class PrivateTraining:
         ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         ...     released = training.step(losses)
         >>> print(training.spent())
-        epsilon in [1.984, 1.985] at delta = 1e-05 (add/remove one example, Poisson sampling)
+        epsilon in [1.984, 1.985] at delta = 1e-05 (zero out one example, Poisson sampling)
     """
 
     def __init__(
@@ -1381,7 +1383,7 @@ class PrivateTraining:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
         ours, actual = self.settings, self._mechanism.settings()
         noise = ours.noise_at(self.step_count)
-        event, none = self._mechanism.event(noise, ours.sampling_probability), repr(None)
+        event, none = ours.event(self._mechanism, noise), repr(None)
         jacobian, perturbation = actual.get("jacobian", none), actual.get("perturbation", none)
         if event != self.event or (jacobian, perturbation) != (repr(ours.jacobian), repr(ours.perturbation)):
             raise Refused(

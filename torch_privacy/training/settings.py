@@ -147,6 +147,16 @@ class TrainingSettings:
         return self.expected_batch_size / self.num_units
 
     @property
+    def neighboring_relation(self) -> privacy.NeighboringRelation:
+        """Returns zero-out, because q is the batch size divided by the number of units, which is the same for both."""
+        return privacy.NeighboringRelation.REPLACE_SPECIAL
+
+    def event(self, mechanism: Mechanism, noise_multiplier: float) -> Any:
+        """Returns the event of a step with this noise, under the training's neighboring relation."""
+        event: Any = mechanism.event(noise_multiplier, self.sampling_probability)
+        return replace(event, neighboring_relation=self.neighboring_relation)
+
+    @property
     def prior_events(self) -> list[tuple[privacy.Event, int]]:
         """Returns the events of the prior releases, each with the count 1."""
         return [(release.event, 1) for release in self.prior_releases]
@@ -238,7 +248,7 @@ class TrainingSettings:
         exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
         mechanism.check_price(exact, q, steps, delta)
         is_plain = not self.prior_releases and self.noise_schedule is None
-        if is_plain and isinstance(mechanism.event(exact, q), privacy.SubsampledGaussian):
+        if is_plain and isinstance(self.event(mechanism, exact), privacy.SubsampledGaussian):
             return replace(self, noise_multiplier=exact)
         spent = privacy.compose(self.prior_events).epsilon_high(delta)
         if spent >= target:
@@ -266,10 +276,9 @@ class TrainingSettings:
         return plan
 
     def _plan(self, mechanism: Mechanism, noise_multiplier: float) -> Plan:
-        q = self.sampling_probability
         if self.noise_schedule is None:
-            return Plan([(mechanism.event(noise_multiplier, q), self.num_steps)])
-        return Plan((mechanism.event(noise_multiplier * factor, q), 1) for factor in self.noise_schedule)
+            return Plan([(self.event(mechanism, noise_multiplier), self.num_steps)])
+        return Plan((self.event(mechanism, noise_multiplier * factor), 1) for factor in self.noise_schedule)
 
     def _schedules(self) -> dict[str, tuple[float, ...]]:
         """Returns the schedules that were given, by name."""

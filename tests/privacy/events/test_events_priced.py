@@ -2,6 +2,7 @@
 """Every event type: the tables of accounting.md 4 to 7, closed forms, other accountants, and simulation."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -398,6 +399,35 @@ def test_every_event_survives_json_and_has_one_step_prices(event):
 def test_incompatible_relations_are_refused_in_one_list():
     with pytest.raises(ValueError, match=r"different neighboring relations \['ADD_OR_REMOVE_ONE', 'REPLACE_ONE'\]"):
         privacy.compose([(SubsampledGaussian(1.0, 0.1), 1), (privacy.FixedSizeGaussian(1.0, 0.1), 1)])
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        SubsampledGaussian(1.0, 0.1),
+        privacy.SubsampledGEP(1.0, 0.1),
+        privacy.SubsampledJL(1.0, 32, 0.1),
+        privacy.SubsampledSketch(1.0, 32, 0.1),
+        privacy.SubsampledGroup(1.0, 0.1, 3),
+        privacy.NoisyCovariance(2.0, 0.5),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_zero_out_costs_what_removing_costs_and_both_compose_to_zero_out(event):
+    zeroed = replace(event, neighboring_relation=ZERO_OUT)
+    prices = [privacy.compose([(one, 3)]).epsilon(1e-3) for one in (event, zeroed)]
+    assert prices[0] == prices[1]
+    both = privacy.compose([(event, 1), (zeroed, 2)])
+    assert (both.epsilon(1e-3), both.neighboring_relation) == (prices[0], ZERO_OUT)
+    assert f"(zero out one {event.unit}, " in str(both)
+    with pytest.raises(ValueError, match="different neighboring relations"):
+        privacy.compose([(zeroed, 1), (privacy.FixedSizeGaussian(1.0, 0.1), 1)])
+
+
+@pytest.mark.parametrize("kind", [privacy.SubsampledJL, privacy.SubsampledSketch])
+def test_events_that_cannot_be_priced_for_replacing_say_so(kind):
+    with pytest.raises(ValueError, match="has no known price here"):
+        kind(1.0, 32, 0.1, neighboring_relation=REPLACE_ONE)
 
 
 NAN = float("nan")

@@ -126,7 +126,7 @@ def test_every_gaussian_step_has_a_price_for_groups():
     [
         (privacy.SubsampledJL(1.0, 32, 0.1), "SubsampledJL has no known price"),
         (privacy.KnownProfile((1.0,), (0.0,)), "KnownProfile has no known price"),
-        (privacy.FixedSizeGaussian(1.0, 0.1), "replace one example: must be add/remove"),
+        (privacy.FixedSizeGaussian(1.0, 0.1), "replace one example: must be add/remove or zero out"),
         (privacy.SubsampledGroup(1.0, 0.1, 3), "protects one person with at most 3 examples already"),
         (privacy.SubsampledGaussian(1.0, 0.1, unit="customer"), "protects one customer already"),
     ],

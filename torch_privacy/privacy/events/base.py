@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
-from ...support.units import ONE_EXAMPLE
+from ...support.units import ONE_EXAMPLE, plural
 from ...support.validate import one_of, plain_numbers, positive
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ class NeighboringRelation(Enum):
     """Same size, one example differs."""
 
     REPLACE_SPECIAL = "replace_special"
-    """Same size, one example is replaced by a null record that contributes nothing (zero-out)."""
+    """Zero-out: same size, which is public, and one example is replaced with nothing, which adds 0 to every sum.
+
+    A training whose sampling probability is a batch size divided by the number of examples holds under this relation.
+    Each sum then moves as if the example were removed, so the price is that of add/remove one at the same probability.
+    """
 
     @property
     def in_words(self) -> str:
@@ -41,12 +45,18 @@ class NeighboringRelation(Enum):
         """Returns the relation in words for any unit of privacy, such as "customer"."""
         return RELATIONS_IN_WORDS[self].format(unit=unit)
 
+    def explained(self, unit: str) -> str:
+        """Returns the relation in words, with what zero-out means and takes as public."""
+        public = f" (replace it with nothing; how many {plural(unit)} there are is public)"
+        return self.words(unit) + (public if self is NeighboringRelation.REPLACE_SPECIAL else "")
+
 
 RELATIONS_IN_WORDS = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "add/remove one {unit}",
     NeighboringRelation.REPLACE_ONE: "replace one {unit}",
-    NeighboringRelation.REPLACE_SPECIAL: "replace one {unit} by a null record",
+    NeighboringRelation.REPLACE_SPECIAL: "zero out one {unit}",
 }
+REMOVALS = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL  # one example's part is gone
 
 
 def check_noise(where: str, noise_multiplier: float) -> None:
@@ -64,6 +74,16 @@ def check_relation(where: str, neighboring_relation: NeighboringRelation) -> Non
     if not isinstance(neighboring_relation, NeighboringRelation):
         allowed = ", ".join(f"NeighboringRelation.{relation.name}" for relation in NeighboringRelation)
         raise ValueError(f"{where}: neighboring_relation={neighboring_relation!r} must be one of {allowed}.")
+
+
+def check_removal(where: str, neighboring_relation: NeighboringRelation) -> None:
+    """Raises a ``ValueError`` unless an example is added, removed or zeroed out, not replaced by another one."""
+    check_relation(where, neighboring_relation)
+    if neighboring_relation not in REMOVALS:
+        raise ValueError(
+            f"{where}: neighboring_relation={neighboring_relation!r} has no known price here. Allowed: "
+            f"{', '.join(map(repr, REMOVALS))}."
+        )
 
 
 class Event:

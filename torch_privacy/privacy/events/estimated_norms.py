@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range, whole
 from ..pairs.mixture import Estimate, SubsampledMixturePair
-from .base import Event, NeighboringRelation, check_noise, priced
+from .base import Event, NeighboringRelation, check_noise, check_removal, priced
 from .gaussian import check_probability
 
 MOST = 10_000_000  # projections; beyond, the estimate is as good as exact and floating point no better
@@ -16,6 +16,7 @@ def _check(where: str, event: "SubsampledJL | SubsampledSketch", number: str) ->
     """Raises a ``ValueError`` unless the event can be priced; ``number`` names the field with its projections."""
     check_noise(where, event.noise_multiplier)
     check_unit(where, unit=event.unit)
+    check_removal(where, event.neighboring_relation)
     if event.noise_multiplier < 0.05:
         raise ValueError(f"{where}: noise_multiplier={event.noise_multiplier!r} must be at least 0.05 to be priced.")
     check_probability(where, event.sampling_probability)
@@ -50,7 +51,7 @@ class SubsampledJL(Event):
             clipping uses ``max(estimate, floor * U)``; then ``Z <= 1 / (floor * σ)`` and losses are not heavy-tailed.
 
     Guarantees:
-        - add/remove one example only: no tight pair is known when an example is replaced.
+        - add/remove or zero out one example only: no tight pair is known when an example is replaced.
 
     Source: Bu, Gopi, Kulkarni, Lee, Shen & Tantipongpipat (2021), arXiv:2102.03013, Lemma 4.1; composed numerically
         instead of by their theorem.
@@ -67,7 +68,7 @@ class SubsampledJL(Event):
     sampling_probability: float
     floor: float | None = None
     unit: str = ONE_EXAMPLE
-    neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class SubsampledSketch(Event):
         sampling_probability: chance that an example joins the sample, in (0, 1].
 
     Guarantees:
-        - never below the price of any gradient; add/remove one example only.
+        - never below the price of any gradient; add/remove or zero out one example only.
 
     Example:
         >>> from torch_privacy.privacy import compose
@@ -114,7 +115,7 @@ class SubsampledSketch(Event):
     num_directions: int
     sampling_probability: float
     unit: str = ONE_EXAMPLE
-    neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:

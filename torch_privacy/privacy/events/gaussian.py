@@ -13,7 +13,7 @@ from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import Event, NeighboringRelation, check_noise, check_relation, priced
+from .base import Event, NeighboringRelation, check_noise, check_relation, check_removal, priced
 
 SMALLEST_PROBABILITY = 1e-315
 
@@ -73,7 +73,7 @@ class SubsampledGaussian(Event):
     q the sampling probability, the pair that an attacker must distinguish is
 
     - add/remove one: ``(1 - q) N(0, 1) + q N(z, 1)`` and ``N(0, 1)``, in either order;
-    - replace by a null record (zero-out): the same;
+    - zero out one (replace it with nothing; the number of examples is public): the same;
     - replace one: ``(1 - q) N(0, 1) + q N(±z/2, 1)``, because the sensitivity is twice a value's norm.
 
     Args:
@@ -261,6 +261,7 @@ class NoisyCovariance(Event):
     Args:
         noise_multiplier: noise divided by the sensitivity, which is 1, in [1e-6, 1e6].
         sampling_probability: chance that a row joins, in (0, 1]; all rows by default.
+        neighboring_relation: add/remove one row by default, or zero out one.
 
     Guarantees:
         - the price of ``SubsampledGaussian(noise_multiplier, sampling_probability)``.
@@ -275,7 +276,7 @@ class NoisyCovariance(Event):
 
     noise_multiplier: float
     sampling_probability: float = 1.0
-    neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
     @property
     def sampler(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -285,3 +286,4 @@ class NoisyCovariance(Event):
     def __post_init__(self) -> None:
         check_noise("NoisyCovariance", self.noise_multiplier)
         check_probability("NoisyCovariance", self.sampling_probability)
+        check_removal("NoisyCovariance", self.neighboring_relation)

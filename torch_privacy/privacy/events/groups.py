@@ -15,7 +15,7 @@ from ...support.validate import plain_numbers, whole
 from ..pairs.base import DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
-from .base import PAIRS, Event, NeighboringRelation, check_noise, priced
+from .base import PAIRS, REMOVALS, Event, NeighboringRelation, check_noise, check_removal, priced
 from .counts import Laplace
 from .gaussian import check_probability
 
@@ -42,6 +42,7 @@ class SubsampledGroup(Event):
         group_size: G, at most 10,000: a cap that is enforced (`torch_privacy.at_most`), never the largest number of
             examples that a person happens to have, which is private.
         person: the word for a person in statements, such as "customer".
+        neighboring_relation: add/remove one person by default, or zero out one.
 
     Guarantees:
         - exact for clipped sums, and never below the price for a person with fewer examples.
@@ -59,7 +60,7 @@ class SubsampledGroup(Event):
     sampling_probability: float
     group_size: int
     person: str = "person"
-    neighboring_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
@@ -67,6 +68,7 @@ class SubsampledGroup(Event):
         check_probability("SubsampledGroup", self.sampling_probability)
         whole("SubsampledGroup", at_least=1, at_most=LARGEST_GROUP, group_size=self.group_size)
         check_unit("SubsampledGroup", person=self.person)
+        check_removal("SubsampledGroup", self.neighboring_relation)
 
     @property
     def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -89,9 +91,9 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
     """
     if isinstance(event, SubsampledGroup) or event.unit != Event.unit:
         raise ValueError(f"for_group: {event!r} protects one {event.unit} already, not one example.")
-    if event.neighboring_relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
+    if event.neighboring_relation not in REMOVALS:
         raise ValueError(
-            f"for_group: {event!r} is priced for {event.neighboring_relation.in_words}: must be add/remove."
+            f"for_group: {event!r} is priced for {event.neighboring_relation.in_words}: must be add/remove or zero out."
         )
     if isinstance(event, Laplace):
         smaller: Any = replace(event, noise_multiplier=event.noise_multiplier / group_size)
@@ -104,4 +106,4 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
         )
     given = getattr(event, "noise_multiplier", None)
     noise = given if given and 1 / given == pair.shift else 1 / pair.shift
-    return SubsampledGroup(noise, pair.probability, group_size, person)
+    return SubsampledGroup(noise, pair.probability, group_size, person, event.neighboring_relation)

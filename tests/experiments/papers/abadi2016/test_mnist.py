@@ -98,7 +98,8 @@ def test_components_and_training_share_one_epsilon():
     training = training_of(task, settings)
     for x, y in training:
         training.step(task.losses(training.model(x), y))
-    releases = [(privacy.NoisyCovariance(7.0), 1), (privacy.SubsampledGaussian(4 / 2**0.5, 0.1), 3)]
+    step = privacy.SubsampledGaussian(4 / 2**0.5, 0.1, privacy.NeighboringRelation.REPLACE_SPECIAL)
+    releases = [(privacy.NoisyCovariance(7.0), 1), (step, 3)]
     assert training.ledger.events == releases
 
 

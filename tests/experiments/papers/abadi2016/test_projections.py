@@ -55,7 +55,8 @@ def test_other_projections_release_nothing_before_training(projection, shapes):
     assert not task.released
     for x, y in training:
         training.step(task.losses(training.model(x), y))
-    assert training.ledger.events == [(privacy.SubsampledGaussian(settings.noise_multiplier, 0.1), 2)]
+    step = privacy.SubsampledGaussian(settings.noise_multiplier, 0.1, privacy.NeighboringRelation.REPLACE_SPECIAL)
+    assert training.ledger.events == [(step, 2)]
 
 
 def test_random_directions_keep_lengths_and_depend_on_the_seed_alone():
