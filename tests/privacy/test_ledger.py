@@ -75,12 +75,57 @@ def test_load_drops_a_torn_last_line_and_goes_on(tmp_path, cut):
     assert privacy.Ledger.load(path).state_dict() == ledger.state_dict()
 
 
-def test_load_of_a_file_torn_in_its_header_starts_anew(tmp_path):
+FOREIGN = {  # what is no ledger, in whole or in part
+    "empty": b"",
+    "torn header": b'{"led',
+    "one line without its end": b"notes on the meeting",
+    "binary": bytes(range(256)),
+    "other lines of JSON, the last one torn": b'{"a": 1}\n{"b": 2}\n{"c"',
+    "a line of JSON without its end": b'{"a": 1}',
+    "another format, the last one torn": b'{"ledger": 99}\n{"step"',
+    "blank lines": b"\n\n",
+    "a wrong first digest": b'{"ledger":2,"check":"00"}\n{"ste',
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_load_leaves_a_file_that_is_no_ledger_as_it_is(tmp_path, content):
     path = tmp_path / "ledger"
-    path.write_text('{"led')
-    with_header = privacy.Ledger.load(path)
-    with_header.record(A, 0, "a")
-    assert len(privacy.Ledger.load(path)) == 1
+    path.write_bytes(content)
+    with pytest.raises(Refused, match="Ledger"):
+        privacy.Ledger.load(path)
+    assert path.read_bytes() == content
+
+
+def test_load_and_the_constructor_follow_no_link(tmp_path):
+    filled(tmp_path / "there").close()
+    before = (tmp_path / "there").read_bytes()
+    for target in ("there", "nowhere"):
+        path = tmp_path / f"link to {target}"
+        path.symlink_to(tmp_path / target)
+        with pytest.raises(Refused, match="symbolic link"):
+            privacy.Ledger.load(path)
+        with pytest.raises(Refused, match="exists"):
+            privacy.Ledger(path)
+    assert (tmp_path / "there").read_bytes() == before
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_new_ledger_has_its_first_line_before_its_name(tmp_path, monkeypatch):
+    path = tmp_path / "ledger"
+
+    def stopped(*_):
+        assert not path.exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            privacy.Ledger(path)
+    assert list(tmp_path.iterdir()) == []
+    privacy.Ledger(path).close()
+    assert [found.name for found in tmp_path.iterdir()] == ["ledger"]
+    assert len(privacy.Ledger.load(path)) == 0
 
 
 def test_load_refuses_damage_before_the_last_line(tmp_path):

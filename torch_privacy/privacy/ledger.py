@@ -3,7 +3,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..support.read_file import shown
@@ -11,7 +10,7 @@ from ..support.schema import violation
 from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
 from .events.base import REMOVALS, Event, event_from_dict, event_to_dict
-from .ledger_file import FORMAT, KNOWN_FORMATS, LedgerFile, Line
+from .ledger_file import CHOOSE, FORMAT, KNOWN_FORMATS, LedgerFile, Line
 
 STATE = {  # of a ledger, in a checkpoint
     "type": "object",
@@ -81,17 +80,18 @@ class Ledger:
         self._pending: _Pending | None = None  # what is being recorded
         self._file: LedgerFile | None = None
         if path is not None:
-            if Path(path).exists():
-                raise Refused(f"Ledger: {str(path)!r} exists. Continue it with Ledger.load, or choose another path.")
+            if os.path.lexists(path):
+                raise Refused(f"Ledger: {str(path)!r} exists. {CHOOSE}")
             self._file = LedgerFile(path, create=True)
             self._write_header()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ledger":
-        """Returns the ledger in a file, ready to record more. An incomplete last line is removed.
+        """Returns the ledger in a file, ready to record more. An incomplete last line of a ledger is removed.
 
         Raises:
-            Refused: if another line cannot be read, or steps are not 0, 1, 2, ...
+            Refused: if another line cannot be read, or steps are not 0, 1, 2, ...; the file is unchanged. So is one
+                without a first line of a ledger, and a symbolic link.
             FileNotFoundError: if there is no such file.
         """
         ledger = cls()
@@ -105,8 +105,12 @@ class Ledger:
                     if isinstance(error, Refused):
                         raise
                     raise Refused(f"Ledger.load: line {number} of {str(path)!r} cannot be read: {error}.") from error
-            if not lines:  # killed before the header was written
-                ledger._write_header()
+            if not lines:
+                raise Refused(
+                    f"Ledger.load: {str(path)!r} holds no whole line, so it is no ledger, or damaged; it was not "
+                    "changed. Name the ledger, or restore it from a copy: without it, the releases made are not priced."
+                )
+            ledger._file.mend()
         except BaseException:
             ledger._file.close()
             raise
@@ -260,8 +264,9 @@ class Ledger:
     def _write_header(self) -> None:
         assert self._file is not None
         header: Line = {"ledger": FORMAT, **({"purpose": self.purpose} if self.purpose else {})}
-        self._file.append(*self._file.encode([header]))
-        self._file.sync()
+        with self._file.published():
+            self._file.append(*self._file.encode([header]))
+            self._file.sync()
 
     def _read(self, number: int, line: Line) -> None:
         """Takes in a line of the file; all of its values must have the right type."""

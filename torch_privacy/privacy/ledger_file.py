@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file behind a ledger: lines of JSON, chained by digests, appended completely or not at all by one writer."""
 
+import errno
 import hashlib
 import json
 import os
+import secrets
 import stat
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..support.validate import Refused
-from ..support.write_file import sync_directory
+from ..support.write_file import PARTIAL, UNFOLLOWED, sync_directory
 
 try:
     import fcntl
@@ -25,6 +28,7 @@ DIGEST_BYTES = 8
 CHECK = "check"  # the key of a line's digest
 UNCHAINED_FORMAT, FORMAT = 1, 2  # the first is that of files from before there were digests
 KNOWN_FORMATS = (UNCHAINED_FORMAT, FORMAT)
+CHOOSE = "Continue it with Ledger.load, or choose another path."
 
 Line = dict[str, Any]
 
@@ -39,12 +43,13 @@ class LedgerFile:
 
     Args:
         path: the file.
-        create: makes the file, which must not exist.
+        create: makes a new file, which gets its name after `published`.
 
     Guarantees:
         - `append` either returns, and all of its lines are with the operating system, or raises, and none is in the
           file; if that cannot be undone, the file is closed for good.
         - After a failed `sync` the file is closed for good: what the disk holds is unknown.
+        - A file that exists is changed by `mend`, `append` or not at all, and never through a symbolic link.
         - A second writer is refused: another process at once, an older writer of this process at its next `append`, a
           forked process too.
     """
@@ -54,18 +59,22 @@ class LedgerFile:
         self._failure = ""  # the reason why nothing can be appended any more
         self._chained = True
         self._attempt = b""  # what was appended last, perhaps in part
-        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._file: int | None = os.open(self.path, flags, 0o644)
+        self._lacks_end = False  # True for a whole last line whose end is missing
+        self._unpublished = _unique_partial_of(self.path) if create else None  # its name until the first line is there
+        self._file: int | None = _opened(self._unpublished or self.path, create)
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise Refused(f"Ledger: {str(self.path)!r} is no file. Name another path.")
             self._lock()
-            sync_directory(self.path.absolute().parent)
+            if not create:
+                sync_directory(self.path.absolute().parent)
             # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
             self._end = os.fstat(self._file).st_size, b""
         except BaseException:
             os.close(self._file)
             self._file = None
+            if self._unpublished is not None:
+                self._unpublished.unlink(missing_ok=True)
             raise
         self._last_sync = time.monotonic()
         self._close = weakref.finalize(self, os.close, self._file)
@@ -76,8 +85,26 @@ class LedgerFile:
         """Returns the size of the complete lines, in bytes."""
         return self._end[0]
 
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Gives a new file its name after the ``with`` block, which writes its first line: none is found without.
+
+        Raises:
+            Refused: if the name is taken by now.
+        """
+        assert self._unpublished is not None
+        try:
+            yield
+            _rename_to_new(self._unpublished, self.path)
+            sync_directory(self.path.absolute().parent)
+        except BaseException:
+            self._fail("it was not made")
+            raise
+        finally:
+            self._unpublished.unlink(missing_ok=True)
+
     def read(self) -> list[Line]:
-        """Returns the lines, checked, and removes a last line that was not written completely.
+        """Returns the lines, checked; writes nothing. `mend` then deals with a last line that has no end.
 
         Raises:
             Refused: if a line is damaged.
@@ -103,11 +130,21 @@ class LedgerFile:
             if self._is_whole(number, rest, digest):  # only the end of the line is missing
                 line, digest = self._checked(number, rest, digest)
                 lines.append(line)
-                os.write(self._file, b"\n")
-            else:
-                os.ftruncate(self._file, self.size - len(rest))
-        self._end = os.fstat(self._file).st_size, digest
+        self._lacks_end = bool(rest) and len(lines) == number
+        self._end = self.size - (0 if self._lacks_end else len(rest)), digest
         return lines
+
+    def mend(self) -> None:
+        """Gives a whole last line its end, or removes what was not written completely; the lines read are a ledger's.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        assert self._file is not None
+        os.ftruncate(self._file, self.size)
+        if self._lacks_end:
+            os.write(self._file, b"\n")
+            self._end = self.size + 1, self._end[1]
 
     def encode(self, lines: Sequence[Line]) -> tuple[bytes, tuple[int, bytes]]:
         """Returns lines as bytes, and what size and digest are after them."""
@@ -251,6 +288,32 @@ class LedgerFile:
         except Refused:
             return False
         return True
+
+
+def _unique_partial_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+
+
+def _rename_to_new(partial: Path, path: Path) -> None:
+    """Gives a file a second name that is not taken, or its only one on a file system without hard links."""
+    try:
+        os.link(partial, path, follow_symlinks=False)
+    except OSError as error:
+        if isinstance(error, FileExistsError) or os.path.lexists(path):
+            raise Refused(f"Ledger: {str(path)!r} exists by now. {CHOOSE}") from None
+        partial.rename(path)
+
+
+def _opened(path: Path, create: bool) -> int:
+    """Returns a descriptor of the file itself: a symbolic link may lead to a file that is no ledger."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0) | UNFOLLOWED, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Refused(f"Ledger: {str(path)!r} is a symbolic link. Name the file itself.") from None
+        if error.errno == errno.EISDIR:
+            raise Refused(f"Ledger: {str(path)!r} is a folder. Name the file.") from None
+        raise
 
 
 def _leave_to_parent() -> None:

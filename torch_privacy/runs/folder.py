@@ -22,7 +22,7 @@ from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_ch
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
 from torch_privacy.support.schema import Schema, violation
-from torch_privacy.support.write_file import PARTIAL, partial_of, write_whole
+from torch_privacy.support.write_file import PARTIAL, UNFOLLOWED, partial_of, write_whole
 
 LARGEST_METRICS = 2**25  # bytes
 LARGEST_MODEL = 2**33
@@ -80,7 +80,7 @@ class RunFolder:
         Raises:
             ValueError: If another run, in this process or another, has the folder.
         """
-        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | UNFOLLOWED, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

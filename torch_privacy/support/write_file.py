@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
+UNFOLLOWED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)  # to open the file itself, and no link
 
 
 def partial_of(path: Path) -> Path:
