@@ -319,19 +319,34 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_pat
             settings={"enable_checkpointing": True},
             run_folder=tmp_path / "run",
         )
+    secret = tmp_path / "run" / "secret" / f"step-{at}.json"
+    assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
+    keys = [value for name, value in json.loads(secret.read_text()).items() if name.endswith("_key")]
     module = Module(schedule, seed=3)
     trainer, fit = fitted(module, run_folder=tmp_path / "run", ckpt_path=checkpoints / f"step={at}.ckpt")
     assert trainer.global_step == fit.training.step_count == 10
     assert fit.training.num_lost == 0
     assert_same(module, plain(10, schedule=by_step)[0])
-    secret = tmp_path / "run" / "secret" / f"step-{at}.json"
-    assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
-    keys = [value for name, value in json.loads(secret.read_text()).items() if name.endswith("_key")]
     assert len(keys) == 2
     for path in checkpoints.rglob("*"):
         with zipfile.ZipFile(path) as file:
             content = b"".join(file.read(name) for name in file.namelist())
         assert not any(key.encode() in content or bytes.fromhex(key) in content for key in keys)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert not (tmp_path / "run" / "secret").exists()  # the run is over
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_start(tmp_path):
+    schedule = lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"}  # noqa: E731
+    with pytest.raises(OSError, match="lost power"):
+        fitted(Module(schedule), callbacks=[Interrupts()], run_folder=tmp_path / "run")
+    with pytest.raises(tp.Refused, match=r"start\.ckpt.*prior_releases="):
+        fitted(Module(schedule), run_folder=tmp_path / "run")
+    module = Module(schedule, seed=3)
+    trainer, fit = fitted(module, run_folder=tmp_path / "run", ckpt_path=tmp_path / "run" / "secret" / "start.ckpt")
+    assert trainer.global_step == fit.training.step_count == len(fit.training.ledger) == 10
+    assert_same(module, plain(10, schedule=by_step)[0])
+    assert not (tmp_path / "run" / "secret").exists()
 
 
 def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
@@ -351,6 +366,7 @@ def test_checkpoints_without_their_keys_are_refused(tmp_path):
         fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt", run_folder=tmp_path / "run")
     with pytest.raises(tp.Refused, match="must lie outside of"):
         fitted(Module(), **saved, run_folder=tmp_path / "inside")
+    fitted(Module(), run_folder=tmp_path / "inside")  # nothing was released there
     with pytest.raises(tp.Refused, match="holds the ledger of an earlier run"):
         fitted(Module(), run_folder=tmp_path / "inside")
 
@@ -641,11 +657,7 @@ def test_two_ranks_train_as_one(ranks2, privacy):
 @pytest.mark.slow
 def test_two_ranks_save_one_secret(ranks2, tmp_path):
     ranks2.run(fitted_on_ranks, {"privacy": {}, "folder": str(tmp_path)})
-    assert sorted(path.name for path in (tmp_path / "run" / "secret").iterdir()) == [
-        "step-3.json",
-        "step-6.json",
-        "step-9.json",
-    ]
+    assert not (tmp_path / "run" / "secret").exists()  # it is over on both
 
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])

@@ -11,7 +11,7 @@ import torch
 import transformers.trainer
 from hugging import assert_equal, bert, encoded, gpt2, tokenizer, trainer_of, weights, without_reports
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BertForSequenceClassification, DataCollatorWithPadding, EarlyStoppingCallback
+from transformers import BertForSequenceClassification, DataCollatorWithPadding, EarlyStoppingCallback, TrainerCallback
 
 import torch_privacy as tp
 from torch_privacy.huggingface import PrivateTrainer
@@ -38,6 +38,14 @@ def trainer_in(folder: Path, privacy: Any = None, model: Any = None, **settings:
     return trainer_of(
         folder / "out", model, encoded(), DataCollatorWithPadding(tokenizer()), privacy, **every | settings
     )
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self._step
 
 
 def stop_after(trainer: PrivateTrainer, step: int) -> None:
@@ -112,14 +120,50 @@ def test_no_key_is_in_the_output_folder_or_uploaded(tmp_path, monkeypatch):
     for path in written | set(uploaded):
         content = path.read_bytes()
         assert not [key for key in keys_of(trainer) if key in content], path
+
+
+def test_a_finished_training_leaves_no_key_behind(tmp_path):
+    trainer = trainer_in(tmp_path)
+    trainer.train()
+    keys = keys_of(trainer)
+    assert (tmp_path / "run" / "results.json").exists()
+    assert not (tmp_path / "run" / "secret").exists()
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        assert not [key for key in keys if key in path.read_bytes()], path
+    with pytest.raises(tp.Refused, match="no complete checkpoint"):
+        trainer_in(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_training_that_is_stopped_early_keeps_its_keys_and_says_so(tmp_path):
+    trainer = trainer_in(tmp_path, save_steps=1)
+    trainer.add_callback(StopsAt(2))
+    with pytest.warns(UserWarning, match="keeps the keys"):
+        trainer.train()
     secrets = sorted((tmp_path / "run" / "secret").iterdir())
-    assert [path.name for path in secrets] == ["checkpoint-2.json", "checkpoint-4.json"]
+    assert [path.name for path in secrets] == ["checkpoint-1.json", "checkpoint-2.json"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in secrets)
     assert all(keys_of(trainer)[0] in path.read_bytes() for path in secrets)
+    resumed = trainer_in(tmp_path, save_steps=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.training.step_count == len(resumed.training.ledger) == 4
+    assert not (tmp_path / "run" / "secret").exists()
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_training_goes_on_that_was_stopped_before_its_first_checkpoint(tmp_path, strategy):
+    trainer = trainer_in(tmp_path, save_steps=4, save_strategy=strategy)
+    stop_after(trainer, 2)
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    with pytest.raises(tp.Refused, match=r"prior_releases=privacy\.Ledger\.load"):
+        trainer_in(tmp_path).train()
+    resumed = trainer_in(tmp_path, save_steps=4, save_strategy=strategy)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.training.step_count == len(resumed.training.ledger) == 4  # the two releases were repeated
+    assert keys_of(resumed) == keys_of(trainer)
 
 
 def test_secrets_of_deleted_checkpoints_are_deleted(tmp_path):
-    trainer_in(tmp_path, save_steps=1, save_total_limit=2, max_steps=3).train()
+    stop_after(trainer_in(tmp_path, save_steps=1, save_total_limit=2), 3)
     names = sorted(path.stem for path in (tmp_path / "run" / "secret").iterdir())
     assert (
         names
@@ -146,37 +190,37 @@ CANNOT = {  # name -> (what happens to the files, privacy of the resumed run, me
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Returns a function that copies the folder of one finished run."""
+def stopped(tmp_path_factory):
+    """Returns a function that copies the folder of one run of six steps, stopped after five."""
     from shutil import copytree
 
-    folder = tmp_path_factory.mktemp("finished")
+    folder = tmp_path_factory.mktemp("stopped")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     with without_reports():
-        trainer_in(folder).train()
+        stop_after(trainer_in(folder, max_steps=6), 5)
     torch.set_default_dtype(before)
     return lambda to: copytree(folder, to, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("case", CANNOT)
-def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypatch, finished):
+def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypatch, stopped):
     monkeypatch.chdir(tmp_path)
     change, privacy, message = CANNOT[case]
-    finished(tmp_path)
+    stopped(tmp_path)
     change(tmp_path)
-    trainer = trainer_in(tmp_path, privacy)
+    trainer = trainer_in(tmp_path, privacy, max_steps=6)
     with pytest.raises(tp.Refused, match=message):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-def test_new_training_in_the_folder_of_another_is_refused(tmp_path, finished):
-    finished(tmp_path)
+def test_new_training_in_the_folder_of_another_is_refused(tmp_path, stopped):
+    stopped(tmp_path)
     with pytest.raises(tp.Refused, match="resume_from_checkpoint=True"):
-        trainer_in(tmp_path).train()
-    resumed = trainer_in(tmp_path)
-    resumed.train(resume_from_checkpoint=True)  # it is finished: nothing is left to do
-    assert resumed.training.step_count == 4
+        trainer_in(tmp_path, max_steps=6).train()
+    resumed = trainer_in(tmp_path, max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.training.step_count == 6
     assert resumed.training.spent().epsilon.high < 1.5
     with pytest.raises(tp.Refused, match="train\\(\\) was called before"):
         resumed.train()

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..support.ranks import Ranks
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from ..training.secret_file import load_secret, save_secret
+from ..training.secret_file import SecretFolder, load_secret
 
 WHERE = "PrivateTrainer"
 NEEDED = ("optimizer", "scheduler.pt", TRAINER_STATE_NAME)
@@ -28,49 +28,61 @@ class Secrets:
     """
 
     def __init__(self, run_folder: Path | str | None, output_dir: Path | str):
-        self._folder = None if run_folder is None else Path(run_folder) / "secret"
+        self._keys = None if run_folder is None else SecretFolder(run_folder, PREFIX_CHECKPOINT_DIR, "start")
         self._output_dir = Path(output_dir)
+
+    @property
+    def start(self) -> Path | None:
+        """Returns the folder of the checkpoint from before the first release; None without a run folder."""
+        return None if self._keys is None else self._keys.start
+
+    def make(self) -> None:
+        """Makes the folder of the keys, if they are kept."""
+        if self._keys is not None:
+            self._keys.make()
 
     def save(self, training: PrivateTraining, step: int) -> None:
         """Writes the state that belongs to a checkpoint that is complete, and removes those of deleted checkpoints."""
-        if self._folder is None:
+        if self._keys is None:
             return
+        self._keys.save(training, step)
         if Ranks.here().is_first:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        save_secret(training, self._path(step))
-        if Ranks.here().is_first:
-            for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*.json"):
-                if not (self._output_dir / path.stem).is_dir():
-                    path.unlink(missing_ok=True)
+            for known in self._keys.steps():
+                if not self._checkpoint(known).is_dir():
+                    self._keys.delete(known)
+
+    def end(self, is_over: bool) -> None:
+        """Deletes all keys of a run that is over, when its files are written; else warns that they are kept."""
+        if self._keys is not None:
+            self._keys.end() if is_over else self._keys.warn_kept(WHERE)
 
     def load(self, training: PrivateTraining, checkpoint: Path, step: int) -> None:
         """Loads the state that belongs to a checkpoint, or refuses."""
-        found = load_secret(training, self._path(step))
+        assert self._keys is not None
+        found = load_secret(training, self._keys.at(step))
         if found != step:
             self.refuse(checkpoint, f"it was saved after step {step}, and the secret state after step {found}")
 
     def latest(self) -> Path:
         """Returns the latest checkpoint of ``output_dir`` that is complete and has its state here."""
-        known = sorted(self._steps(), reverse=True)
-        for step in known:
-            checkpoint = self._output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-            if not self.lacking(checkpoint):
-                return checkpoint
+        for step in reversed(self._steps()):
+            if not self.lacking(self._checkpoint(step)):
+                return self._checkpoint(step)
         return self.refuse(self._output_dir, "it has no complete checkpoint with a secret state")
 
     def lacking(self, checkpoint: Path) -> str:
         """Returns what a checkpoint lacks to continue exactly, in words."""
-        if self._folder is None:
+        if self._keys is None:
             return "no run folder was given, which keeps the keys of noise and batches"
         there = os.listdir(checkpoint) if checkpoint.is_dir() else []
         if missing := [name for name in NEEDED if not any(entry.startswith(name) for entry in there)]:
             return f"it has no {' and no '.join(missing)} (save_only_model=True writes none)"
-        path = self._path(saved_step(checkpoint))
-        return "" if path.is_file() else f"{str(path)!r} does not exist"
+        path = self._keys.at(saved_step(checkpoint))
+        return "" if path.is_file() else f"{str(path)!r} does not exist (keys are deleted when a run is over)"
 
     def refuse(self, checkpoint: Path, why: str) -> Path:
         """Raises ``Refused``, and names what can be done."""
-        known = ", ".join(f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in sorted(self._steps())) or "none"
+        known = ", ".join(f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in self._steps()) or "none"
         raise Refused(
             f"{WHERE}: the training cannot go on from {str(checkpoint)!r}: {why}. Nothing was released. Pass the "
             f"privacy=dict(run_folder=...) of the run that saved it, and one of its checkpoints (here: {known}). To "
@@ -78,22 +90,14 @@ class Secrets:
         )
 
     def _steps(self) -> list[int]:
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        found = (_step_of(path) for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*.json"))
-        return [step for step in found if step >= 0]
+        return [] if self._keys is None else self._keys.steps()
 
-    def _path(self, step: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}.json"
+    def _checkpoint(self, step: int) -> Path:
+        if not step and self._keys is not None:
+            return self._keys.start
+        return self._output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def saved_step(checkpoint: Path) -> int:
     """Returns the number of steps made when a checkpoint was saved, as the Trainer wrote it."""
     return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
-
-
-def _step_of(path: Path) -> int:
-    """Returns the number in ``checkpoint-NUMBER``; -1 if there is none."""
-    number = path.name.removesuffix(".json").removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(number) if number.isdecimal() else -1

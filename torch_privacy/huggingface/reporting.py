@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from ..sampling.batches import share_examples
@@ -76,6 +77,23 @@ class Reporting(Trainer):
         if self.training is not None and not self.args.save_only_model:
             self._secrets.save(self.training, self.state.global_step)
 
+    def _save_start(self) -> None:
+        """Saves what a training needs to go on that is stopped before its first checkpoint; before its first release.
+
+        It is in the run folder and no checkpoint of the user's: neither counted, nor uploaded.
+        """
+        start = self._secrets.start
+        if start is None or self.args.save_only_model or self._begun().step_count:
+            return
+        self._secrets.make()
+        self.save_model(str(start), _internal_call=True)
+        self._save_optimizer_and_scheduler(str(start))
+        self._save_scaler(str(start))
+        self._save_rng_state(str(start))
+        if self.args.should_save:
+            self.state.save_to_json(str(start / TRAINER_STATE_NAME))
+        self._secrets.save(self._begun(), 0)  # last: it says that the checkpoint is complete
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
         if self.training is not None and self.args.should_save:
@@ -102,6 +120,11 @@ class Reporting(Trainer):
         return bool(
             self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST or stops or plateau
         )
+
+    def _stopped_early(self) -> bool:
+        """True if early stopping has ended the training, so that it will not go on."""
+        found = [one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+        return any(one.early_stopping_patience_counter >= one.early_stopping_patience for one in found)
 
     def _check_choice(self) -> None:
         if not self._chooses() or self.train_dataset is None:

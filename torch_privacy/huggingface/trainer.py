@@ -59,7 +59,8 @@ class PrivateTrainer(Reporting):
     Guarantees:
         - The weights are those of the plain loop over `PrivateTraining` with `per_example_loss`, bit for bit.
         - No key enters ``output_dir``, or what is pushed to the Hub. A checkpoint's keys are in
-          ``run_folder/secret/checkpoint-K.json``, with mode 0600; delete the folder when the run is over.
+          ``run_folder/secret/checkpoint-K.json``, with mode 0600, and are deleted after the last step. A training that
+          is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
         - ``train(resume_from_checkpoint=...)`` goes on with the same batches and noise, or refuses.
         - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``.
 
@@ -150,7 +151,8 @@ class PrivateTrainer(Reporting):
         elif len(training.ledger) > len(training.settings.prior_releases):
             raise Refused(
                 f"{WHERE}: run_folder={str(self._privacy['run_folder'])!r} holds the ledger of an earlier run. Pass "
-                "train(resume_from_checkpoint=True) to continue it, or choose another run_folder."
+                "train(resume_from_checkpoint=True) to continue it. In another run_folder its releases count, too: "
+                "pass privacy=dict(prior_releases=privacy.Ledger.load(PATH).releases)."
             )
         self._steps = training.steps()
         self._hooks = [
@@ -202,6 +204,8 @@ class PrivateTrainer(Reporting):
         resumed, learning_rate = others["resume_from_checkpoint"], None
         if resumed is not None and epoch == others["epochs_trained"]:
             self._load_rng_state(resumed)
+        elif resumed is None and not self.state.global_step:
+            self._save_start()
         for step in range(self.state.global_step - epoch * steps_in_epoch, steps_in_epoch):
             if training.step_count != self.state.global_step:
                 raise Refused(f"{WHERE}: state.global_step was changed: only releases may count as steps.")
@@ -260,12 +264,13 @@ class PrivateTrainer(Reporting):
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         assert self._steps is not None
-        if is_complete := self._begun().step_count == self.state.max_steps:
+        if is_complete := self._begun().step_count >= self._begun()._account.steps_allowed:
             next(self._steps, None)  # to the end of the training's loop, which writes the run folder
         self._close()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         if self._scores or not is_complete:
             self._write_run({} if self.args.load_best_model_at_end else self._scores)
+        self._secrets.end(is_complete or self._stopped_early())
         return output
 
     def _close(self) -> None:

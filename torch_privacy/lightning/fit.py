@@ -19,10 +19,9 @@ try:
 except ImportError as error:
     raise ImportError("PrivateFit needs Lightning. Install it with: pip install 'torch-privacy[lightning]'") from error
 
-from ..support.ranks import Ranks
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from ..training.secret_file import load_secret, save_secret
+from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
 from .stand_ins import KeptLogs, PrivateOptimization, Source, let_steps_pass
 
@@ -44,8 +43,9 @@ class PrivateFit(Callback):
         privacy: keywords of `PrivateTraining`, such as ``expected_batch_size=256, clipping=tp.Flat(1.0),
             target_epsilon=8.0, delta=1e-6``; the number of steps comes from ``max_epochs`` and ``max_steps``. With
             ``run_folder``, ``fit(ckpt_path=...)`` goes on with the same batches and noise: the keys that belong to a
-            checkpoint are in ``run_folder/secret/step-K.json``, with mode 0600. Delete them when the run is over. The
-            files of the run are written at the end, with validation metrics as scores.
+            checkpoint are in ``run_folder/secret/step-K.json``, with mode 0600, and are deleted after the last step.
+            ``start.ckpt`` beside them is for a training that was stopped before its first checkpoint. The files of the
+            run are written at the end, with validation metrics as scores.
 
     Attributes:
         training: the `PrivateTraining`, from the start of the training on; None before.
@@ -77,6 +77,7 @@ class PrivateFit(Callback):
         if "expected_batch_size" not in privacy:
             raise ValueError(f"{WHERE}: expected_batch_size= is missing, the mean size of the Poisson batches.")
         self._privacy, self._folder = privacy, privacy.get("run_folder")
+        self._keys = None if self._folder is None else SecretFolder(self._folder, "step", "start.ckpt")
         self.training: PrivateTraining | None = None
         self._steps: Generator[Iterator[Any], None, None] | None = None
         self._steering: set[str] = set()
@@ -118,6 +119,9 @@ class PrivateFit(Callback):
         )
         self._resume(training, trainer.global_step)
         self.training, self._steps = training, training.steps()
+        if self._keys is not None and len(training.ledger) == len(training.settings.prior_releases):
+            self._keys.make()
+            trainer.save_checkpoint(self._keys.start)
         rank_zero_info(
             f"{WHERE}: {num_steps} steps with Poisson batches of {training.settings.expected_batch_size:g} examples "
             f"expected, out of {training.settings.num_examples}. Batches of the train DataLoader are not used."
@@ -131,24 +135,24 @@ class PrivateFit(Callback):
         self._checkpoint_is_private = bool(state_dict.get("private"))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._folder is None or self.training is None:
+        if self._keys is None or self.training is None:
             return
-        path = self._secret(self.training.step_count)
         for folder in {str(getattr(saver, "dirpath", None) or "") for saver in trainer.checkpoint_callbacks} - {""}:
-            if path.resolve().is_relative_to(Path(folder).resolve()):
+            if self._keys.path.resolve().is_relative_to(Path(folder).resolve()):
                 raise Refused(
                     f"{WHERE}: run_folder={str(self._folder)!r} must lie outside of {folder!r}, where "
                     "checkpoints are: it keeps the keys."
                 )
-        if Ranks.here().is_first:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        save_secret(self.training, path)
+        self._keys.save(self.training, self.training.step_count)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
         if self._folder is not None and self.training is not None and self.training.step_count:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.training.write_run(scores={k: v for k, v in metrics.items() if k not in self._logged and isfinite(v)})
+            if self._keys is not None:
+                is_over = self.training.step_count >= self.training._account.steps_allowed or _stopped_early(trainer)
+                self._keys.end() if is_over else self._keys.warn_kept(WHERE)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
@@ -165,25 +169,25 @@ class PrivateFit(Callback):
 
     def _resume(self, training: PrivateTraining, step: int) -> None:
         """Loads the state that belongs to a checkpoint after this many steps, or refuses."""
+        keys = self._keys
         if not step and len(training.ledger) == len(training.settings.prior_releases):
             return
-        if not step:
+        if not step and not self._checkpoint_is_private:
+            start = "" if keys is None else f"; {str(keys.start)!r} is its start, if it has no other checkpoint"
             raise Refused(
                 f"{WHERE}: run_folder={str(self._folder)!r} holds the ledger of an earlier run. Pass fit(ckpt_path=...)"
-                " to continue it, or choose another run_folder."
+                f" to continue it{start}. In another run_folder its releases count, too: pass "
+                "prior_releases=privacy.Ledger.load(PATH).releases."
             )
-        found = load_secret(training, self._secret(step)) if self._folder and self._checkpoint_is_private else None
+        found = load_secret(training, keys.at(step)) if keys is not None and self._checkpoint_is_private else None
         if found != step or training.step_count != step:
-            why = "no run_folder= was given" if self._folder is None else f"{str(self._secret(step))!r} does not fit it"
+            why = "no run_folder= was given" if keys is None else f"{str(keys.at(step))!r} does not fit it"
             raise Refused(
                 f"{WHERE}: the training cannot go on from a checkpoint of step {step}: {why}, which keeps the keys of "
                 "noise and batches. Nothing was released. Pass the run_folder of the run that saved it, with as many "
                 "devices. To train a saved model further, load its weights and begin a new training; epsilon is then "
                 "the sum of both."
             )
-
-    def _secret(self, step: int) -> Path:
-        return Path(self._folder or "") / "secret" / f"step-{step}.json"
 
     # The steps
 
@@ -257,3 +261,8 @@ class PrivateFit(Callback):
         epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile().epsilon_high(delta)}
         for logger in trainer.loggers:
             logger.log_metrics(epsilon, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _stopped_early(trainer: Trainer) -> bool:
+    """True if early stopping has ended the training, so that it will not go on."""
+    return any(one.wait_count >= one.patience for one in trainer.early_stopping_callbacks)

@@ -196,6 +196,12 @@ class Ledger:
             self._merged = merged, len(self._releases)
         return list(merged)
 
+    @property
+    def releases(self) -> list[Release]:
+        """All releases in order, as ``prior_releases`` of another training on the same data."""
+        self._settle()
+        return [Release(self._events[index], fingerprint) for index, fingerprint in self._releases]
+
     def profile(self) -> Profile:
         """Returns the privacy profile of all releases so far."""
         return compose(self.events)

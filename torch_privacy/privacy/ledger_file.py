@@ -123,6 +123,7 @@ class LedgerFile:
                 raise Refused(
                     f"Ledger.load: line {len(lines) + 1} of {str(self.path)!r} cannot be read: it has no end."
                 )
+        self._lacks_end = False
         if rest:
             number = len(lines) + 1
             if self._is_whole(number, rest[:-1], digest):
@@ -130,7 +131,7 @@ class LedgerFile:
             if self._is_whole(number, rest, digest):  # only the end of the line is missing
                 line, digest = self._checked(number, rest, digest)
                 lines.append(line)
-        self._lacks_end = bool(rest) and len(lines) == number
+                self._lacks_end = True
         self._end = self.size - (0 if self._lacks_end else len(rest)), digest
         return lines
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from ..support.ranks import Ranks
 from ..support.read_file import parse_json, read_bytes
 from ..support.validate import Refused
-from ..support.write_file import sync_directory, write_whole
+from ..support.write_file import PARTIAL, sync_directory, write_whole
 from .loop import PrivateTraining
 
 LARGEST = 2**32  # bytes; a release has about thirty
@@ -77,6 +80,88 @@ def load_secret(
         return None
     training.load_state_dict(state, replay)
     return ranks.from_first(state.get("step_count"))
+
+
+class SecretFolder:
+    """Owns the keys of a training that others checkpoint: the folder ``secret`` of its run folder, mode 0700.
+
+    It has one file ``NAME-STEP.json`` of `save_secret` for each checkpoint, a checkpoint from before the first release
+    until there is another one, and is deleted when the run is over: then nobody can compute the noise again, and no
+    keys are written any more.
+
+    Args:
+        run_folder: the run's folder.
+        name: how the checkpoints are called.
+        start: name of the first checkpoint, a file or a folder.
+    """
+
+    def __init__(self, run_folder: Path | str, name: str, start: str):
+        self.path, self._name = Path(run_folder) / "secret", name
+        self.start = self.path / start
+        self._is_over = False
+
+    def at(self, step: int) -> Path:
+        """Returns the file that belongs to the checkpoint after this many steps."""
+        return self.path / f"{self._name}-{step}.json"
+
+    def steps(self) -> list[int]:
+        """Returns the steps with a file, in order."""
+        numbers = (path.stem.removeprefix(f"{self._name}-") for path in self.path.glob(f"{self._name}-*.json"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def make(self) -> None:
+        """Makes the folder; every rank calls it."""
+        ranks = Ranks.here()
+        with ranks.together("makes the folder of its secret state"):
+            if ranks.is_first and self.path.is_symlink():
+                raise Refused(f"{self.path}: is a symbolic link, and keys stay in the run folder. Remove it.")
+            if ranks.is_first:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.chmod(0o700)
+
+    def save(self, training: PrivateTraining, step: int) -> None:
+        """Writes the file of a checkpoint; every rank calls it. A run that is over has no keys any more."""
+        if self._is_over:
+            return
+        self.make()
+        save_secret(training, self.at(step))
+        if step and Ranks.here().is_first:
+            self._delete_start()
+
+    def delete(self, step: int) -> None:
+        """Deletes the file of a checkpoint that is no more."""
+        self.at(step).unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Deletes all keys, with what a crash left of them: the run is over, and its files are written."""
+        self._is_over = True
+        if not Ranks.here().is_first or self.path.is_symlink() or not self.path.is_dir():
+            return
+        self._delete_start()
+        for step in self.steps():
+            self.delete(step)
+        for left in self.path.glob(f"{self._name}-*{PARTIAL}"):
+            left.unlink()
+        with suppress(OSError):  # something of the user's is in it
+            self.path.rmdir()
+        sync_directory(self.path.parent)
+
+    def warn_kept(self, where: str) -> None:
+        """Warns that the keys of a training that was stopped before its last step are kept."""
+        if self.steps() and Ranks.here().is_first:
+            warnings.warn(
+                f"{where}: the training stopped before its last step, and {str(self.path)!r} keeps the keys of noise "
+                "and batches, to go on. Whoever reads them can subtract the noise: delete that folder if the training "
+                "is over.",
+                stacklevel=4,
+            )
+
+    def _delete_start(self) -> None:
+        self.delete(0)
+        if self.start.is_dir() and not self.start.is_symlink():
+            shutil.rmtree(self.start)
+        else:
+            self.start.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict:
