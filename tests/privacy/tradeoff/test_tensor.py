@@ -141,6 +141,15 @@ def test_tensor_of_sampled_steps_agrees_with_the_composition(num_steps):
     assert float(np.max(np.abs(both[0](ALPHA) - certified.low))) < 2e-3
 
 
+@pytest.mark.parametrize(("epsilon", "count"), [(50.0, 20), (100.0, 8), (20.0, 40)])
+def test_tensor_with_ratios_beyond_floating_point_encloses_the_sum_of_losses(epsilon, count):
+    low, high = tensor(*[Laplace(epsilon)] * count)
+    rates = np.array([0.0, 1e-300, 1e-200, 1e-20, 0.5, 1.0])
+    assert (low(rates) <= high(rates) + 1e-13).all()
+    for loss in (0.0, 0.98 * epsilon, 0.98 * epsilon * count):  # the sum of losses has its median at about 0.96 of it
+        assert low.delta(loss) >= privacy.compose([(privacy.Laplace(1 / epsilon), count)]).delta(loss).low - 1e-13
+
+
 @given(SIMPLE, st.floats(0, 1e-3))
 def test_curve_from_bounds_on_its_profile_encloses_it(f, error):
     generator = np.random.default_rng(0)

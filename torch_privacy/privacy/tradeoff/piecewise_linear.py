@@ -92,9 +92,9 @@ class PiecewiseLinear(TradeOff):
         return cls.from_masses(np.append(q, [0.0, rest]), np.append(p, [at_infinity, 0.0]))
 
     @cached_property
-    def _rates(self) -> Array:
-        """Negated slopes e^l, descending, one per piece."""
-        return -np.diff(self.beta) / np.diff(self.alpha)
+    def _losses(self) -> Array:
+        """The privacy loss of each piece, descending: the log of its negated slope, which may be too large itself."""
+        return np.log(-np.diff(self.beta)) - np.log(np.diff(self.alpha))
 
     @property
     def corners(self) -> tuple[Array, Array]:
@@ -104,9 +104,12 @@ class PiecewiseLinear(TradeOff):
         return np.interp(alpha, self.alpha, self.beta)
 
     def delta(self, epsilon: float | Array) -> float | Array:
-        x = np.exp(np.minimum(np.asarray(epsilon, float), 700.0))  # as good as infinite
-        best = np.searchsorted(-self._rates, -x)  # the corner that a line of slope -x supports
-        return np.maximum(1 - self.beta[best] - x * self.alpha[best], 0.0)
+        epsilon = np.asarray(epsilon, float)
+        best = np.searchsorted(-self._losses, -epsilon)  # the corner that a line of slope -e^ε supports
+        with np.errstate(divide="ignore"):  # log 0 = -∞ is right for the first corner
+            far = np.exp(np.minimum(epsilon, 1e6) + np.log(self.alpha[best]))
+        near = np.exp(np.minimum(epsilon, 700.0)) * self.alpha[best]
+        return np.maximum(1 - self.beta[best] - np.where(epsilon > 700, far, near), 0.0)
 
     def inverse(self) -> "PiecewiseLinear":
         return PiecewiseLinear(*_inverted(self.alpha, self.beta))

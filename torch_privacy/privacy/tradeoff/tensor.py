@@ -39,7 +39,7 @@ def tensor(*factors: TradeOff, pieces: int = 512) -> Bracket[TradeOff]:
 
     Guarantees:
         - commutative, associative, `IDENTITY` is the unit: exactly for the truth, so brackets of both sides overlap;
-        - up to rounding, some 1e-13 in error rates.
+        - up to rounding, some 1e-13 in error rates. Ratios beyond floating point, e^700, count as infinite.
 
     For many equal steps use `privacy.compose` instead.
 
@@ -88,7 +88,7 @@ def enclosed(f: TradeOff, pieces: int = 512) -> Bracket[PiecewiseLinear]:
     steep = low.alpha <= low.beta
     alpha = np.where(steep, low.alpha, reverse(np.minimum(low.beta, 1)))
     beta = np.where(steep, f(np.minimum(low.alpha, 1)), low.beta)
-    return Bracket(low, hull(alpha, np.minimum(beta, 1 - alpha)))
+    return Bracket(low, hull(np.append(alpha, 1.0), np.append(np.minimum(beta, 1 - alpha), 0.0)))
 
 
 def _thresholds(f: TradeOff, count: int) -> Array:
@@ -141,9 +141,14 @@ def _merged(q: Array, p: Array, starts: Array) -> tuple[Array, Array]:
 def _spread(q: Array, p: Array, starts: Array) -> tuple[Array, Array]:
     """Moves each group's masses to its two ends, keeping both sums: tangents, a lower bound."""
     last = np.append(starts[1:], len(q)) - 1
-    steep, flat = p[starts] / q[starts], p[last] / q[last]
     q_sum, p_sum = _merged(q, p, starts)
-    with np.errstate(invalid="ignore", divide="ignore"):  # a group of one ratio
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # a group of one ratio; ratios beyond 1e308
+        steep, flat = p[starts] / q[starts], p[last] / q[last]
         first = np.clip(np.nan_to_num((p_sum - flat * q_sum) / (steep - flat)), 0, q_sum)
-    ends = np.stack([first, q_sum - first], 1), np.stack([steep * first, np.maximum(p_sum - steep * first, 0)], 1)
-    return ends[0].ravel(), ends[1].ravel()
+        at_first, at_last = steep * first, flat * q_sum
+    rest = np.maximum(p_sum - at_first, 0)
+    if not np.isfinite(steep).all():  # such an outcome counts as impossible under Q, without an entry
+        lost = np.isinf(steep)
+        first, at_first = np.where(lost, 0.0, first), np.where(lost, 0.0, at_first)
+        rest = np.where(lost, np.where(np.isinf(flat), 0.0, np.minimum(at_last, p_sum)), rest)
+    return np.stack([first, q_sum - first], 1).ravel(), np.stack([at_first, rest], 1).ravel()
