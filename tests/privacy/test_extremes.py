@@ -115,6 +115,31 @@ def test_known_guarantee_is_returned_at_its_own_delta(epsilon, delta, count):
     assert privacy.compose([(PROFILE((epsilon,), (delta,)), count)]).epsilon(0).high == math.inf
 
 
+@pytest.mark.parametrize(
+    ("guarantees", "delta", "epsilon"),
+    [
+        ([(1.0, 0.1, 1), (2.0, 0.2, 1)], 0.28, 3.0),
+        ([(1.0, 0.5, 2)], 0.75, 2.0),
+        ([(0.5, 0.1, 3), (1.0, 1e-7, 2)], 1 - 0.9**3 * (1 - 1e-7) ** 2 + 1e-15, 3.5),
+        ([(1e-3, 1e-300, 5)], 5.1e-300, 5e-3),
+    ],
+)
+def test_infinite_losses_are_all_that_the_delta_of_their_own_mass_allows(guarantees, delta, epsilon):
+    known = privacy.compose([(PROFILE((one,), (mass,)), count) for one, mass, count in guarantees])
+    assert known.epsilon(delta).high == pytest.approx(epsilon, rel=1e-12)
+    assert known.epsilon(0.97 * delta).high == math.inf
+
+
+@pytest.mark.parametrize(("distribution", "multiple"), [("geometric", 3), ("logarithmic", 2), ("poisson", None)])
+def test_the_best_of_pure_runs_is_pure(distribution, multiple):
+    search = privacy.Repeated(((privacy.Laplace(10.0), 3),), 10.0, distribution)
+    pure = privacy.compose([(search, 1)]).epsilon(0).high
+    assert privacy.compose([(search, 1)]).epsilon(1e-14).high <= pure < math.inf
+    if multiple is not None:
+        assert pure <= multiple * 0.3 * (1 + 1e-12)
+        assert privacy.compose([(search, 2)]).epsilon(0).high <= 2 * multiple * 0.3 * (1 + 1e-12)
+
+
 def test_pure_guarantee_is_pure_dp():
     assert privacy.compose([(PROFILE((0.3,), (0.0,)), 4)]).epsilon(0) == pytest.approx((0.0, 1.2), rel=1e-14)
 

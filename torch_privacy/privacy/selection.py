@@ -27,6 +27,7 @@ def _dominating_pair(event: "Repeated") -> PairBounds:
     above = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in near]
     deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios give equal slack between points
     epsilons = loss + np.array([run.epsilon_high(min(delta / event.mean, 0.5)) for delta in deltas])
+    deltas, epsilons = np.append(deltas, 0.0), np.append(epsilons, loss + run.epsilon_high(0.0))  # finite if pure
     known = epsilons <= 600.0
     return PairBounds(pair_from_guarantees(np.append(near, epsilons[known]), np.append(above, deltas[known])))
 

@@ -9,7 +9,9 @@ Parts that no engine composes together are bounded one by one, in each direction
 Source: Dwork & Roth (2014), Theorem 3.16.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
 from functools import cache
 from typing import TypeVar
 
@@ -21,6 +23,7 @@ from .curve import ClosedFormCurve, Curve, SumCurve, Unresolved, trivial_delta
 
 SECOND_SHARES = (1e-6, 1e-3, 0.03, 0.5, 0.97, 0.999, 1 - 1e-6)  # shares of δ that the second part may take
 SMALLEST_POSITIVE = 5e-324
+EXACT_DIGITS, SMALL_MASS = 60, Decimal("1e-20")
 Answer = TypeVar("Answer")
 
 
@@ -148,11 +151,7 @@ class BoundedCurve(Curve):
         extremes = [(pair.extremes(swapped=swapped), count) for pair, count in steps]
         self._largest = sum(count * one.largest for one, count in extremes) * (1 + len(extremes) * UNIT)
         self._rounding = (40 + 2 * len(extremes)) * UNIT
-        self._infinite = extremes[0][0].infinite  # a single release needs no rounding
-        if len(steps) > 1 or steps[0][1] > 1:
-            with np.errstate(divide="ignore"):  # log 0 = -∞ is right for a mass of 1
-                none = sum(count * float(np.log1p(-min(one.infinite, 1.0))) for one, count in extremes)
-            self._infinite = min(-float(np.expm1(none)) * (1 + (20 + len(extremes)) * UNIT), 1.0)
+        self._infinite = _any_infinite([(one.infinite, count) for one, count in extremes])
 
     def delta(self, epsilon: float) -> Bracket[float]:
         if epsilon >= self._largest and self._infinite == 0:
@@ -178,6 +177,18 @@ class BoundedCurve(Curve):
         if epsilon >= self._largest and delta >= self._infinite:
             return True
         return delta > 0 and self._engine.surely_below(epsilon, delta)
+
+
+def _any_infinite(masses: Sequence[tuple[float, int]]) -> float:
+    """Returns ``1 - Π (1 - mass)^count`` rounded up, exactly: a δ that is asked for may be this very number."""
+    masses = [(min(mass, 1.0), count) for mass, count in masses if mass]
+    if sum(count for _, count in masses) <= 1:
+        return masses[0][0] if masses else 0.0
+    with localcontext(prec=EXACT_DIGITS):
+        total = sum((count * Decimal(mass) for mass, count in masses), Decimal(0))  # a bound, near the truth if small
+        exact = total if total < SMALL_MASS else 1 - math.prod((1 - Decimal(mass)) ** count for mass, count in masses)
+        nearest = float(exact)
+        return min(nearest if Decimal(nearest) >= exact else math.nextafter(nearest, 1.0), 1.0)
 
 
 class RaisedLowerBound(Curve):
