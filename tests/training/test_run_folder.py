@@ -245,10 +245,10 @@ def test_a_training_that_its_budget_stops_is_written(tmp_path):
 
 def test_a_resumed_training_writes_what_an_undisturbed_one_writes(finished, tmp_path):
     first = new(tmp_path)
-    train(first, steps=7)
+    train(first, steps=3)
     state = json.loads(json.dumps(first.state_dict(), allow_nan=False))
     model = {name: value.clone() for name, value in first.model.state_dict().items()}
-    train(first, steps=9)  # two steps after the checkpoint, which are made again
+    train(first, steps=8)  # five steps after the checkpoint, which are made again, with the end of an epoch
     del first
     again = new(tmp_path)
     again.load_state_dict(state)

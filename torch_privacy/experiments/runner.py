@@ -337,7 +337,10 @@ class Run:
         if not is_last and not self.private.is_epoch_over(step):
             return replace(self.private.progress(step), num_lost=self.training.num_lost)
         epsilon: list[float] = []  # none but on rank 0
-        self._first("computes epsilon", lambda: epsilon.extend(map(float, self.training.spent().epsilon)))
+        delta = self.settings.delta
+        self._first(
+            "computes epsilon", lambda: epsilon.extend(map(float, self.training.profile_at_step().epsilon(delta)))
+        )
         progress = self._end_epoch(self.private, step, self.released_model, *epsilon)
         self._first("writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
         self.checkpoint()

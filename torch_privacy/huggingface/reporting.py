@@ -57,7 +57,7 @@ class Reporting(Trainer):
             if name in logs:
                 logs[LOSS] = logs.pop(name)
                 if self.training is not None and (delta := self.training.settings.delta) is not None:
-                    logs["epsilon"] = self.training.profile().epsilon(delta).high
+                    logs["epsilon"] = self.training.profile_at_step().epsilon(delta).high
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:

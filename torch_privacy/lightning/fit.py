@@ -258,7 +258,7 @@ class PrivateFit(Callback):
         if delta is None or training.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         holds = training._account.warning(training._progress()) is None
-        epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile().epsilon_high(delta)}
+        epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile_at_step().epsilon_high(delta)}
         for logger in trainer.loggers:
             logger.log_metrics(epsilon, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

@@ -184,17 +184,9 @@ class Ledger:
     def events(self) -> list[tuple[Event, int]]:
         """All releases in order, as pairs (event, how many in a row)."""
         self._settle()
-        merged, count = self._merged
-        if count < len(self._releases):
-            merged = list(merged)
-            for index, _ in self._releases[count:]:
-                event = self._events[index]
-                if merged and merged[-1][0] == event:
-                    merged[-1] = event, merged[-1][1] + 1
-                else:
-                    merged.append((event, 1))
-            self._merged = merged, len(self._releases)
-        return list(merged)
+        if self._merged[1] < len(self._releases):
+            self._merged = self._merged_until(len(self._releases))
+        return list(self._merged[0])
 
     @property
     def releases(self) -> list[Release]:
@@ -202,9 +194,20 @@ class Ledger:
         self._settle()
         return [Release(self._events[index], fingerprint) for index, fingerprint in self._releases]
 
-    def profile(self) -> Profile:
-        """Returns the privacy profile of all releases so far."""
-        return compose(self.events)
+    def _merged_until(self, number: int) -> tuple[list[tuple[Event, int]], int]:
+        """Returns the first releases with equal neighbors merged, and their number."""
+        merged, count = (list(self._merged[0]), self._merged[1]) if self._merged[1] <= number else ([], 0)
+        for index, _ in self._releases[count:number]:
+            event = self._events[index]
+            if merged and merged[-1][0] == event:
+                merged[-1] = event, merged[-1][1] + 1
+            else:
+                merged.append((event, 1))
+        return merged, number
+
+    def profile(self, *, first: int | None = None) -> Profile:
+        """Returns the privacy profile of all releases so far, or of the first ones."""
+        return compose(self.events if first is None or first >= len(self) else self._merged_until(first)[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the ledger as plain JSON, for a checkpoint. Call `sync` first if there is a file."""

@@ -102,12 +102,12 @@ class StepLog:
 
     @cached_property
     def epsilon(self) -> float | None:
-        """Returns the certified upper end of epsilon of all releases so far, at ``delta``; None without a delta.
+        """Returns an upper bound on epsilon of the releases up to this step, at ``delta``; None without one.
 
         It is computed when first read, in 2 to 30 ms: not every step has to. To report an epsilon, see
         `PrivateTraining.spent`: it also knows what a stop before the last step costs.
         """
-        return None if self.delta is None else self._training.profile().epsilon_high(self.delta)
+        return None if self.delta is None else self._training.profile_at_step().epsilon_high(self.delta)
 
     @cached_property
     def warning(self) -> str | None:

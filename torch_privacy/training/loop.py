@@ -861,6 +861,14 @@ class PrivateTraining:
         """Returns the privacy profile of the releases so far."""
         return self._account.profile()
 
+    def profile_at_step(self) -> privacy.Profile:
+        """Returns the privacy profile of the releases up to the step that was made last.
+
+        It is `profile`, but in a resumed training without the steps that the ledger has and that are yet to be
+        repeated: the numbers of one step are the same before and after a resume.
+        """
+        return self.ledger.profile(first=self._releases.number(self.step_count))
+
     def statement(self) -> dict[str, Any]:
         """Returns everything that determines the guarantee, as plain data for a machine-readable privacy statement.
 
@@ -929,7 +937,7 @@ class PrivateTraining:
 
         def write() -> int:
             releases = self._account.covering_releases(self._progress())
-            files.write(self.step_count, weights, self.statement, releases, self.profile(), self._model, scores)
+            files.write(self.step_count, weights, self.statement, releases, self.profile_at_step(), self._model, scores)
             return 0
 
         self._ranks.first_does("writes the run folder", write)
@@ -1278,7 +1286,7 @@ class PrivateTraining:
         """Adds the epoch's row on every rank, so that all know when the next is due; the first one has its numbers."""
 
         def add() -> int:
-            files.end_epoch(self.step_count, self.profile)
+            files.end_epoch(self.step_count, self.profile_at_step)
             return 0
 
         files.sum_ranks()
