@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 from datetime import UTC, datetime
 
@@ -241,6 +242,18 @@ def test_a_training_that_its_budget_stops_is_written(tmp_path):
     results = results_in(tmp_path)
     assert (results["num_steps_made"], results["privacy"]["num_steps"]) == (4, 4)
     assert "when its privacy budget was spent" in page_of(tmp_path)
+
+
+def test_a_statement_with_a_release_that_has_no_price_is_refused(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "copy")
+    copied = RunFolder(tmp_path / "copy")
+    content = copied.read_statement()
+    for event, count in (({"noise_multiplier": -1.0}, 12), ({"sampling_probability": True}, 12), ({}, -12)):
+        release = {**content["releases"][0], "count": count}
+        release["event"] = {**release["event"], **event}
+        copied.privacy.write_text(json.dumps(content | {"releases": [release]}))
+        with pytest.raises(ValueError, match=r"cannot be priced|releases\[0\]"):
+            copied.read_statement()
 
 
 def test_a_resumed_training_writes_what_an_undisturbed_one_writes(finished, tmp_path):

@@ -15,7 +15,7 @@ from ..support.validate import in_range, non_negative, plain_numbers, strictly_b
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import bisect, crossing
-from .events.base import PAIRS, Event, check_noise
+from .events.base import PAIRS, Event, check_noise, checked_releases
 from .events.gaussian import SubsampledGaussian
 from .pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from .tradeoff import Gaussian
@@ -171,8 +171,8 @@ def moments_of(
     strictly_between("moments", 0, 1, delta=delta)
     values = _check_orders("moments", orders, above=0)
     total = np.zeros(len(values))
-    for event, count in events:
-        pair = PAIRS[type(event)](event) if type(event) in PAIRS else None
+    for event, count in checked_releases("moments_of", events):
+        pair = PAIRS[type(event)](event)
         if not isinstance(pair, SubsampledGaussianPair):
             raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
         total += count * _log_moments(pair.shift, pair.probability, values)

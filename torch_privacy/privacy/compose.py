@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..support.units import ONE_EXAMPLE
-from ..support.validate import non_negative, one_of, plain_number, plain_numbers, whole
+from ..support.validate import non_negative, one_of, plain_numbers
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
-from .events.base import PAIRS, REMOVALS, Event, NeighboringRelation
+from .events.base import PAIRS, REMOVALS, Event, NeighboringRelation, checked_releases
 from .pairs.base import DominatingPair, PairBounds
 from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
 
 PIECES, MANY = 256, 12  # of a trade-off function: thresholds, and different releases from which they are fewer
-MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
 
 
 class Profile:
@@ -239,16 +238,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
         ValueError: if an event type is unknown, a count is no integer from 0 to 2^53, or units or neighboring relations
             differ (events under add/remove and zero-out together hold under zero-out).
     """
-    events = [(event, plain_number(count)) for event, count in events]
-    for event, count in events:
-        if type(event) not in PAIRS:
-            known = ", ".join(kind.__name__ for kind in PAIRS)
-            raise ValueError(
-                f"compose: cannot price {event!r}. Known events: {known}. Describe other mechanisms as KnownProfile or "
-                "FinitePair."
-            )
-        if type(count) is not int or not 0 <= count <= MAX_COUNT:
-            whole(f"compose, {event!r}", count=count, at_most=MAX_COUNT)
+    events = checked_releases("compose", events)
     one_of("compose", METHODS, method=method)
     relation_of({event.neighboring_relation for event, _ in events})
     units = sorted({event.unit for event, _ in events})

@@ -9,7 +9,7 @@ from ..support.read_file import shown
 from ..support.schema import violation
 from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
-from .events.base import REMOVALS, Event, event_from_dict, event_to_dict
+from .events.base import REMOVALS, Event, check_event, event_from_dict, event_to_dict
 from .ledger_file import CHOOSE, FORMAT, KNOWN_FORMATS, LedgerFile, Line
 
 STATE = {  # of a ledger, in a checkpoint
@@ -39,6 +39,9 @@ class Release:
     event: Event
     fingerprint: str
     warning: str = ""
+
+    def __post_init__(self) -> None:
+        check_event("privacy.Release", self.event)
 
 
 class Ledger:
@@ -140,6 +143,8 @@ class Ledger:
         if step > len(self._releases):
             raise Refused(f"Ledger.record: step={step} comes after step {len(self) - 1}; steps must not leave gaps.")
         known = event in self._events
+        if not known:
+            check_event("Ledger.record", event)
         index = self._events.index(event) if known else len(self._events)
         lines: list[Line] = [] if known else [{"define": index, "event": event_to_dict(event)}]
         lines.append({"step": step, "event": index, "fingerprint": fingerprint})

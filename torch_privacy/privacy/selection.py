@@ -9,7 +9,7 @@ import numpy as np
 from ..support.validate import in_range, one_of, positive, whole
 from .bracket import Array
 from .compose import Profile, compose
-from .events.base import Event, NeighboringRelation, priced
+from .events.base import Event, NeighboringRelation, checked_releases, priced
 from .pairs.base import PairBounds
 from .pairs.discrete import pair_from_guarantees
 
@@ -145,6 +145,6 @@ class Repeated(Event):
         in_range("Repeated", 0 if self.distribution == "poisson" else 1, 1e6, mean=self.mean)
         if not isinstance(self.releases, tuple) or not all(isinstance(pair, tuple) for pair in self.releases):
             raise ValueError(f"Repeated: releases={self.releases!r} must be a tuple of pairs (event, count).")
-        for _, count in self.releases:
+        for _, count in checked_releases("Repeated", self.releases):
             whole("Repeated", at_least=1, count=count)
         compose(self.releases)

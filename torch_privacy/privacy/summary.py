@@ -79,8 +79,9 @@ def equal_steps(releases: Releases) -> tuple[float, float, int] | None:
 
 
 def releases_from_json(content: dict[str, Any]) -> Releases:
-    """Returns the releases that ``Summary.as_json`` wrote."""
-    return [(privacy.event_from_dict(release["event"]), release["count"]) for release in content["releases"]]
+    """Returns the releases that ``Summary.as_json`` or a statement lists; a ``ValueError`` if one has no price."""
+    found = [(privacy.event_from_dict(release["event"]), release["count"]) for release in content["releases"]]
+    return privacy.compose(found).events
 
 
 def compose_steps(noise_multiplier: float, sampling_probability: float, num_steps: int) -> privacy.Profile:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch_privacy.privacy.interop import statement_schema
+from torch_privacy.privacy.summary import releases_from_json
 from torch_privacy.runs import schemas
 from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_checkpoint
 from torch_privacy.runs.metrics import Metrics
@@ -142,8 +143,14 @@ class RunFolder:
         return self._valid(self.settings, schemas.REQUEST, content)
 
     def read_statement(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
-        """Reads the privacy statement; raises a ``ValueError`` if the file is damaged."""
-        return self._read_json(self.privacy, statement_schema(), digests)
+        """Reads the privacy statement; raises a ``ValueError`` if the file is damaged or a release has no price."""
+        statement = self._read_json(self.privacy, statement_schema(), digests)
+        try:
+            releases_from_json(statement)
+        except ValueError as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{self.privacy}: states releases that cannot be priced ({reason}).") from None
+        return statement
 
     def read_results(self) -> dict[str, Any]:
         """Reads the results of a training, an experiment (``reproduce`` is one of the keys) or a row (``numbers`` is).

@@ -2,12 +2,13 @@
 """Provides one-line validators, which raise a ``ValueError``: where, what was given, what is allowed, what to do."""
 
 import functools
-import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 
+LARGEST = sys.float_info.max
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
@@ -52,7 +53,7 @@ def plain_numbers(decorated: Decorated) -> Decorated:
 def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        if not is_number or not -LARGEST <= value <= LARGEST:  # an integer may be too large for a float
             raise ValueError(f"{where}: {name}={value!r} must be a finite number.")
 
 

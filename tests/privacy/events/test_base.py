@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import dataclasses
 import json
 
@@ -63,3 +64,79 @@ def test_noise_multiplier_that_cannot_be_priced_is_refused(value):
     for kind in (lambda s: privacy.SubsampledGaussian(s, 0.1), privacy.Gaussian):
         with pytest.raises(ValueError, match=r"noise_multiplier=.* must lie in \[1e-06, 1e\+06\]\. It is the"):
             kind(value)
+
+
+OF_EACH_TYPE = {
+    "Gaussian": {"noise_multiplier": 1.0},
+    "SubsampledGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
+    "FixedSizeGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
+    "SubsampledBlocks": {"noise_multipliers": [1.0, 2.0], "sampling_probability": 0.1},
+    "SubsampledGEP": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
+    "NoisyCovariance": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
+    "SubsampledJL": {"noise_multiplier": 1.0, "num_projections": 32, "sampling_probability": 0.1, "floor": 0.5},
+    "SubsampledSketch": {"noise_multiplier": 1.0, "num_directions": 32, "sampling_probability": 0.1},
+    "SubsampledGroup": {"noise_multiplier": 1.0, "sampling_probability": 0.1, "group_size": 3},
+    "Laplace": {"noise_multiplier": 1.0},
+    "RandomizedResponse": {"epsilon": 1.0, "num_answers": 3},
+    "KnownProfile": {"epsilons": [1.0, 2.0], "deltas": [0.1, 0.05]},
+    "FinitePair": {"p": [0.5, 0.5], "q": [0.4, 0.6]},
+    "ZeroConcentrated": {"rho": 0.1, "delta": 1e-6},
+    "Repeated": {"releases": [[{"type": "Gaussian", "noise_multiplier": 1.0}, 3]], "mean": 3.0},
+}
+INVALID = [NAN, INF, -INF, -1, -1.0, 10**400, True, "x", [], [NAN], [True, True], {}, {"a": 1}, [[1, 2, 3]], b"1"]
+
+
+@pytest.mark.parametrize("name", sorted(privacy.events.base.EVENTS))
+def test_an_invalid_value_of_any_field_is_refused_in_one_sentence(name):
+    privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name]})
+    for field in dataclasses.fields(privacy.events.base.EVENTS[name]):
+        for value in INVALID:
+            if (field.name, value) in [("unit", "x"), ("person", "x"), ("releases", [])]:
+                continue
+            with pytest.raises(ValueError, match=r"must|cannot|has the") as refused:
+                privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name], field.name: value})
+            assert "\n" not in str(refused.value)
+
+
+def with_value(field, value):
+    event = copy.copy(EVENTS[0])
+    object.__setattr__(event, field, value)  # as a pickle or a hostile file would
+    return event
+
+
+TAKING_EVENTS = {
+    "compose": lambda event: privacy.compose([(event, 1)]),
+    "ledger": lambda event: privacy.Ledger().record(event, 0, "a"),
+    "release": lambda event: privacy.Release(event, "a"),
+    "for_group": lambda event: privacy.for_group(event, 2),
+    "to_dp_event": lambda event: privacy.to_dp_event([(event, 1)]),
+    "moments_of": lambda event: privacy.moments_of([(event, 1)], 1e-5),
+    "most_steps": lambda event: privacy.most_steps(event, target_epsilon=1.0, delta=1e-5),
+    "budget": lambda event: privacy.Budget(1.0, 1e-5).allows([(event, 1)]),
+}
+BROKEN = [
+    with_value("noise_multiplier", NAN),
+    with_value("noise_multiplier", None),
+    with_value("sampling_probability", 1.5),
+    with_value("neighboring_relation", "add"),
+    privacy.SubsampledGaussian,
+    {"type": "Gaussian"},
+    None,
+]
+
+
+@pytest.mark.parametrize("place", TAKING_EVENTS)
+def test_an_event_that_is_broken_is_refused_wherever_events_go(place):
+    for event in BROKEN:
+        with pytest.raises(ValueError, match=r"must|cannot price"):
+            TAKING_EVENTS[place](event)
+
+
+@pytest.mark.parametrize("place", [privacy.compose, privacy.to_dp_event, lambda pairs: privacy.moments_of(pairs, 1e-5)])
+def test_counts_that_are_no_counts_are_refused(place):
+    for count in (-1, True, 2.5, NAN, "3", None, 2**60, 10**400):
+        with pytest.raises(ValueError, match="count="):
+            place([(EVENTS[0], count)])
+    for pairs in (None, EVENTS[0], [EVENTS[0]], [(EVENTS[0],)]):
+        with pytest.raises(ValueError, match="must be pairs"):
+            place(pairs)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides `Event`, the frozen description of one release, and the registry that prices event types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
 from ...support.units import ONE_EXAMPLE, plural
-from ...support.validate import one_of, plain_numbers, positive
+from ...support.validate import one_of, plain_number, plain_numbers, positive, whole
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds
 
 # Outside this range no privacy or no signal is left, and floating point fails.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
 
 
 class NeighboringRelation(Enum):
@@ -157,6 +158,36 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
     return register
 
 
+def check_event(where: str, event: Any) -> None:
+    """Raises a ``ValueError`` unless the event's type is registered and its fields pass the type's own checks.
+
+    Whatever takes in an event calls this: composition, ledgers, and with them statements and cards.
+    """
+    if type(event) not in PAIRS:
+        known = ", ".join(kind.__name__ for kind in PAIRS)
+        raise ValueError(
+            f"{where}: cannot price {shown(event)}. Known events: {known}. Describe other mechanisms as "
+            "KnownProfile or FinitePair."
+        )
+    try:
+        getattr(event, "__post_init__", lambda: None)()  # again: a copy, a pickle or an assignment makes no checks
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{where}: {type(event).__name__} cannot have these values ({error}).") from error
+
+
+def checked_releases(where: str, events: Any) -> list[tuple[Event, int]]:
+    """Returns the pairs (event, count); raises a ``ValueError`` if an event or a count cannot be priced."""
+    pairs = list(events) if isinstance(events, Iterable) else [events]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"{where}: got {shown(events)}: must be pairs (event, how often).")
+    pairs = [(event, plain_number(count)) for event, count in pairs]
+    for event, count in pairs:
+        check_event(where, event)
+        if type(count) is not int or not 0 <= count <= MAX_COUNT:
+            whole(f"{where}, {event!r}", count=count, at_most=MAX_COUNT)
+    return pairs
+
+
 def event_to_dict(event: Event) -> dict[str, Any]:
     """Returns the event as plain JSON: its type's name under ``"type"``, then its fields that differ from the default.
 
@@ -200,6 +231,8 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     Raises:
         ValueError: if the type is unknown, a field is missing or unknown, or a value is not allowed.
     """
+    if not isinstance(description, dict):
+        raise ValueError(f"event_from_dict: {shown(description)} must be the dict of an event.")
     values = dict(description)
     name = values.pop("type", None)
     if not isinstance(name, str):

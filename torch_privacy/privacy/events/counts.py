@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp
 
 from ...support.units import ONE_EXAMPLE, check_unit
-from ...support.validate import in_range, positive
+from ...support.validate import in_range, positive, whole
 from ..pairs.discrete import DiscretePair, LaplacePair
 from .base import Event, NeighboringRelation, check_noise, check_relation, priced
 
@@ -81,7 +81,6 @@ class RandomizedResponse(Event):
     def __post_init__(self) -> None:
         positive("RandomizedResponse", epsilon=self.epsilon)
         in_range("RandomizedResponse", 0, 50, epsilon=self.epsilon)
-        if isinstance(self.num_answers, bool) or not isinstance(self.num_answers, int) or self.num_answers < 2:
-            raise ValueError(f"RandomizedResponse: num_answers={self.num_answers!r} must be an integer of at least 2.")
+        whole("RandomizedResponse", at_least=2, at_most=2**53, num_answers=self.num_answers)
         check_relation("RandomizedResponse", self.neighboring_relation)
         check_unit("RandomizedResponse", unit=self.unit)

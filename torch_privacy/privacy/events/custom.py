@@ -7,17 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.validate import LARGEST
 from ..bracket import Array
 from ..pairs.base import PairBounds
 from ..pairs.discrete import DiscretePair, pair_from_guarantees
 from .base import Event, NeighboringRelation, check_relation, priced
 
 
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST  # pyright: ignore[reportArgumentType]
+
+
 def _check_numbers(where: str, **values: tuple[float, ...]) -> None:
     """Raises a ``ValueError`` unless every value is a tuple of one or more finite numbers."""
     for name, value in values.items():
-        fine = isinstance(value, tuple) and len(value) > 0 and all(isinstance(item, (int, float)) for item in value)
-        if not fine or not np.isfinite(value).all():
+        if not isinstance(value, tuple) or not value or not all(map(_is_finite, value)):
             raise ValueError(f"{where}: {name}={value!r} must be a tuple of one or more finite numbers.")
 
 

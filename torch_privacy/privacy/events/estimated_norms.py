@@ -9,6 +9,7 @@ from ..pairs.mixture import Estimate, SubsampledMixturePair
 from .base import Event, NeighboringRelation, check_noise, check_removal, priced
 from .gaussian import check_probability
 
+SMALLEST_FLOOR = 1e-100
 MOST = 10_000_000  # projections; beyond, the estimate is as good as exact and floating point no better
 
 
@@ -74,7 +75,7 @@ class SubsampledJL(Event):
     def __post_init__(self) -> None:
         _check("SubsampledJL", self, "num_projections")
         if self.floor is not None:
-            in_range("SubsampledJL", 0, 1, floor=self.floor)
+            in_range("SubsampledJL", SMALLEST_FLOOR, 1, floor=self.floor)
 
     @property
     def assumption(self) -> str:

@@ -15,7 +15,7 @@ from ...support.validate import plain_numbers, whole
 from ..pairs.base import DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
-from .base import PAIRS, REMOVALS, Event, NeighboringRelation, check_noise, check_removal, priced
+from .base import PAIRS, REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
 from .counts import Laplace
 from .gaussian import check_probability
 
@@ -89,6 +89,7 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
         >>> for_group(SubsampledGaussian(1.0, 0.01), 8)
         SubsampledGroup(noise_multiplier=1.0, sampling_probability=0.01, group_size=8)
     """
+    check_event("for_group", event)
     if isinstance(event, SubsampledGroup) or event.unit != Event.unit:
         raise ValueError(f"for_group: {event!r} protects one {event.unit} already, not one example.")
     if event.neighboring_relation not in REMOVALS:
