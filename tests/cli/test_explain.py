@@ -23,7 +23,7 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8)), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 
 def named():
-    block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    block = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     model = nn.Sequential(OrderedDict(a_block_with_a_name_that_is_rather_long=block))
     return model, (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 

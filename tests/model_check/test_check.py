@@ -93,7 +93,11 @@ X = (5, 3)
 PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters refused, pattern of the text
     "batch norm": lambda: (
         *(nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64)), losses_of, torch.randn(X)),
-        *("modules", ["1.weight", "1.bias"], r"module '1' \(use nn.GroupNorm\(32, 64\)\)"),
+        *(
+            "modules",
+            ["1.weight", "1.bias"],
+            r"'1' \(use nn.LayerNorm\(64\), or on .*, length\) nn.GroupNorm\(1, 64",
+        ),
     ),
     "contrastive loss": lambda: (
         *(nn.Sequential(nn.Linear(3, 4)), contrastive, torch.randn(X)),
@@ -480,3 +484,43 @@ def test_example_of_the_documentation_prints_what_the_page_shows(capsys):
 def test_check_is_public():
     assert tp.check is check
     assert isinstance(tp.check(nn.Linear(3, 4), losses_of, torch.randn(X)), Checkup)
+
+
+def trained(training):
+    for (batch,) in training:
+        training.step(losses_of(training.model, batch))
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "text"),
+    [
+        (nn.LayerNorm(1), (5, 3, 1), r"input \(n, 3, 1\), with the weight '0.weight', normalizes 1 value "),
+        (nn.GroupNorm(2, 4, affine=False), (5, 4), r"group_norm .* normalizes 2 values at a time, which are always 1"),
+        (nn.LayerNorm(2), (5, 3, 2), r"layer_norm of an input \(n, 3, 2\), .* normalizes 2 values"),
+        (nn.InstanceNorm1d(4), (5, 4, 3), r"instance_norm .* normalizes 3 values at a time, of which little is left"),
+        (Calls(lambda m, x: F.group_norm(x, 3) * m.w, w=torch.ones(6)), (5, 6), "group_norm .* normalizes 2 values"),
+    ],
+    ids=["one value", "two values", "layer", "instance", "function"],
+)
+def test_normalization_of_few_values_is_warned_about_by_check_and_training(norm, x, text):
+    model, x = nn.Sequential(norm, nn.Flatten(), nn.LazyLinear(2)).double(), torch.randn(x, dtype=torch.float64)
+    model(x)
+    checkup = check(model, losses_of, x)
+    assert checkup.ok
+    assert [bool(re.search(text, note)) for note in checkup.notes] == [True]
+    data, optimizer = (
+        torch.utils.data.TensorDataset(x.repeat(4, *(1,) * (x.ndim - 1))),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    training = tp.PrivateTraining(
+        model, optimizer, data, expected_batch_size=10, num_steps=3, clipping=tp.Flat(1.0), noise_multiplier=1.0
+    )
+    with pytest.warns(UserWarning, match=text) as warned:
+        trained(training)
+    assert len(warned) == 1
+
+
+def test_normalization_of_four_values_and_more_is_not_warned_about():
+    norms = (nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2), nn.GroupNorm(2, 2))
+    model = nn.Sequential(*norms, nn.Flatten(), nn.Linear(8, 2))
+    assert check(model, losses_of, torch.randn(5, 8)).notes == ()

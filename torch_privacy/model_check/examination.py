@@ -24,6 +24,7 @@ from ..jacobian.tape import Tape
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import CollatedExamples
 from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.normalization import SmallGroups
 from ..support.replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
@@ -110,7 +111,8 @@ class _Examination:
         for name, p in self._parameters.items():
             self._passes("parameters", (name,), check_no_gradient_hooks, {name: p})
         batch_norm_parameters = self._put_batch_norms_in_eval_mode()
-        losses = self._losses(self._batch)
+        with SmallGroups(self._model, self._notes.append):
+            losses = self._losses(self._batch)
         if self._usable(losses):
             self._num_examples = len(losses)
             self._check_parameters([name for name in self._parameters if name not in batch_norm_parameters])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..support.model_state import AttributeTensors, ModelTensors, ModelTree
+from ..support.normalization import advice
 from ..support.validate import Refused
 
 
@@ -92,9 +92,7 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise Refused("PrivateTraining: SparseAdam takes sparse gradients only, and noise is dense; use Adam.")
     batch_norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if batch_norms:
-        listed = ", ".join(
-            f"{name!r} (use nn.GroupNorm({math.gcd(32, m.num_features)}, {m.num_features}))" for name, m in batch_norms
-        )
+        listed = ", ".join(f"{name!r} ({advice(m)})" for name, m in batch_norms)
         raise Refused(
             f"PrivateTraining: batch normalization in training mode mixes examples, in module {listed}. Replace it, or "
             "put it in eval mode and freeze it."

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..support.normalization import FEWEST, groups_for
 from ..support.validate import Refused, whole
 
 INSTANCE_NORMS = {
@@ -35,7 +36,7 @@ class ModuleValidator:
         for name, part in _mixing(module):
             kind = type(part).__name__
             if isinstance(part, _BatchNorm):
-                cure = "ModuleValidator.fix(model) replaces it by GroupNorm"
+                cure = "ModuleValidator.fix(model) replaces it by GroupNorm or LayerNorm"
                 if not _fixed(part):
                     cure = "It is frozen: call eval() on it after model.train(), or replace it by GroupNorm"
                 errors.append(Refused(f"ModuleValidator: {name!r} is a {kind}, which mixes examples. {cure}."))
@@ -57,14 +58,17 @@ class ModuleValidator:
 
     @classmethod
     def fix(cls, module: nn.Module, *, replace_bn_with_in: bool = False, num_groups: int | None = None) -> nn.Module:
-        """Returns a copy of the module with GroupNorm, with new weights, in place of BatchNorm.
+        """Returns a copy of the module with other normalization, with new weights, in place of BatchNorm.
 
-        Frozen BatchNorm stays, for its weights are meant to. InstanceNorm no longer tracks running statistics.
+        BatchNorm1d after a linear layer of the same parent becomes LayerNorm, another BatchNorm1d GroupNorm with one
+        group, and other BatchNorm GroupNorm with 4 or more channels in each group. Opacus takes up to 32 groups,
+        where a value that is normalized by itself is always 0; pass ``num_groups`` to get its model. Frozen BatchNorm
+        stays, for its weights are meant to. InstanceNorm no longer tracks running statistics.
 
         Args:
             module: the model; it stays as it is.
             replace_bn_with_in: takes InstanceNorm in place of GroupNorm.
-            num_groups: of GroupNorm; by default the greatest common divisor of 32 and the number of channels.
+            num_groups: of GroupNorm, in place of BatchNorm of any kind.
         """
         if replace_bn_with_in and num_groups is not None:
             raise ValueError("ModuleValidator.fix: give replace_bn_with_in or num_groups, not both.")
@@ -75,7 +79,8 @@ class ModuleValidator:
         for parent in [nn.ModuleDict({"root": module}), *module.modules()]:
             for name, child in [(n, c) for n, c in parent._modules.items() if c is not None]:
                 if _fixed(child) and id(child) not in replaced:
-                    replaced[id(child)] = _replacement(child, replace_bn_with_in, num_groups)
+                    is_flat = _is_after_linear(parent, child)
+                    replaced[id(child)] = _replacement(child, replace_bn_with_in, num_groups, is_flat)
                 if new := replaced.get(id(child)):
                     if child is module:
                         return new
@@ -108,7 +113,17 @@ def _fixed(part: nn.Module) -> bool:
     return changes and (not parameters or any(p.requires_grad for p in parameters))
 
 
-def _replacement(part: Any, replace_bn_with_in: bool, num_groups: int | None) -> nn.Module:
+def _is_after_linear(parent: nn.Module, child: nn.Module) -> bool:
+    """True if the last layer with a matrix before this child of ``parent`` is linear and gives as many features."""
+    children = [*parent.children()]
+    before = children[: next((i for i, part in enumerate(children) if part is child), 0)]
+    layers = [part for part in before if getattr(getattr(part, "weight", None), "ndim", 0) > 1]
+    last = layers[-1] if layers else None
+    return isinstance(last, nn.Linear) and last.out_features == getattr(child, "num_features", None)
+
+
+def _replacement(part: Any, replace_bn_with_in: bool, num_groups: int | None, is_flat: bool) -> nn.Module:
+    """Returns the new module; ``is_flat`` says that the features have no positions, which are normalized, too."""
     tensor = next((t for t in (*part.parameters(), *part.buffers()) if t.is_floating_point()), None)
     options: dict[str, Any] = {} if tensor is None else {"device": tensor.device, "dtype": tensor.dtype}
     if isinstance(part, _InstanceNorm):
@@ -122,5 +137,15 @@ def _replacement(part: Any, replace_bn_with_in: bool, num_groups: int | None) ->
                 "replace_bn_with_in out, for GroupNorm."
             )
         return kind(part.num_features, **options).train(part.training)
-    groups = math.gcd(32, part.num_features) if num_groups is None else num_groups
-    return nn.GroupNorm(groups, part.num_features, affine=part.affine, **options).train(part.training)
+    channels, is_1d = part.num_features, isinstance(part, nn.BatchNorm1d)
+    if num_groups is None and is_1d and is_flat:
+        return nn.LayerNorm(channels, elementwise_affine=part.affine, **options).train(part.training)
+    groups = (1 if is_1d else groups_for(channels)) if num_groups is None else num_groups
+    if is_1d and channels // groups < FEWEST:
+        warnings.warn(
+            f"ModuleValidator.fix: GroupNorm({groups}, {channels}) on inputs (n, {channels}) normalizes "
+            f"{channels // groups} values at a time, of which little is left. Leave num_groups out, or take at most "
+            f"{groups_for(channels)}.",
+            stacklevel=4,
+        )
+    return nn.GroupNorm(groups, channels, affine=part.affine, **options).train(part.training)

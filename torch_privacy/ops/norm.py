@@ -6,7 +6,6 @@ The normalized input is recomputed, not kept.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import ref
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..support.normalization import groups_for
 from ..support.torch_modes import saves_elsewhere
 from ..support.validate import Refused
 from ._base import AnyLayout, Op, Use, in_one_dtype, in_sum_dtype, is_half
@@ -225,7 +225,7 @@ def instance_norm(
         channels = input.shape[1]
         raise Refused(
             "ops.norm: instance_norm in training mode has running statistics, which are computed from the data without "
-            f"noise. Pass track_running_stats=False, or use GroupNorm({channels}, {channels}) instead."
+            f"noise. Pass track_running_stats=False, or use GroupNorm({groups_for(channels)}, {channels}) instead."
         )
 
     def normalize(x: Tensor) -> Tensor:
@@ -250,10 +250,11 @@ def batch_norm(
     """Records ``y = (x - running_mean) / sqrt(running_var + eps)·w + bias``; refuses statistics of the batch."""
     if training:
         channels = input.shape[1]
+        groups = groups_for(channels) if input.ndim > 3 else 1
         raise Refused(
             "ops.norm: batch_norm in training mode takes its statistics from the whole batch, so that one example's "
-            f"loss depends on the others. Use GroupNorm({math.gcd(32, channels)}, {channels}) instead, or call "
-            "eval() on the module to keep its running statistics fixed."
+            f"loss depends on the others. Use GroupNorm({groups}, {channels}) instead, or call eval() on the module to "
+            "keep its running statistics fixed."
         )
     yield from _scale_and_shift(
         weight, bias, input, _with_fixed_statistics(running_mean, running_var, eps), slice(1, 2)

@@ -41,6 +41,7 @@ from ..sampling.canaries import WithCanaries
 from ..sampling.owners import owners_of
 from ..sampling.poisson import Poisson
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
+from ..support.normalization import SmallGroups
 from ..support.replay import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused, whole
@@ -1131,6 +1132,8 @@ class PrivateTraining:
             tape = contexts.enter_context(
                 compiled.recording(tape, turn, part, groups, chance(b"compiled", step, part.number))
             )
+        if step + part.number + self._turns_made == 0 and compiled is None:
+            contexts.enter_context(SmallGroups(self._model, _warn_of_forward))
         seed = self._releases.own_secret(b"random numbers", step, part.number)
         numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
@@ -1420,6 +1423,10 @@ class PrivateTraining:
         tensors = self._tensors_of()
         check_no_gradient_hooks(tensors.trained)
         return tensors
+
+
+def _warn_of_forward(text: str) -> None:
+    warnings.warn(f"PrivateTraining: {text}", stacklevel=4)
 
 
 def _now() -> str:
