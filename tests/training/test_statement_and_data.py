@@ -24,6 +24,30 @@ def test_statement_and_spent_say_what_was_released():
     assert not any(training.state_dict()[key] in str(statement) for key in ("noise_key", "sampler_key"))
 
 
+def noise_made(noise_multiplier):
+    """Returns the statement of a step without any gradient, and the standard deviation of its noise."""
+    training = training_of(num_steps=1, noise_multiplier=noise_multiplier)
+    before = parameters_of(training)
+    for x, _ in training:
+        training.step(0 * training.model(x).sum(1))
+    drawn = {"z": torch.zeros_like(before)}
+    training._releases.noise.add_to(0, drawn, 1.0)
+    divisor = training.settings.expected_batch_size / training.optimizer.param_groups[0]["lr"]
+    moved = (before - parameters_of(training)).double() * divisor
+    return training.statement(), float((moved @ drawn["z"].double()) / (drawn["z"].double() @ drawn["z"].double()))
+
+
+def test_the_noise_covers_rounding_and_the_statement_says_by_what_factor():
+    for noise_multiplier in (1.0, 3e5):
+        statement, stddev = noise_made(noise_multiplier)
+        factor = statement["noise_factor"]
+        assert stddev == pytest.approx(noise_multiplier * statement["sensitivity"] * factor["made"], rel=1e-6)
+        assert factor["clipping"] * factor["grid"] * factor["law"] <= factor["made"] * (1 + 1e-15)
+        num_trained = len(parameters_of(training_of()))
+        assert factor["grid"] >= 1 + noise_multiplier * 2**-32 * num_trained**0.5  # the unit, in every number
+    assert statement["noise_factor"]["made"] > 1.0005
+
+
 def test_private_run_says_so():
     model = network()
     training = tp.PrivateTraining(

@@ -12,7 +12,7 @@ Resolution: 50 bits of a word are left for the number. So the probability of a p
 from the normal law's by a relative error of 1.3e-7 (root mean square; 4e-8 below one standard deviation, 2e-6 between 3
 and 4), as computed for samples of points. If the errors of different points are independent, this changes the privacy
 loss of p numbers by about 1.8e-7 √p, added in squares: 2.4e-4 for 1.8 million numbers, as if the noise of a multiplier
-of 1 were smaller by 3e-8, relative. That is not priced.
+of 1 were smaller by 3e-8, relative. `mechanism.noise_factors` prices it.
 
 Source: C. D. McFarland (2016), "A modified ziggurat algorithm for generating exponentially and normally distributed
     pseudorandom numbers", arXiv:1403.6870, for the rectangles; G. Marsaglia (1964), "Generating a variable from the

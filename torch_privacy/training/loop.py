@@ -32,7 +32,7 @@ from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
 from ..jacobian.tensor_parallel import whole_losses
 from ..jacobian.turns import Answers, Turn
-from ..mechanism import PRICED_ROUNDING, ClippedSum, Recording, Summation
+from ..mechanism import ClippedSum, Recording, Summation, noise_factors
 from ..model_check.requirements import TensorsOf, check_model, check_no_gradient_hooks
 from ..noise import generators
 from ..runs.folder import RunFolder
@@ -1262,7 +1262,8 @@ class PrivateTraining:
         try:
             self._check_unchanged()
             release, places = self._taken_sums(step)
-            stddevs = self._mechanism.stddevs(release, self.settings.noise_at(step) * PRICED_ROUNDING)
+            noise = self.settings.noise_at(step)
+            stddevs = self._mechanism.stddevs(release, noise * noise_factors(self._num_trained, noise)["made"])
             if self._files is not None and self._releases.number(step) >= len(self.ledger):
                 self._files.before_new_release()
             self._releases.release(step, release, stddevs, places)
@@ -1416,7 +1417,13 @@ class PrivateTraining:
             generators(self._tensors.trained.values()),
             self._date or _now(),
             tuple(self._callbacks.names),
+            self._num_trained,
         )
+
+    @property
+    def _num_trained(self) -> int:
+        """Returns the number of trained numbers, on all ranks together."""
+        return sum(parameter.numel() for parameter in self._tensors.trained.values())
 
     def _find_tensors(self) -> ModelTensors:
         """Returns the present tensors of the model; refuses gradient hooks on trained parameters."""

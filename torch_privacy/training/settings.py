@@ -266,6 +266,12 @@ class TrainingSettings:
         assert self.noise_multiplier is not None
         return self.noise_multiplier * (1.0 if self.noise_schedule is None else self.noise_schedule[step])
 
+    @property
+    def largest_noise(self) -> float:
+        """Returns the largest noise multiplier of all steps."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier * (1.0 if self.noise_schedule is None else max(self.noise_schedule))
+
     def plan(self, mechanism: Mechanism) -> Plan:
         """Returns the events of all steps; refuses noise that the mechanism cannot use, and events without a price."""
         assert self.noise_multiplier is not None

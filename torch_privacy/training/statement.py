@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import privacy
-from ..mechanism import Mechanism, summary_of
+from ..mechanism import Mechanism, noise_factors, summary_of
 from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..support.validate import Refused
 from ..support.version import __version__
@@ -38,7 +38,8 @@ class Progress:
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
     generator: str  # of the noise
     date: str  # of the last step, in UTC
-    callbacks: tuple[str, ...] = ()  # names of those that were told of every step
+    callbacks: tuple[str, ...]  # names of those that were told of every step
+    num_trained: int  # numbers in all trained parameters
 
 
 class Account:
@@ -162,6 +163,7 @@ class Account:
             "noise_multiplier": settings.noise_multiplier,
             **({} if settings.noise_schedule is None else {"noise_schedule": summary_of(settings.noise_schedule)}),
             "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
+            "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
             "delta": settings.delta,
