@@ -5,7 +5,7 @@ from html import escape
 from html.parser import HTMLParser
 
 from torch_privacy import privacy
-from torch_privacy.privacy.summary import equal_releases, summarize
+from torch_privacy.privacy.summary import equal_releases, releases_from_json, summarize
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
 
@@ -75,14 +75,24 @@ OWN_ROWS = [
 DATA = {"method": "m", "num_examples": 1000, "num_items": 10, "key_id": "ab" * 8, "fingerprint": "cd" * 32}
 
 
+def write_ledger(path, releases):
+    ledger = privacy.Ledger(path)
+    for event, count in releases:
+        for _ in range(count):
+            ledger.record(event, len(ledger), "")
+    ledger.close()
+
+
 def write_own(path, rows=OWN_ROWS, statement=None, settings=None, **results):
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     releases = [{"event": privacy.event_to_dict(event), "count": count} for event, count in equal_releases(*EVENTS)]
-    folder.write_json(folder.privacy, {**STATEMENT, "releases": releases, "data": DATA, **(statement or {})})
+    stated = {**STATEMENT, "releases": releases, "data": DATA, **(statement or {})}
+    folder.write_json(folder.privacy, stated)
     fixed = {"model": "Net<b>", "num_trained_parameters": 5, "optimizer": "SGD", "dataset": "D", "fixed": {}}
     folder.write_json(folder.settings, fixed | (settings or {}))
-    folder.ledger.touch()
+    folder.ledger.unlink(missing_ok=True)
+    write_ledger(folder.ledger, releases_from_json(stated))
     folder.write_metrics(rows)
     folder.write_model(b"weights")
     content = {

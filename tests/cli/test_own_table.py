@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import stat
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch_privacy import privacy, tables
 from torch_privacy.cli import run
 from torch_privacy.cli.own_table import is_table
 from torch_privacy.experiments import own_table, runner
+from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy.rounding import round_up
@@ -138,6 +140,17 @@ def test_run_folder_holds_nothing_that_was_not_priced(file, finished):
 
 
 @pytest.mark.slow
+def test_only_the_owner_reads_where_the_table_lies_and_exact_numbers(file, finished):
+    """Settings, statement, results, page, and what else may be published have the table's name alone."""
+    own = {"metrics.csv", "report.html", "results.json", "fingerprint.key", "paths.json"}
+    for name, content in contents(finished.folder).items():
+        assert (str(file.parent).encode() in content) == (name == "paths.json"), name
+        assert stat.S_IMODE((finished.folder / name).stat().st_mode) == (0o600 if name in own else 0o644), name
+    assert json.loads((finished.folder / "settings.json").read_text())["file"] == file.name
+    assert subject_of(str(finished.folder))[1]["file"] == str(file)
+
+
+@pytest.mark.slow
 def test_statement_has_a_fingerprint_of_the_table_that_tells_nothing_without_its_key(file, finished):
     statement, key = finished.folder / "privacy.json", finished.folder / "fingerprint.key"
     assert key.stat().st_mode & 0o777 == 0o600
@@ -150,17 +163,8 @@ def test_statement_has_a_fingerprint_of_the_table_that_tells_nothing_without_its
 
 @pytest.mark.slow
 def test_same_settings_make_the_same_split(file, finished):
-    settings = {
-        key: value
-        for key, value in json.loads((finished.folder / "settings.json").read_text()).items()
-        if key != "experiment"
-    }
-    task = own_table.build_task(
-        own_table.STUDY.settings(**{**settings, "schema": str(finished.folder / "schema.toml")})
-    )
-    again = own_table.build_task(
-        own_table.STUDY.settings(**{**settings, "schema": str(finished.folder / "schema.toml")})
-    )
+    settings = subject_of(str(finished.folder))[1]
+    task, again = (own_table.build_task(own_table.STUDY.settings(**settings)) for _ in range(2))
     assert not task.private(None)["prior_releases"]  # the kept schema is complete: to use it costs nothing
     assert [y for _, y in task.test] == [y for _, y in again.test]
     train_rows, test_rows = tables.split(N, seed=0, share=settings["test_share"])

@@ -15,6 +15,7 @@ import torch
 from torch_privacy import tables
 from torch_privacy.cli import run
 from torch_privacy.experiments import auditing, load_trainable
+from torch_privacy.experiments.predictions import Predictions
 
 N = 600
 SCHEMAS = {
@@ -139,6 +140,15 @@ def test_unknown_categories_are_other_and_missing_cells_are_predicted_too(runs, 
 
 
 @pytest.mark.slow
+def test_no_cell_of_the_predictions_is_a_formula_and_numbers_stay():
+    names = ["=HYPERLINK(1)", "+cmd", "-x", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "-1", "+2.5e3", "plain"]
+    frame = pd.DataFrame({"prediction": np.array(names, object), "=A1": -1.5})
+    rows = list(csv.reader(io.StringIO(Predictions(frame, ()).as_csv(), newline="")))
+    assert rows[0] == ["prediction", "'=A1"]
+    assert [row[0].replace(" ", "\r") for row in rows[1:]] == [*(f"'{name}" for name in names[:7]), *names[7:]]
+    assert {row[1] for row in rows[1:]} == {"-1.5"}
+
+
 def test_empty_table_gives_the_header_alone(runs, tmp_path, capsys):
     (tmp_path / "new.csv").write_text("age,job\n")
     assert run(["predict", str(runs["income"]), str(tmp_path / "new.csv")]) == 0

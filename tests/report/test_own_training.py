@@ -7,7 +7,7 @@ import re
 
 import pytest
 from huggingface_hub import ModelCard
-from run_folders import EVENTS, ROWS, Links, drawn_quickly, write_own, write_run
+from run_folders import EVENTS, ROWS, Links, drawn_quickly, write_ledger, write_own, write_run
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -160,10 +160,30 @@ def test_hostile_run_folders_are_refused_in_words(tmp_path):
         lambda folder: folder.write_json(folder.results, json.loads(folder.results.read_text()) | {"num_steps": 7}),
     )
     damaged("unfinished", lambda folder: folder.results.unlink())
-    folder = write_run(RunFolder(tmp_path / "scores"))
+    (tmp_path / "of an experiment").mkdir()
+    folder = write_run(RunFolder(tmp_path / "of an experiment"))
     folder.write_metrics([*ROWS, Metrics("private", 3.0, 150, 0.5)])
     with pytest.raises(ValueError, match="has no loss or no test score"):
         render([folder])
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_release_that_is_in_the_ledger_alone_is_refused(tmp_path, is_stated):
+    """Whoever changes a file can compute all digests again, but then the ledger beside it says more."""
+    folder = write_own(tmp_path / "run")
+    made = [*equal_releases(*EVENTS), (privacy.Gaussian(0.5), 1)]
+    stated = json.loads(folder.privacy.read_text())
+    if is_stated:
+        stated["releases"] += [{"event": privacy.event_to_dict(made[-1][0]), "count": 1}]
+    write_own(tmp_path / "run", statement={"releases": stated["releases"]})
+    folder.ledger.unlink()
+    write_ledger(folder.ledger, made)
+    content = json.loads(folder.results.read_text())
+    files = [folder.path / name for name in content.pop("files")]
+    folder.write_checked(folder.results, {key: content[key] for key in content if key != "check"}, *files)
+    for read in (lambda: render([folder]), lambda: tp.model_card(folder.path)):
+        with pytest.raises(ValueError, match=r"results.json: prices 1" if is_stated else r"privacy.json: states 100"):
+            read()
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -197,13 +217,15 @@ def test_model_card_computes_the_bound_again(tmp_path, monkeypatch, capsys):
     assert tp.model_card(".").count("# run") == 1
 
 
-@pytest.mark.parametrize("name", ["a: b # c", "<script>", "`x`|y", "é\n---\nlicense: mit"])
+@pytest.mark.parametrize("name", ["a: b # c", "<script>", "`x`|y", "é\n---\nlicense: mit", "x\n\n<script>y\n\n"])
 def test_names_cannot_change_the_card(tmp_path, name):
-    folder = write_own(tmp_path / "run", model=name, scores={name: 0.5}, statement={"unit": f"one {name}"})
+    statement = {"unit": f"one {name}", "owner": name, "not_covered": [name], "warning": name, "noise": name}
+    folder = write_own(tmp_path / "run", model=name, scores={name: 0.5}, statement=statement)
     card = ModelCard(tp.model_card(folder.path))
+    assert name.split("\n")[-1] not in (line for line in card.text.splitlines() if line)
+    assert "<script>" not in re.sub("`[^`\n]*`", "", card.text).replace("\\<script\\>", "")
     assert card.data.eval_results[0].metric_type == name
     assert "license" not in card.data.to_dict()
-    assert "<script>" not in re.sub("`[^`]*`", "", card.text)
     assert set(card.data.to_dict()) <= {"library_name", "tags", "model-index"}
 
 

@@ -153,7 +153,6 @@ def _of_scores(run: Path, scores: Path, significance: float, delta: float | None
         raise ValueError(f"{scores}: cannot be read ({error}). Name a JSON file.") from None
     if wrong := violation(SCORES, content):
         raise ValueError(f"{scores}: {wrong}. Give a JSON object with two lists of numbers, inside and outside.")
-    ledger = Ledger.load(path)
-    ledger.close()
+    ledger = Ledger.read(path)
     inside, outside = content["inside"], content["outside"]
     return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta or USUAL_DELTA)

@@ -47,9 +47,9 @@ def predict(run: RunOfTable, file: NewTable, output: PredictOut = None, as_json:
         shown = {"run": str(run), "target": predictor.target, "predictions": found.as_records()}
         print_result(shown, [], as_json=True)
     if output is not None:
-        from torch_privacy.support.write_file import write_whole
+        from torch_privacy.support.write_file import PUBLIC, write_whole
 
         with naming(output):
-            write_whole(output, lambda written: written.write(found.as_csv().encode()))
+            write_whole(output, lambda written: written.write(found.as_csv().encode()), PUBLIC)
     elif not as_json:
         typer.echo(found.as_csv(), nl=False)

@@ -65,9 +65,19 @@ def report(runs: Runs, out: Out = Path("report.html"), model_card: Card = None, 
         card = cards.model_card(runs[0])
         written["model card"] = Path(model_card) if model_card else RunFolder(runs[0]).card
         with naming(written["model card"]):
-            written["model card"].write_text(card, encoding="utf-8")
+            _write(written["model card"], card)
     with naming(out):
-        out.write_text(text, encoding="utf-8")
+        _write(out, text)
     content = {name.replace(" ", "_"): str(path) for name, path in written.items()}
     shown = [(name, str(path)) for name, path in written.items()]
     print_result({**content, "runs": [str(run) for run in runs]}, shown, as_json)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a page that its owner alone can read: it may have exact losses, and is published by chmod or a copy."""
+    from torch_privacy.support.write_file import write_whole
+
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_whole(path, lambda file: file.write(text.encode()))

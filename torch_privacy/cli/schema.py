@@ -39,10 +39,10 @@ def schema(
         raise ValueError(f"schema: --output {output} exists. Name another file, or write over it with --force.")
     text = template(file, target)
     if output is not None:
-        from torch_privacy.support.write_file import write_whole
+        from torch_privacy.support.write_file import PUBLIC, write_whole
 
         with naming(output):
-            write_whole(output, lambda written: written.write(text.encode()))
+            write_whole(output, lambda written: written.write(text.encode()), PUBLIC)
     if as_json:
         print_result({"schema": text, "output": None if output is None else str(output)}, [], as_json=True)
     elif output is None:

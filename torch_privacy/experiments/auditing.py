@@ -77,7 +77,7 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
     if not folder.settings.exists():
         known = ", ".join(TRAININGS)
         raise ValueError(f"audit: {name!r} is no experiment ({known}), no folder of a run, and no function.")
-    content = dict(folder.read_settings())
+    content = folder.with_paths(dict(folder.read_settings()))
     if folder.privacy.exists():  # canaries change n: the same target would need other noise
         content |= {"noise_multiplier": folder.read_statement()["noise_multiplier"], "target_epsilon": None}
     experiment = content.pop("experiment", None)

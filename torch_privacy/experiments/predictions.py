@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 4096
 MOST_NAMES = 10  # of columns, in a note
+FORMULA = tuple("=+-@\t\uff1d\uff0b\uff0d\uff20")  # how cells begin that spreadsheets run; the last are wide
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +36,15 @@ class Predictions:
     notes: tuple[str, ...]
 
     def as_csv(self) -> str:
-        """Returns the predictions as CSV, one line for each row, in the rows' order."""
-        return self.frame.to_csv(index=False, lineterminator="\n", float_format="%.9g")
+        """Returns the predictions as CSV, one line for each row, in the rows' order.
+
+        A text that a spreadsheet would run as a formula has a ' before it; numbers never do.
+        """
+        inert, names = self.frame.copy(), [_inert(name) for name in self.frame.columns]
+        for place, kind in enumerate(inert.dtypes):
+            if kind.kind not in "fiub":
+                inert.isetitem(place, inert.iloc[:, place].map(_inert))
+        return inert.to_csv(index=False, header=names, lineterminator="\n", float_format="%.9g")
 
     def as_records(self) -> list[dict[str, Any]]:
         """Returns the predictions as plain values, one record for each row."""
@@ -96,6 +106,14 @@ class Predictor:
             parts = zip(encoded.numbers.split(ROWS_AT_ONCE), encoded.categories.split(ROWS_AT_ONCE), strict=True)
             outputs = torch.cat([self.model(part) for part in parts])
         return encoder.predictions(outputs)
+
+
+def _inert(text: Any) -> Any:
+    """Returns a cell that no spreadsheet runs: a text that begins a formula, and is no number, gets a ' before it."""
+    if not isinstance(text, str):
+        return text
+    line = re.sub(r"[\r\n]", " ", text)
+    return f"'{line}" if line.lstrip(" ").startswith(FORMULA) and not NUMBER.fullmatch(line) else line
 
 
 def _quoted(names: list[str]) -> str:

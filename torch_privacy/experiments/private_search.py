@@ -7,6 +7,7 @@ of runs is random and secret, and only the best run is released: the search is o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -73,25 +74,27 @@ class PrivateSearch:
     def run(self, folder: RunFolder) -> dict[str, Any]:
         """Searches; writes the winner's model, the statement of the whole search, and the results into a new folder.
 
-        Nothing is written before the search has ended. Its running time shows roughly how many runs were made, so it
-        must be kept from anybody who must not know that number.
+        The ledger has its price before the first run; nothing else is written before the search has ended. Its
+        running time shows roughly how many runs were made, so it must be kept from anybody who must not know that
+        number.
         """
         folder.create()
         try:
-            found = search_privately(self._one_run, range(len(self.candidates)), self.event)
-            if found is None:
-                raise ValueError(
-                    "search: the number of runs drawn was 0, which costs as much as any other number. Use --stopping "
-                    "geometric or logarithmic, which make at least one run."
-                )
             ledger = privacy.Ledger(folder.ledger)
             ledger.record(self.event, 0, "search")
             ledger.close()
+            found = search_privately(self._one_run, range(len(self.candidates)), self.event)
+            if found is None:
+                raise ValueError(
+                    "search: the number of runs drawn was 0, which costs as much as any other number: "
+                    f"{folder.ledger} has the price. Use --stopping geometric or logarithmic, which make at least one."
+                )
+            os.utime(folder.ledger)  # else its date says how long the search took
             results = self._results(found.candidate, found.score)
             folder.write_model(found.result["model"])
             folder.write_json(folder.privacy, self._statement(found.result["statement"], results))
             settings = asdict(self.candidates[found.candidate])
-            folder.write_json(folder.settings, {"experiment": self._experiment, **settings})
+            folder.write_settings({"experiment": self._experiment, **settings}, folder.write_json)
             folder.write_checked(folder.results, results)
             return results
         finally:

@@ -134,7 +134,7 @@ class Reproduction:
         made = [place for place in (path, *path.parents) if not place.exists()]
         folder.create()
         run = cls(folder, EXPERIMENTS[name], study, quick, list(seeds), data, selection, num_processes, made)
-        folder.write_checked(folder.settings, run._request())
+        folder.write_settings(run._request(), folder.write_checked)
         return run
 
     @classmethod
@@ -195,7 +195,7 @@ class Reproduction:
             return job.folder.path, None, {}
         if job.folder.path.exists():
             ledger = job.folder.ledger
-            if ledger.exists() and Ledger.load(ledger).events:
+            if ledger.exists() and Ledger.read(ledger).events:
                 raise ValueError(
                     f"{job.folder.path}: has no checkpoint.pt, so this training cannot continue, but its ledger holds "
                     "releases, which a new start would not count. Move the folder elsewhere, then resume again."

@@ -44,7 +44,7 @@ from torch_privacy.experiments.task import (
 from torch_privacy.privacy.summary import Releases, Summary, summarize
 from torch_privacy.runs import schemas
 from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, differences, listed
-from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import SUMS, Log, Progress
 from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
@@ -117,7 +117,8 @@ class Run:
         _check_priced(ranks, settings, task)
         _first(ranks, "creates the folder", folder.create)
         run = cls._build(ranks, folder, experiment, settings, task)
-        _first(ranks, "writes the settings", lambda: folder.write_json(folder.settings, run._all_settings()))
+        written = run._all_settings()
+        _first(ranks, "writes the settings", lambda: folder.write_settings(written, folder.write_json))
         run.checkpoint()
         run._keep_schema()  # after the checkpoint, so that what was learnt privately is never learnt twice
         return run
@@ -423,7 +424,7 @@ class Run:
             statement["not_covered"].append("the non-private baseline that was trained to compare")
         run = {
             "experiment": self.experiment,
-            "settings": asdict(self.settings),
+            "settings": published(asdict(self.settings)),
             "data_files_sha256": dict(self.task.data_files),
             "versions": {"scipy": version("scipy")},
         }

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..sampling.batches import share_examples
 from ..support.validate import Refused
-from ..support.write_file import write_whole
+from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining
 from .checkpoints import Secrets
 
@@ -99,7 +99,7 @@ class Reporting(Trainer):
         if self.training is not None and self.args.should_save:
             content = json.dumps(self.privacy_statement(), indent=2, allow_nan=False).encode()
             folder = Path(output_dir or str(self.args.output_dir))
-            write_whole(folder / STATEMENT, lambda file: file.write(content))
+            write_whole(folder / STATEMENT, lambda file: file.write(content), PUBLIC)
 
     def _load_best_model(self) -> None:
         with self._begun().loading_released_weights():

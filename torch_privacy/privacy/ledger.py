@@ -98,25 +98,28 @@ class Ledger:
             FileNotFoundError: if there is no such file.
         """
         ledger = cls()
-        ledger._file = LedgerFile(path, create=False)
+        ledger._file = LedgerFile(path)
         try:
-            lines = ledger._file.read()
-            for number, line in enumerate(lines, start=1):
-                try:
-                    ledger._read(number, line)
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    if isinstance(error, Refused):
-                        raise
-                    raise Refused(f"Ledger.load: line {number} of {str(path)!r} cannot be read: {error}.") from error
-            if not lines:
-                raise Refused(
-                    f"Ledger.load: {str(path)!r} holds no whole line, so it is no ledger, or damaged; it was not "
-                    "changed. Name the ledger, or restore it from a copy: without it, the releases made are not priced."
-                )
+            ledger._take(ledger._file)
             ledger._file.mend()
         except BaseException:
             ledger._file.close()
             raise
+        return ledger
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Ledger":
+        """Returns the releases in a ledger's file, to look at them: the file is neither locked nor changed.
+
+        Raises:
+            Refused: as `load`.
+            FileNotFoundError: if there is no such file.
+        """
+        ledger, file = cls(), LedgerFile(path, read_only=True)
+        try:
+            ledger._take(file)
+        finally:
+            file.release()
         return ledger
 
     def record(self, event: Event, step: int, fingerprint: str) -> None:
@@ -281,6 +284,22 @@ class Ledger:
         with self._file.published():
             self._file.append(*self._file.encode([header]))
             self._file.sync()
+
+    def _take(self, file: LedgerFile) -> None:
+        """Takes in all lines of a file, which must be those of a ledger."""
+        lines = file.read()
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._read(number, line)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                if isinstance(error, Refused):
+                    raise
+                raise Refused(f"Ledger.load: line {number} of {str(file.path)!r} cannot be read: {error}.") from error
+        if not lines:
+            raise Refused(
+                f"Ledger.load: {str(file.path)!r} holds no whole line, so it is no ledger, or damaged; it was not "
+                "changed. Name the ledger, or restore it from a copy: without it, the releases made are not priced."
+            )
 
     def _read(self, number: int, line: Line) -> None:
         """Takes in a line of the file; all of its values must have the right type."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..support.validate import Refused
-from ..support.write_file import PARTIAL, UNFOLLOWED, sync_directory
+from ..support.write_file import PARTIAL, PUBLIC, UNFOLLOWED, sync_directory
 
 try:
     import fcntl
@@ -43,6 +43,7 @@ class LedgerFile:
 
     Args:
         path: the file.
+        read_only: neither locks the file nor writes it; others may.
         create: makes a new file, which gets its name after `published`.
 
     Guarantees:
@@ -54,19 +55,20 @@ class LedgerFile:
           forked process too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool):
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, read_only: bool = False):
         self.path = Path(path)
         self._failure = ""  # the reason why nothing can be appended any more
         self._chained = True
         self._attempt = b""  # what was appended last, perhaps in part
         self._lacks_end = False  # True for a whole last line whose end is missing
         self._unpublished = _unique_partial_of(self.path) if create else None  # its name until the first line is there
-        self._file: int | None = _opened(self._unpublished or self.path, create)
+        self._file: int | None = _opened(self._unpublished or self.path, create, read_only)
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise Refused(f"Ledger: {str(self.path)!r} is no file. Name another path.")
-            self._lock()
-            if not create:
+            if not read_only:
+                self._lock()
+            if not create and not read_only:
                 sync_directory(self.path.absolute().parent)
             # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
             self._end = os.fstat(self._file).st_size, b""
@@ -199,6 +201,10 @@ class LedgerFile:
             self._check_open()
         self._last_sync = time.monotonic()
 
+    def release(self) -> None:
+        """Closes a file that was only read."""
+        self._fail("it was only read")
+
     def close(self) -> None:
         """Syncs and closes the file."""
         if self._file is not None and not self._failure:
@@ -305,10 +311,11 @@ def _rename_to_new(partial: Path, path: Path) -> None:
         partial.rename(path)
 
 
-def _opened(path: Path, create: bool) -> int:
+def _opened(path: Path, create: bool, read_only: bool) -> int:
     """Returns a descriptor of the file itself: a symbolic link may lead to a file that is no ledger."""
+    flags = os.O_RDONLY | os.O_NONBLOCK if read_only else os.O_RDWR | os.O_APPEND
     try:
-        return os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if create else 0) | UNFOLLOWED, 0o644)
+        return os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | UNFOLLOWED, PUBLIC)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Refused(f"Ledger: {str(path)!r} is a symbolic link. Name the file itself.") from None

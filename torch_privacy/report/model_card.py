@@ -15,7 +15,7 @@ from torch_privacy.report.training_plots import Training
 from torch_privacy.runs.folder import RunFolder
 
 TAG = "differential-privacy"
-MARKED = re.compile(r"([\\`*_{}\[\]<>#|~])")  # characters with a meaning in Markdown
+MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Markdown
 
 
 def model_card(run_folder: Path | str) -> str:
@@ -102,7 +102,7 @@ def _what_it_is(run: Training) -> str:
     date = f" The training ended on {_text(statement['date'][:10])}." if "date" in statement else ""
     with_privacy = "" if run.warning else " with differential privacy"
     return (
-        f"This is {network} in PyTorch, trained{with_privacy} on {words.size_in_words(run)} by torch_privacy "
+        f"This is {network} in PyTorch, trained{with_privacy} on {_text(words.size_in_words(run))} by torch_privacy "
         f"{_text(statement['versions']['torch_privacy'])}. The weights are in `model.safetensors`.{date}"
     )
 
@@ -188,7 +188,8 @@ def _text(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return str(text).replace("`", "'")
+    """Returns plain text on one line for the inside of ``` `...` ```, where Markdown has no other marks."""
+    return " ".join(str(text).replace("`", "'").split())
 
 
 def _number(value: float) -> str:

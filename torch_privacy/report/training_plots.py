@@ -27,6 +27,7 @@ from torch_privacy.privacy.summary import (
     summarize,
 )
 from torch_privacy.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
+from torch_privacy.runs.agreement import check_ledger
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics
 
@@ -77,6 +78,7 @@ class Training:
         digests = results.get("files", NO_DIGESTS)
         measure = Measure(**results["score"]) if "score" in results else None
         rows, statement = folder.read_metrics(digests), folder.read_statement(digests)
+        check_ledger(folder, statement, releases, digests)
         if measure is not None and any(row.test_score is None or row.loss is None for row in rows):
             raise ValueError(f"{folder.metrics}: a line has no loss or no test score; the file is damaged.")
         name = (name or folder.path.absolute().name) + (f", {NOT_PRIVATE}" if statement.get("warning") else "")

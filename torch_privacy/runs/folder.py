@@ -23,7 +23,7 @@ from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_ch
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
 from torch_privacy.support.schema import Schema, violation
-from torch_privacy.support.write_file import PARTIAL, UNFOLLOWED, partial_of, write_whole
+from torch_privacy.support.write_file import OWN, PARTIAL, PUBLIC, UNFOLLOWED, partial_of, write_whole
 
 LARGEST_METRICS = 2**25  # bytes
 LARGEST_MODEL = 2**33
@@ -32,6 +32,7 @@ NO_TRAINING = "it is no finished training, nor an experiment of reproduce, or it
 RUN_WANTED = "Name the folder of a finished training or experiment."
 Digests = Mapping[str, str]  # file name -> SHA-256 of the content, in hexadecimal
 NO_DIGESTS: Digests = {}
+PATHS = tuple(schemas.PATHS["properties"])
 _LOCKED: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()  # by this process
 
 
@@ -50,6 +51,7 @@ class RunFolder:
         self.schema = self.path / "schema.toml"  # of a training on the user's own table
         self.audit = self.path / "audit" / "audit.json"
         self.card = self.path / "README.md"
+        self.paths = self.path / "paths.json"  # PRIVATE: where the user's files are, of which settings have the names
         self.fingerprint_key = self.path / "fingerprint.key"  # SECRET: with it guesses of the data can be tested
         self.checkpoint = self.path / "checkpoint.pt"  # SECRET: determines all noise, past and future
         self._lock_file = self.path / "lock"  # held by the process that trains here
@@ -117,15 +119,33 @@ class RunFolder:
         if not self.checkpoint.is_file():
             raise ValueError(f"{self.path}: has no checkpoint.pt, so it cannot be resumed. Start a new run.")
 
-    def write_json(self, path: Path, content: dict[str, Any]) -> None:
+    def write_json(self, path: Path, content: dict[str, Any], mode: int = PUBLIC) -> None:
         """Writes one of the folder's JSON files."""
-        write_whole(path, lambda file: file.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode()))
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        write_whole(path, lambda file: file.write(text.encode()), mode)
+
+    def write_settings(self, settings: dict[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> None:
+        """Writes settings by ``write``, with the names alone of files of the user; their paths are for the owner.
+
+        ``write`` is `write_json` or `write_checked`.
+        """
+        found = {name: value for name, value in settings.items() if name in PATHS and value is not None}
+        if found:
+            self.write_json(self.paths, found, OWN)
+        write(self.settings, published(settings))
+
+    def with_paths(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns settings that were read with the paths of the user's files, where they are known here."""
+        if not self.paths.exists():
+            return settings
+        found = self._read_json(self.paths, schemas.PATHS, NO_DIGESTS)
+        return {**settings, **{name: path for name, path in found.items() if name in settings}}
 
     def write_checked(self, path: Path, content: dict[str, Any], *files: Path) -> None:
         """Writes one of the folder's JSON files with a digest of itself and of these other files, all closed."""
         digests = {file.name: _sha256(file) for file in files}
         whole = {"format": schemas.RESULTS_FORMAT, **content, **({"files": digests} if files else {})}
-        self.write_json(path, {**whole, "check": _digest(whole)})
+        self.write_json(path, {**whole, "check": _digest(whole)}, OWN)
 
     def read_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
         """Reads the settings of a training; raises a ``ValueError`` if the file is damaged."""
@@ -140,7 +160,7 @@ class RunFolder:
         content = self._self_checked(self.settings)
         if isinstance(content, dict) and ("experiment" in content or "fixed" in content):
             return None
-        return self._valid(self.settings, schemas.REQUEST, content)
+        return self.with_paths(self._valid(self.settings, schemas.REQUEST, content))
 
     def read_statement(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
         """Reads the privacy statement; raises a ``ValueError`` if the file is damaged or a release has no price."""
@@ -205,7 +225,7 @@ class RunFolder:
         return content
 
     def write_metrics(self, rows: list[Metrics]) -> None:
-        """Writes ``metrics.csv`` with all rows so far."""
+        """Writes ``metrics.csv`` with all rows so far: exact losses, readable by their owner only."""
         text = io.StringIO()
         writer = csv.DictWriter(text, [field.name for field in fields(Metrics)], lineterminator="\n")
         writer.writeheader()
@@ -234,7 +254,7 @@ class RunFolder:
 
     def write_checkpoint(self, save: Callable[[BinaryIO], object]) -> None:
         """Writes the checkpoint with ``save``, readable by its owner only."""
-        write_whole(self.checkpoint, save, mode=0o600)
+        write_whole(self.checkpoint, save)
 
     def delete_checkpoint(self) -> None:
         """Deletes the checkpoint of a complete run, with anything of it that a crash left behind."""
@@ -256,7 +276,7 @@ class RunFolder:
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raises a ``ValueError`` if ``settings.json`` was changed since the run was started."""
-        written = self.read_settings()
+        written, settings = self.read_settings(), published(settings)
         changed = [key for key in {**settings, **written} if written.get(key, ...) != settings.get(key, ...)]
         if changed:
             raise ValueError(
@@ -266,7 +286,7 @@ class RunFolder:
 
     def write_model(self, content: bytes) -> None:
         """Writes the model, in the safetensors format."""
-        write_whole(self.model, lambda file: file.write(content))
+        write_whole(self.model, lambda file: file.write(content), PUBLIC)
 
     def read_model(self, digests: Digests = NO_DIGESTS) -> bytes:
         """Returns the content of the model's file; raises a ``ValueError`` if it is damaged."""
@@ -274,7 +294,7 @@ class RunFolder:
 
     def write_schema(self, text: str) -> None:
         """Writes the schema of the table that is trained on."""
-        write_whole(self.schema, lambda file: file.write(text.encode()))
+        write_whole(self.schema, lambda file: file.write(text.encode()), PUBLIC)
 
     def read_schema(self, digests: Digests = NO_DIGESTS) -> str:
         """Returns the schema of the table that was trained on; raises a ``ValueError`` if the file is damaged."""
@@ -288,11 +308,18 @@ class RunFolder:
 
     def write_fingerprint_key(self, key: bytes) -> None:
         """Writes the key of the data's fingerprint, readable by its owner only."""
-        write_whole(self.fingerprint_key, lambda file: file.write(key.hex().encode() + b"\n"), mode=0o600)
+        write_whole(self.fingerprint_key, lambda file: file.write(key.hex().encode() + b"\n"))
 
     def write_report(self, page: str) -> None:
-        """Writes the report, one self-contained page."""
+        """Writes the report, one self-contained page with exact losses, readable by its owner only."""
         write_whole(self.report, lambda file: file.write(page.encode()))
+
+
+def published(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the name alone of each file or folder of the user: its path says more of the owner."""
+    return {
+        name: Path(value).name if name in PATHS and value is not None else value for name, value in settings.items()
+    }
 
 
 def _leave_to_parent() -> None:

@@ -70,6 +70,9 @@ SETTINGS = {  # of a training; the checkpoint and the digest in results.json say
     "properties": {"experiment": NAME},
     "additionalProperties": SETTING,
 }
+PATHS = record(  # settings that are paths of the user
+    {"file": TEXT, "schema": TEXT, "data": TEXT}, optional=("file", "schema", "data"), closed=True
+)
 REQUEST = record(  # the settings of an experiment
     {
         "reproduce": NAME,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
+PUBLIC, OWN = 0o644, 0o600  # who may read: all whom the umask allows; the owner alone
 UNFOLLOWED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)  # to open the file itself, and no link
 
 
@@ -17,8 +18,10 @@ def partial_of(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def write_whole(path: Path, save: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-    """Writes a temporary file with ``save``, flushes it to disk and renames it.
+def write_whole(path: Path, save: Callable[[BinaryIO], object], mode: int = OWN) -> None:
+    """Writes a temporary file with ``save``, flushes it to disk and renames it; follows no link.
+
+    Its owner alone can read it, unless the ``mode`` is `PUBLIC`.
 
     Raises:
         OSError: with the name of the file, which is unchanged.

@@ -43,7 +43,7 @@ def save_secret(training: PrivateTraining, path: Path | str) -> None:
     def write() -> int:
         training.ledger.sync()
         content = json.dumps(training.state_dict(), allow_nan=False).encode()
-        write_whole(path, lambda file: file.write(content), mode=0o600)
+        write_whole(path, lambda file: file.write(content))
         sync_directory(path.parent)
         return 0
 
