@@ -319,7 +319,21 @@ def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, word
     shown = capfd.readouterr()
     assert words in shown.err
     assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err), shown.err
-    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+    if "cost epsilon" not in shown.err:
+        assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+        return
+    (path,) = filter(Path.is_file, (tmp_path / "runs").rglob("*"))  # the ledger alone, of what was spent
+    assert f"{path.relative_to(tmp_path)} has what was released" in shown.err
+    spent = privacy.Ledger.read(path).profile().epsilon_high(1e-4)
+    assert 0 < spent < 4
+
+
+def test_a_refusal_after_learning_leaves_a_ledger_too(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "check_settings", lambda *_: (_ for _ in ()).throw(ValueError("train: no.")))
+    assert run(["train", str(file), *TRAIN, "--run", str(tmp_path / "run")]) == 2
+    assert f"{tmp_path / 'run' / 'ledger.jsonl'} has what was released" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ledger.jsonl"]
+    assert len(privacy.Ledger.read(tmp_path / "run" / "ledger.jsonl")) > 1
 
 
 def test_what_is_a_table_and_what_an_experiment(tmp_path, monkeypatch):

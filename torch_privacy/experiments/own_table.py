@@ -8,7 +8,7 @@ A run keeps the completed schema: `torch_privacy.experiments.predictions` encode
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -121,8 +121,15 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "hidden_units": list(found.hidden_units) if units is None else [units]}
 
 
-def build_task(settings: Settings, released: Mapping[str, Any] | None = None) -> Task:
-    """Returns the split table and a perceptron; a resumed run passes what was ``released``, the completed schema."""
+def build_task(
+    settings: Settings,
+    released: Mapping[str, Any] | None = None,
+    new_ledger: Callable[[], privacy.Ledger] | None = None,
+) -> Task:
+    """Returns the split table and a perceptron; a resumed run passes what was ``released``, the completed schema.
+
+    What is learnt privately is recorded in a ``new_ledger()`` before it is used.
+    """
     for units in settings.hidden_units:
         _check.whole("train", at_least=1, at_most=MOST_UNITS, hidden_units=units)
     _check.strictly_between("train", 0, 1, schema_share=settings.schema_share, test_share=settings.test_share)
@@ -136,7 +143,7 @@ def build_task(settings: Settings, released: Mapping[str, Any] | None = None) ->
     if not released:
         of_rows = None if owners is None else owners[train_rows]
         with ranks.together("learns what the schema leaves open"):
-            found = _learn(settings, frame.iloc[train_rows], of_rows) if ranks.is_first else None
+            found = _learn(settings, frame.iloc[train_rows], of_rows, new_ledger) if ranks.is_first else None
         released = ranks.from_first(found)
         assert released is not None
         released = {**released, "digest": digest}
@@ -181,13 +188,15 @@ def build_task(settings: Settings, released: Mapping[str, Any] | None = None) ->
     )
 
 
-def _learn(settings: Settings, frame: DataFrame, owners: Any) -> dict[str, Any]:
+def _learn(
+    settings: Settings, frame: DataFrame, owners: Any, new_ledger: Callable[[], privacy.Ledger] | None
+) -> dict[str, Any]:
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
     path = Path(settings.file)
     schema = _declared(path, settings.target, settings.schema, settings.owner)
     if schema.is_complete:
         return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
-    share = settings.schema_share
+    share, kept = settings.schema_share, _Kept(_event_unit(settings), new_ledger)
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     try:
         learnt = tables.learn(
@@ -197,17 +206,40 @@ def _learn(settings: Settings, frame: DataFrame, owners: Any) -> dict[str, Any]:
             delta=share * settings.delta,
             owners=owners,
             per_owner=settings.per_owner or 1,
+            record=kept.record,
         )
     except tables.TableError as error:
         price = _price([release.event for release in error.releases], settings.delta) if error.releases else "nothing"
         raise ValueError(f"{path}: {str(error).rstrip('.')}. To learn this has cost {price}.") from None
-    events = [replace(release.event, unit=_event_unit(settings)) for release in learnt.releases]  # type: ignore[call-arg]
+    finally:
+        kept.close()
     return {
         "schema": learnt.schema.to_toml(),
-        "events": [privacy.event_to_dict(event) for event in events],
+        "events": [privacy.event_to_dict(kept.event(release)) for release in learnt.releases],
         "fingerprints": [release.fingerprint for release in learnt.releases],
         "notes": list(learnt.notes),
     }
+
+
+class _Kept:
+    """Records releases for a unit of protection, in a ledger that is made with the first of them."""
+
+    def __init__(self, unit: str, new_ledger: Callable[[], privacy.Ledger] | None):
+        self._unit, self._new_ledger = unit, new_ledger
+        self._ledger: privacy.Ledger | None = None
+
+    def event(self, release: privacy.Release) -> privacy.Event:
+        return replace(release.event, unit=self._unit)  # type: ignore[call-arg]
+
+    def record(self, release: privacy.Release) -> None:
+        if self._ledger is None and self._new_ledger is not None:
+            self._ledger = self._new_ledger()
+        if self._ledger is not None:
+            self._ledger.record(self.event(release), len(self._ledger), release.fingerprint)
+
+    def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
 
 
 def _notes(
@@ -402,4 +434,4 @@ def _no_rows(quick: bool) -> Sequence[Any]:
     return ()
 
 
-STUDY = Study({SCORE: ACCURACY_COLUMN}, _no_rows, (), DEFAULTS, build_task)
+STUDY = Study({SCORE: ACCURACY_COLUMN}, _no_rows, (), DEFAULTS, build_task, releases_itself=True)

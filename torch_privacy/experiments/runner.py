@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -111,12 +111,13 @@ class Run:
             check_names(experiment, study.settings(), chosen)
             settings = study.settings(**chosen)
             check_numbers(settings)
-        task = _task(ranks, study, settings)
-        with ranks.together("checks the settings"):
-            check_settings(settings, num_units(task))
-        _check_priced(ranks, settings, task)
-        _first(ranks, "creates the folder", folder.create)
-        run = cls._build(ranks, folder, experiment, settings, task)
+        with _leaving_its_price(folder):
+            task = _task(ranks, study, settings, new_ledger=partial(_new_ledger, folder))
+            with ranks.together("checks the settings"):
+                check_settings(settings, num_units(task))
+            _check_priced(ranks, settings, task)
+            _first(ranks, "creates the folder", partial(_create, folder))
+            run = cls._build(ranks, folder, experiment, settings, task)
         written = run._all_settings()
         _first(ranks, "writes the settings", lambda: folder.write_settings(written, folder.write_json))
         run.checkpoint()
@@ -487,6 +488,35 @@ def _first(ranks: Ranks, place: str, action: Callable[[], object]) -> None:
     ranks.first_does(place, act)
 
 
+def _create(folder: RunFolder) -> None:
+    """Creates the folder, unless the ledger of what the task released is there already."""
+    if not folder.is_locked:
+        folder.create()
+
+
+def _new_ledger(folder: RunFolder) -> privacy.Ledger:
+    """Returns the ledger of a new run, for what its task releases before the training begins."""
+    folder.create()
+    return privacy.Ledger(folder.ledger)
+
+
+@contextmanager
+def _leaving_its_price(folder: RunFolder) -> Iterator[None]:
+    """Unlocks the folder of a run that cannot begin, and says where the ledger is of what was released until then."""
+    try:
+        yield
+    except BaseException as error:
+        if not folder.is_locked:
+            raise
+        folder.abandon()
+        if isinstance(error, ValueError) and folder.ledger.exists():
+            raise ValueError(
+                f"{str(error).rstrip('.')}. {folder.ledger} has what was released; another try costs as much again, "
+                "and the epsilons add up."
+            ) from None
+        raise
+
+
 def _lock(folder: RunFolder) -> None:
     """Locks the folder of an unfinished run."""
     folder.check_resumable()
@@ -504,10 +534,10 @@ def _opened(folder: RunFolder, opened: ExitStack) -> Checkpoint:
     return checkpoint
 
 
-def _task(ranks: Ranks, study: Study, settings: Settings, *released: Any) -> Task:
-    """Returns the task; what it releases all ranks release together, as one release."""
+def _task(ranks: Ranks, study: Study, settings: Settings, *released: Any, new_ledger: Any = None) -> Task:
+    """Returns the task; what it releases all ranks release together, as one release, in a new ledger of rank 0."""
     with ranks.together("prepares the data"):
-        task = study.task(settings, *released)
+        task = study.task(settings, *released, new_ledger=new_ledger)
     _check_devices(ranks, task)
     return task
 

@@ -12,6 +12,7 @@ from torch_privacy.experiments.task import Settings, Task
 from torch_privacy.runs.rows import Column, Numbers, Row
 
 if TYPE_CHECKING:
+    from torch_privacy.privacy import Ledger
     from torch_privacy.report.figures import Figure
     from torch_privacy.runs.folder import RunFolder
 
@@ -26,7 +27,8 @@ class Study:
         notes: remarks below the table.
         defaults: settings of a training; None if no row is a training.
         build_task: ``build_task(settings)`` returns the task; ``build_task(settings, released)`` does so for a resumed
-            run of a task that has ``released`` something.
+            run of a task that has ``released`` something. A task that releases something itself, when it is built,
+            takes ``new_ledger``, too: a function that makes the ledger of the run, for `releases_itself`.
         build_stand_in: the same with synthetic data, for a search that costs no privacy.
         settings_of_data: folder of data -> settings that depend on the data found there.
         own_data: folder of data -> the name of what it holds, if this is not the paper's data but the user's own in the
@@ -51,6 +53,7 @@ class Study:
     findings: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     findings_need_all: bool = True
     numbers_of: Callable[[RunFolder], Numbers] | None = None
+    releases_itself: bool = False
 
     def settings(self, **chosen: Any) -> Settings:
         """Returns the defaults with the chosen settings replaced.
@@ -65,7 +68,10 @@ class Study:
             chosen = {"target_epsilon": None, **chosen}
         return replace(self.defaults, **chosen)
 
-    def task(self, settings: Settings, *released: Mapping[str, Any]) -> Task:
+    def task(
+        self, settings: Settings, *released: Mapping[str, Any], new_ledger: Callable[[], Ledger] | None = None
+    ) -> Task:
         """Returns the task of these settings; a resumed run passes what the task had ``released``."""
         assert self.build_task is not None, "nothing is trained here"
-        return self.build_task(settings, *released)
+        more = {"new_ledger": new_ledger} if self.releases_itself else {}
+        return self.build_task(settings, *released, **more)

@@ -11,7 +11,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,6 +95,18 @@ class RunFolder:
         _LOCKED.add(self)
         for left in self.path.glob(f"*{PARTIAL}"):  # by a process that was killed; that of a checkpoint holds its keys
             left.unlink()
+
+    @property
+    def is_locked(self) -> bool:
+        """True if this object holds the lock."""
+        return self._unlock is not None
+
+    def abandon(self) -> None:
+        """Unlocks the folder of a run that could not begin; removes it if nothing is in it."""
+        self.unlock()
+        self._lock_file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def unlock(self) -> None:
         """Unlocks the folder, and deletes the lock file of a complete run."""

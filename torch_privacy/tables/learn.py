@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,14 @@ class Learnt:
 
 
 def learn(
-    frame: DataFrame, schema: Schema, *, epsilon: float, delta: float, owners: Any = None, per_owner: int = 1
+    frame: DataFrame,
+    schema: Schema,
+    *,
+    epsilon: float,
+    delta: float,
+    owners: Any = None,
+    per_owner: int = 1,
+    record: Callable[[privacy.Release], object] | None = None,
 ) -> Learnt:
     """Learns what a schema leaves open from training rows, with differential privacy, and counts unusable cells.
 
@@ -103,6 +110,8 @@ def learn(
         owners: one value per row: the person to whom the row belongs. Rows of the same person are then protected
             together: at most ``per_owner`` of them, chosen at random, take part in learning.
         per_owner: largest number of rows of one owner, 1 or more.
+        record: called with each release before it is used, to keep it also if what follows is refused:
+            ``lambda release: ledger.record(release.event, len(ledger), release.fingerprint)``.
 
     Guarantees:
         - ``learnt.epsilon(delta) <= epsilon``. The neighboring relation is adding or removing one row, or one owner.
@@ -134,7 +143,7 @@ def learn(
     # with owners their number is public, and that of their rows is not
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
     budget = Budget.of(schema, n, rows, epsilon, delta)
-    learning = _Learning(schema, frame.iloc[kept], budget)
+    learning = _Learning(schema, frame.iloc[kept], budget, record)
     return learning.learnt()
 
 
@@ -160,8 +169,14 @@ def _parts(counts: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.i
 class _Learning:
     """The state between the three releases; what is private of it is ``_cells`` alone."""
 
-    def __init__(self, schema: Schema, frame: DataFrame, budget: Budget):
-        self._open = schema
+    def __init__(
+        self,
+        schema: Schema,
+        frame: DataFrame,
+        budget: Budget,
+        record: Callable[[privacy.Release], object] | None,
+    ):
+        self._open, self._keep = schema, record
         self._budget = budget
         self._cells = {
             column.name: read_cells(frame[column.name], schema.rules)
@@ -195,7 +210,10 @@ class _Learning:
     def _record(self, what: str, rho: float, released: Any, delta: float = 0.0) -> None:
         text = json.dumps([what, released], sort_keys=True, ensure_ascii=False)
         fingerprint = f"{what}: {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
-        self._releases.append(privacy.Release(privacy.ZeroConcentrated(rho, delta), fingerprint))
+        release = privacy.Release(privacy.ZeroConcentrated(rho, delta), fingerprint)
+        if self._keep is not None:
+            self._keep(release)
+        self._releases.append(release)
 
     def _release_counts(self) -> dict[str, dict[str, int]]:
         """Releases the number of cells of each sort, for each column."""
