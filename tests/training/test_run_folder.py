@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import json_schema
 import pytest
@@ -500,3 +503,55 @@ def test_an_adaptive_rule_and_prior_releases_are_priced(tmp_path):
     again = new(tmp_path, **settings)
     again.load_state_dict(training.state_dict())
     assert torch.isfinite(parameters_of(again)).all()
+
+
+# After the last step: nothing that fails there costs the run
+
+
+def test_a_page_that_cannot_be_made_is_named_and_the_rest_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "render", lambda folders: 1 / 0)
+    training = new(tmp_path)
+    with pytest.warns(UserWarning, match=r"could not be made \(ZeroDivisionError: .*torch-privacy report .*--out"):
+        train(training)
+    monkeypatch.undo()
+    assert results_in(tmp_path)["num_steps_made"] == STEPS
+    assert {"model.safetensors", "privacy.json", "metrics.csv"} <= {path.name for path in tmp_path.iterdir()}
+    assert not (tmp_path / "report.html").exists()
+    assert "<svg" in render([RunFolder(tmp_path)])
+
+
+def test_the_model_is_written_before_what_may_fail(tmp_path, monkeypatch):
+    training = new(tmp_path)
+    monkeypatch.setattr(run_files.RunFiles, "rows", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(training)
+    assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == set(training.model.state_dict())
+
+
+def test_a_callback_that_fails_at_the_end_does_not_cost_the_run(tmp_path):
+    class Failing(tp.Callback):
+        def at_end(self, training):
+            raise OSError("the logs' disk is full")
+
+    with pytest.raises(OSError, match="the logs' disk is full"):
+        train(new(tmp_path, callbacks=[Failing()]))
+    assert results_in(tmp_path)["num_steps_made"] == STEPS
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "no such backend"])
+def test_a_backend_that_is_not_installed_does_not_keep_matplotlib_out(backend):
+    code = (
+        "import os, runpy, sys; runpy.run_path(sys.argv[1]); from matplotlib.figure import Figure; "
+        "Figure().savefig(os.devnull, format='svg'); print(os.environ['MPLBACKEND'])"
+    )
+    call = [sys.executable, "-c", code, str(Path(report.__file__).with_name("__init__.py"))]
+    environment = os.environ | {"MPLBACKEND": backend}
+    assert subprocess.run(call, env=environment, capture_output=True, text=True).stdout == f"{backend}\n"
+
+
+def test_a_backend_that_is_installed_stays_the_one_that_was_named():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); import matplotlib; print(matplotlib.rcParams['backend'])"
+    call = [sys.executable, "-c", code, str(Path(report.__file__).with_name("__init__.py"))]
+    found = subprocess.run(call, env=os.environ | {"MPLBACKEND": "svg"}, capture_output=True, text=True)
+    assert found.stdout == "svg\n"

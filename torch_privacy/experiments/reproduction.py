@@ -232,13 +232,13 @@ class Reproduction:
     def finish(self) -> dict[str, Any]:
         """Draws the figures, writes report and results, and returns the results."""
         from torch_privacy.report import figures as plots
-        from torch_privacy.report import render as report
+        from torch_privacy.training.run_files import write_page
 
         results = self._results()
         for name, figure in self._figures(results).items():
             plots.save(figure, self.folder.path / f"{name}.svg")
         self.folder.write_checked(self.folder.results, results)
-        self.folder.write_report(report.render([self.folder]))
+        write_page(self.folder)
         self.close()
         return results
 

@@ -257,7 +257,8 @@ class Run:
             self.training.ledger.sync()
             return found[0]
 
-        write_results(self.folder, weights_of(self.released_model, Ranks()), self._statement, results)
+        self.folder.write_model(weights_of(self.released_model, Ranks()))
+        write_results(self.folder, self._statement, results)
         self.training.ledger.close()
         self.folder.delete_checkpoint()
         return found[0]

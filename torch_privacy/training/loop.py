@@ -611,12 +611,20 @@ class PrivateTraining:
             if self._observation is not None:
                 for part in self._observation.after_training(self._releases, self.step_count):
                     yield from self._answered(part, loop)
-            self._callbacks.at_end(self)
+            try:
+                self._callbacks.at_end(self)
+            except Exception:
+                self._write_at_end()
+                raise
         finally:
             if self._loops == loop:
                 self._forget_batch()
                 self._weight_guard.deactivate()
                 self._repetition.close()
+        self._write_at_end()
+
+    def _write_at_end(self) -> None:
+        """Writes the run folder after the last step, unless it is written."""
         if self._files is not None and not self._ranks.from_first(self._files.is_written) and self.step_count:
             self._write_run(Scores(), None)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -42,24 +43,36 @@ OTHER_FILES = "Give this training a new folder, or delete what is no longer need
 
 def write_results(
     folder: RunFolder,
-    weights: bytes,
     statement: Callable[[], Mapping[str, Any]],
     results: Callable[[], Mapping[str, Any]],
 ) -> None:
-    """Writes what a finished training leaves behind: model, privacy statement, results with digests, and page.
+    """Writes what a finished training leaves behind beside its model: privacy statement, results with digests, page.
 
-    Metrics, ledger and settings must be in the folder. The model is written first, so that the trained weights are on
-    disk even if the rest cannot be computed or written.
+    Metrics, ledger, settings and model must be in the folder: the model is written first, so that the trained weights
+    are on disk even if the rest cannot be computed or written. The run is complete without the page.
     """
-    from ..report import render  # matplotlib takes a second to import
-
-    folder.write_model(weights)
     content = results()
     folder.write_json(folder.privacy, dict(statement()))
     files = [folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy]
     files += [folder.schema] if folder.schema.exists() else []  # of a table
     folder.write_checked(folder.results, dict(content), *files)
-    folder.write_report(render.render([folder]))
+    write_page(folder)
+
+
+def write_page(folder: RunFolder) -> None:
+    """Writes the report of a finished run; warns if that fails, and says how to make it."""
+    try:
+        from ..report import render  # matplotlib takes a second to import
+
+        folder.report.unlink(missing_ok=True)
+        folder.write_report(render.render([folder]))
+    except Exception as error:  # of any kind: a plot must not cost the run
+        cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        warnings.warn(
+            f"{folder.report}: the report could not be made ({cause}). The run is complete without it. Make it with: "
+            f"torch-privacy report {folder.path} --out {folder.report}",
+            stacklevel=2,
+        )
 
 
 def weights_of(model: nn.Module, ranks: Ranks) -> bytes:
@@ -276,7 +289,7 @@ class RunFiles:
         scores: Scores,
     ) -> None:
         """Writes everything but settings and ledger, on the first rank."""
-        folder, rows = self.folder, self.rows(step, profile)
+        folder = self.folder
         assert folder is not None
 
         def results() -> dict[str, Any]:
@@ -293,9 +306,11 @@ class RunFiles:
 
         folder.results.unlink(missing_ok=True)  # the files belong together: until all are there, the run is unfinished
         self.is_written = False
+        folder.write_model(weights)
         self._write_settings()
+        rows = self.rows(step, profile)
         folder.write_metrics(rows)
-        write_results(folder, weights, statement, results)
+        write_results(folder, statement, results)
         self.is_written = True
 
 
