@@ -54,7 +54,7 @@ def noise_factors(num_trained: int, noise_multiplier: float) -> dict[str, float]
 
 
 class Recording(Protocol):
-    """Records the model's forward and computes the clipped sum of its losses, with exact or estimated norms."""
+    """Records the user's code and computes the clipped sum of its losses, with exact or estimated norms."""
 
     @property
     def code(self) -> CodePath:
@@ -81,6 +81,12 @@ class Recording(Protocol):
 
     def end(self, output: Any) -> None:
         """Called after the model's forward with its output, or with None if it did not finish."""
+
+    def start(self, batch: Any) -> None:
+        """Records the user's code from the batch on."""
+
+    def stop(self) -> None:
+        """Ends what `start` began, when the losses are there or the loop was left; may be called again."""
 
     def __enter__(self) -> Any: ...
 

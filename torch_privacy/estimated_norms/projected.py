@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import TorchFunctionMode
 
 from ..jacobian.calls import Reached
 from ..jacobian.code_path import CodePath
@@ -26,7 +25,7 @@ from ..jacobian.self_check import ProjectionCheck, vjp
 from ..jacobian.torch_functions import numbers_in
 from ..ops._base import is_half
 from ..support.replay import RandomState
-from ..support.torch_modes import full_precision
+from ..support.torch_modes import OpMode, full_precision
 from ..support.validate import Refused, one_of
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
@@ -299,7 +298,7 @@ class Projector:
         return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {strategy}")
 
 
-class ProjectedRecording(TorchFunctionMode):
+class ProjectedRecording(OpMode):
     """Records the model's forward calls on one batch, in place of a `Tape`.
 
     Args:
@@ -326,9 +325,13 @@ class ProjectedRecording(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.code.note_call(func, numbers_in(args))
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
+        if isinstance(out, Tensor) and self._active:
             self.code.note_shape(out.shape)
         return out
+
+    def start(self, batch: Any) -> None:
+        """Notes the code of the loop, from the batch on."""
+        self.__enter__()
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Starts to record one forward call of the model."""
@@ -336,7 +339,8 @@ class ProjectedRecording(TorchFunctionMode):
         context = ExitStack()
         self._active.append((call, context))
         if self._projector.prefetches:
-            self._prefetch_tangents(call)
+            with self.paused():
+                self._prefetch_tangents(call)
         if self._projector.needs_backends:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
 from ..ops import COMPOSED, OPS, Use
@@ -25,7 +25,7 @@ from ..ops._base import is_half
 from ..ops.einsum import ContractionUse
 from ..ops.elementwise import OVERWRITING, EntrywiseUse
 from ..ops.fallback import compared, replay, uses_of
-from ..support.torch_modes import saves_elsewhere, tensors_in
+from ..support.torch_modes import OpMode, saves_elsewhere, tensors_in
 from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import CodePath
@@ -88,7 +88,7 @@ def _plain_output(t: Tensor) -> Output:
     return Output(edge_of(t), t.shape, t.dtype, None)
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(OpMode):
     """Records every op call with data and one of ``parameters`` among its inputs, while it is active.
 
     Args:
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
         filled: FilledTensors | None = None,
     ):
         super().__init__()
-        self._num_examples, self._entered = num_examples, 0
+        self._num_examples, self._forwards = num_examples, 0  # forwards of the model that are running
         self._filled, self.code = filled or FilledTensors(), CodePath()
         self.parameters = dict(parameters)
         # Tensors are identified by id; holding them keeps the ids from being used again.
@@ -136,26 +136,14 @@ class Recorder(TorchFunctionMode):
         self._inputs: list[tuple[Tensor, int]] = []  # of a model that may be parallel, with their versions
         self._pieces: dict[int, tuple[int, Tensor]] = {}  # id of a distributed weight -> its version, this rank's part
 
-    def __enter__(self) -> Self:
-        """Begins to record; does nothing if it is recording already, as for a model under ``training.record()``."""
-        self._entered += 1
-        if self._entered == 1:
-            super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._entered -= 1
-        if not self._entered:
-            super().__exit__(*error)
-
     @contextmanager
     def _recording_inside(self) -> Iterator[None]:
         """Records inside a function that is running, where torch has disabled this mode."""
-        super().__enter__()
+        _push_mode(self)
         try:
             yield
         finally:
-            super().__exit__(None, None, None)
+            _pop_mode()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -231,7 +219,7 @@ class Recorder(TorchFunctionMode):
             step.made_of = []
         self._program.append(step)
         out = self._run_op(step.func, args, kwargs, data, weights)
-        self._add_results(tensors_among((out,)))
+        self._add_results(tensors_among((out,)), with_weights=True)
         return out
 
     def _run_on_data(self, step: Step, args: tuple, kwargs: dict) -> Any:
@@ -300,10 +288,11 @@ class Recorder(TorchFunctionMode):
 
     # Which steps were made, and whether the data reordered examples
 
-    def _add_results(self, results: Iterable[Tensor]) -> None:
+    def _add_results(self, results: Iterable[Tensor], *, with_weights: bool = False) -> None:
         """Adds results that were computed from data: their integers are no constants."""
         for t in results:
-            self.code.note_shape(t.shape)
+            if with_weights or self._forwards:  # the loop's other results, such as its logs, round no row
+                self.code.note_shape(t.shape)
             if not t.is_floating_point():
                 self._made[id(t)] = weakref.ref(t)
 

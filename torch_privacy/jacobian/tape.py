@@ -91,11 +91,18 @@ class Tape(Recorder):
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Records until `end`, from a call of the model with these arguments on."""
         self.note_inputs(args, kwargs)
+        self._forwards += 1
         self.__enter__()
 
     def end(self, output: Any) -> None:
-        """Stops recording, after the model returned its output or was interrupted."""
+        """Stops recording what `begin` began, after the model returned its output or was interrupted."""
+        self._forwards -= 1
         self.__exit__(None, None, None)
+
+    def start(self, batch: Any) -> None:
+        """Records until `stop`, from the batch on that holds the data."""
+        self.note_inputs(batch)
+        self.__enter__()
 
     def jacobian(
         self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False

@@ -3,13 +3,14 @@
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -24,6 +25,60 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif isinstance(leaf, Mapping):  # of a kind that the pytree does not know, such as a tokenizer's output
             found += tensors_in([*leaf.values()])
     return found
+
+
+class OpMode(TorchFunctionMode):
+    """A mode that may be entered while it is active, in any thread, and left while later modes are still active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depths: dict[int, int] = {}  # by thread
+
+    @property
+    def _entered(self) -> int:
+        return self._depths.get(threading.get_ident(), 0)
+
+    def __enter__(self) -> Self:
+        depth = self._depths[threading.get_ident()] = self._entered + 1
+        if depth == 1:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._entered > 1:
+            self._depths[threading.get_ident()] -= 1
+        else:
+            self.stop()
+
+    def stop(self) -> None:
+        """Leaves the mode in this thread, however often it was entered; does nothing if it is not active."""
+        if self._depths.pop(threading.get_ident(), 0):
+            for mode in reversed(_above(self)):
+                _push_mode(mode)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Makes the mode inactive in this thread within the ``with`` block."""
+        if not self._entered:
+            yield
+            return
+        above = _above(self)
+        try:
+            for mode in reversed(above):
+                _push_mode(mode)
+            yield
+        finally:
+            above = [_pop_mode() for _ in above]
+            for mode in (self, *reversed(above)):
+                _push_mode(mode)
+
+
+def _above(mode: TorchFunctionMode) -> list[TorchFunctionMode]:
+    """Removes a mode and those that were entered after it from this thread's stack; returns the latter, last first."""
+    above: list[TorchFunctionMode] = []
+    while torch._C._len_torch_function_stack() and (top := _pop_mode()) is not mode:
+        above.append(top)
+    return above
 
 
 def without_autocast(device: str) -> AbstractContextManager:

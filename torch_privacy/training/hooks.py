@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the forward hooks that switch the recorder on while the model runs on a batch of the training."""
+"""Provides the forward hooks that tell the recorder when the model runs on a batch of the training."""
 
 from __future__ import annotations
 
@@ -28,8 +28,19 @@ class Pending:
     numbers: SeededRandomNumbers
     contexts: ExitStack
 
+    def start(self) -> None:
+        """Begins to record the user's code, which gets the batch now."""
+        if self.tape is not None:
+            self.tape.start(self.turn.batch)
+
+    def stop(self) -> None:
+        """Ends the recording; a second call does nothing."""
+        if self.tape is not None:
+            self.tape.stop()
+
     def close(self) -> None:
         """Restores what was set while the user's code ran; a second call does nothing."""
+        self.stop()
         self.contexts.close()
         self.numbers.close()
 
@@ -42,8 +53,9 @@ class _Running(threading.local):
 
 
 class ForwardHooks:
-    """Turns the recorder on while the model's forward runs on a pending batch, and off again.
+    """Tells the recorder when the model's forward begins and ends on a pending batch.
 
+    The recorder is on from the batch to its step in the loop's thread; in another one, while the forward runs there.
     Copied or pickled hooks do nothing, so that a copy of the model is an ordinary model. Evaluation between steps is
     not recorded.
 

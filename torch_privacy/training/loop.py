@@ -690,6 +690,7 @@ class PrivateTraining:
                 "training.step was called without a batch. Call it once for every batch of `for ... in training`."
             )
         self._hooks.unwind()
+        pending.stop()
         if pending.turn.take is not None:
             self._observe(pending, losses, pending.turn.take)
             return False
@@ -1085,6 +1086,8 @@ class PrivateTraining:
             batch = self._hand_out(self._turn)
             place = f"begins turn {self._turns_made + 1} of part {part.number + 1} of step {self.step_count}"
             check_equal_turns(self.step_count, self._placement.meet(place, kind_of_turn(self._turn, self._placement)))
+            if self._pending is not None:
+                self._pending.start()
             yield batch
             if self._loops != loop:
                 raise Refused("a newer loop over the training has begun since this one. Go on with the newer one.")

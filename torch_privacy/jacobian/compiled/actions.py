@@ -23,6 +23,7 @@ from ..torch_functions import LIKE, NEW, decomposed, tensors_among
 CALL, DERIVE, CONSTANT, INSIDE, NONE = "call", "derive", "constant", "inside", "none"
 REARRANGED = "rearranged"  # the name of an action that only rearranges a parameter's entries
 PASSED = LIKE | NEW  # they use a parameter's shape or type alone
+OUTSIDE = "parameters are used outside of the model's forward"
 COMPOSITIONS = {scaled_dot_product_attention}  # of ``COMPOSED``, those that torch.compile can take
 
 
@@ -44,6 +45,7 @@ class ActionTape(Tape):
         super().__init__(*args, **kwargs)
         self.actions: list[tuple[str, str]] = []  # kind of action and name of the op's rule
         self.unfit = ""  # why no plan can be made
+        self.is_inside = True  # of the model's forward
         self.reached_calls: Reached | None = None
         self.found: Sequence[AnyLayout] | Prediction = ()
         self.budget: Budget | None = None
@@ -52,7 +54,9 @@ class ActionTape(Tape):
         self, step: Step, args: tuple, kwargs: dict, tensors: list[Tensor], weights: list[Tensor]
     ) -> Any:
         out = super()._run_without_data(step, args, kwargs, tensors, weights)
-        if weights and step.func not in PASSED:
+        if weights and not self.is_inside:
+            self.unfit = OUTSIDE
+        elif weights and step.func not in PASSED:
             if step.traits.in_place:
                 self.unfit = f"a tensor made of parameters is changed in place by {step.func.__name__!r}"
             sources = [self._sources.get(id(t)) for t in tensors_among((out,)) if t.requires_grad]
@@ -61,7 +65,9 @@ class ActionTape(Tape):
         return out
 
     def _run_op(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]) -> Any:
-        if func not in OPS:
+        if not self.is_inside:
+            self.unfit = OUTSIDE
+        elif func not in OPS:
             if func in COMPOSED and COMPOSED[func] not in COMPOSITIONS:
                 self.unfit = f"{getattr(func, '__name__', func)!r} is computed by a scan"
             elif func in COMPOSED or decomposed(func) is not None:
@@ -71,7 +77,7 @@ class ActionTape(Tape):
     def _run_and_record(
         self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]
     ) -> Any:
-        if func in PASSED:
+        if func in PASSED or not self.is_inside:
             return super()._run_and_record(func, args, kwargs, data, weights)
         before = len(self._calls)
         out = super()._run_and_record(func, args, kwargs, data, weights)

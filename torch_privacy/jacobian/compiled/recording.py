@@ -75,6 +75,15 @@ class CompiledRecording:
         """Returns whether layouts had to be measured."""
         return self._tape.measured
 
+    def start(self, batch: Any) -> None:
+        """Records the user's code from the batch on; no plan takes what it does with parameters."""
+        self._tape.is_inside = False
+        self._tape.start(batch)
+
+    def stop(self) -> None:
+        """Ends what `start` began."""
+        self._tape.stop()
+
     def __enter__(self) -> ActionTape:
         self._by_hand = True
         return self._tape.__enter__()
@@ -87,11 +96,13 @@ class CompiledRecording:
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Begins to record by the tape."""
         self._inputs = args, kwargs
+        self._tape.is_inside = True
         self._tape.begin(model, args, kwargs)
 
     def end(self, output: Any) -> None:
         """Ends the recording by the tape."""
         self._tape.end(output)
+        self._tape.is_inside = False
         self._note_output(output)
 
     def _note_output(self, output: Any) -> None:
@@ -113,9 +124,10 @@ class CompiledRecording:
         ):
             return compiled.model._call_impl(*args, **kwargs)
         try:
-            output, self._batch = compiled.run(
-                args, kwargs, self._tape, self._wanted, self._size, compare=self._compare
-            )
+            with self._tape.paused():
+                output, self._batch = compiled.run(
+                    args, kwargs, self._tape, self._wanted, self._size, compare=self._compare
+                )
         except Unfit as error:
             compiled.note_redone(error)
         except RuntimeError as error:
