@@ -209,17 +209,71 @@ def test_several_forward_calls_in_a_step_count_together():
         training.step(losses)
 
 
-def test_parameters_used_outside_of_the_forward_need_record():
+def in_parts(model, x, y):
+    return F.cross_entropy(model[2](model[1](model[0](x))), y, reduction="none")
+
+
+class TwoTasks(nn.Module):
+    """Returns the weights of its tasks, which it learns, with the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.kind, self.size = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+        self.log_variance = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.kind(h), self.size(h).squeeze(1), (-self.log_variance).exp()
+
+
+def of_two_tasks(model, x, y):
+    kind, size, weight = model(x)
+    return weight[0] * F.cross_entropy(kind, y, reduction="none") + weight[1] * (size - y) ** 2 - weight.log().sum()
+
+
+def of_logits_by_hand(model, x, y):
+    return F.cross_entropy((-model.log_variance[0]).exp() * model.kind(model.body(x)), y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("make", "losses_of_loop"), [(network, in_parts), (TwoTasks, of_two_tasks), (TwoTasks, of_logits_by_hand)]
+)
+def test_parameters_used_outside_of_the_forward_are_recorded(make, losses_of_loop):
+    model = make()
+    x, y = data().tensors
+    used = torch.autograd.grad(losses_of_loop(model, x, y).sum(), list(model.parameters()), allow_unused=True)
+    for p, gradient in zip(model.parameters(), used, strict=True):
+        p.requires_grad_(gradient is not None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    training = training_of(model, num_steps=3)
+    for x, y in own_batches(training, losses_of_loop):
+        losses = losses_of_loop(model, x, y)
+        rows = [torch.autograd.grad(loss, trained, retain_graph=True) for loss in losses]
+        expected = torch.stack([sum(g.square().sum() for g in row) for row in rows])
+        torch.testing.assert_close(squared_norms_of(training, losses), expected)
+        training.step(losses)
+
+
+def test_a_loop_that_calls_parts_of_the_model_trains_as_its_forward_does():
+    whole, parts = training_of(), training_of()
+    train(whole)
+    train(parts, losses=in_parts)
+    assert torch.equal(parameters_of(whole), parameters_of(parts))
+
+
+def test_nothing_is_recorded_before_the_batch_and_after_its_step():
     training = training_of()
+    early = training.model[2].weight.sum()
     batches = iter(training)
     x, y = next(batches)
-    with pytest.raises(tp.Refused, match=r"'2.weight' reaches the losses by a path .*training.record\(\)"):
-        training.step(F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none"))
+    with pytest.raises(tp.Refused, match="'2.weight' reaches the losses by a path .*before the batch was handed out"):
+        training.step(cross_entropy(training.model, x, y) + early)
+    assert not torch.overrides._get_current_function_mode_stack()
     assert training.step_count == len(training.ledger) == 0
     for x, y in training:
-        with training.record():
-            losses = F.cross_entropy(training.model[2](training.model[1](training.model[0](x))), y, reduction="none")
-        training.step(losses)
+        training.step(cross_entropy(training.model, x, y))
+        assert not torch.overrides._get_current_function_mode_stack()
     assert training.step_count == 6
 
 

@@ -98,11 +98,11 @@ def _advice(node: Node) -> str:
             "jacobian=tp.Sketched(32), or freeze the parameter."
         )
     return (
-        "It was used outside of any recorded call of the model. For a penalty on the weights, such as their squared "
-        "norm, use the optimizer's weight_decay, and leave the penalty out of the losses. For anything else call the "
-        "model as model(x) and use its parameters nowhere else, or put that code under tp.record / training.record(). "
-        "torch.func, vmap, TorchScript and autograd.grad inside of the forward hide their ops: do without them, or "
-        "estimate the norms by jacobian=tp.Sketched(32), or freeze the parameter."
+        "It was used where nothing is recorded: before the batch was handed out (or before tp.record), in another "
+        "thread outside of the model's forward, or inside of torch.func, vmap, TorchScript or autograd.grad, which "
+        "hide their ops. Compute what depends on parameters between batch and step, without these, or estimate the "
+        "norms by jacobian=tp.Sketched(32), or freeze the parameter. For a penalty on the weights, such as their "
+        "squared norm, use the optimizer's weight_decay."
     )
 
 

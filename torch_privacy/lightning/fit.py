@@ -223,7 +223,7 @@ class PrivateFit(Callback):
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         logs = KeptLogs(module, self._check_log)
-        with logs.keeping(), training.record():
+        with logs.keeping():
             output = call._call_strategy_hook(trainer, "training_step", *{**kwargs, "batch": batch}.values())
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         losses = outputs.get("loss")

@@ -38,7 +38,6 @@ class Meeting:
 
     op: str  # name of the function
     module: str  # dotted name of the innermost module whose forward made the call; the model itself is ""
-    inside: bool  # whether the model's own forward was running
     layout: str  # output shape with n for the examples' dimension, "(n, 16, 64)", "(n·16, 64)"; "" if not measured
     generic: bool  # True if the op has no rule of its own: its rows come from its own backward, which is slower
 

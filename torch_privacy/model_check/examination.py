@@ -164,7 +164,6 @@ class _Examination:
         self._exact, self._plan = names, run.plan()
         for kind in refused.values():
             self._blame_all(kind)
-        self._note_uses_outside()
 
     def _record(self, names: Sequence[str]) -> RecordedRun:
         """Records the batch with respect to these parameters, while the others are frozen."""
@@ -182,15 +181,6 @@ class _Examination:
         more = [name for names, _ in others for name in names]
         also = f" The same holds for {quoted(more, at_most=5)}." if more else ""
         self._blame("parameters", text + self._in_modules(first) + also, (*first, *more))
-
-    def _note_uses_outside(self) -> None:
-        """Notes the parameters that are used outside of the model's own forward."""
-        outside = [name for name, meetings in self._meetings.items() if not all(met.inside for met in meetings)]
-        if outside:
-            self._notes.append(
-                f"Parameter {quoted(outside)} is used outside of the model's own forward. With PrivateTraining put "
-                "that code under `with training.record():`."
-            )
 
     def _check_independence(self) -> None:
         """Checks that losses and rows stay the same when other examples of the batch are replaced or left out."""

@@ -49,8 +49,8 @@ class RecordedRun:
         for number, call in enumerate(self.tape._calls):
             modules = [name for name, calls in self._forwards if number in calls]  # from the outermost inwards
             for use in call.uses:
-                innermost, inside = modules[-1] if modules else "", "" in modules
-                met = Meeting(call.op, innermost, inside, self._layouts.of(call), isinstance(use, ReplayUse))
+                innermost = modules[-1] if modules else ""
+                met = Meeting(call.op, innermost, self._layouts.of(call), isinstance(use, ReplayUse))
                 found |= {name: (*found.get(name, ()), met) for name in self.tape._names_of(use.weight)}
         return found
 

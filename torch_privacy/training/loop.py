@@ -813,9 +813,10 @@ class PrivateTraining:
         self._is_rehearsal = True
 
     def record(self) -> AbstractContextManager[Any]:
-        """Returns a context that records as the model's own forward does, for parameters used outside of it.
+        """Returns the recording of the batch just handed out, as a context.
 
-        It belongs to the batch just handed out: open a new one for every batch, before ``step``.
+        Whatever the loop calls between the batch and ``step`` is recorded anyway, so that no loop needs the context. In
+        another thread it records there.
         """
         if self._pending is None:
             raise Refused("training.record() needs a batch. Use it inside `for ... in training`, before training.step.")
