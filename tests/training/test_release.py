@@ -267,7 +267,7 @@ def test_nothing_is_recorded_before_the_batch_and_after_its_step():
     early = training.model[2].weight.sum()
     batches = iter(training)
     x, y = next(batches)
-    with pytest.raises(tp.Refused, match="'2.weight' reaches the losses by a path .*before the batch was handed out"):
+    with pytest.raises(tp.Refused, match=r"'2.weight' reaches the losses by a path .*before the batch was handed out"):
         training.step(cross_entropy(training.model, x, y) + early)
     assert not torch.overrides._get_current_function_mode_stack()
     assert training.step_count == len(training.ledger) == 0

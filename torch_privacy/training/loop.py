@@ -739,6 +739,7 @@ class PrivateTraining:
         try:
             sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
+            self._rehearsals.keeps_state |= bool(answers.changes)
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
                 self._rehearsals.restart(part)
                 self._turn, self._pending = next(part.script), None

@@ -32,6 +32,7 @@ class Part:
     script: Script
     rehearsed: bool
     thorough: bool  # whether it is rehearsed in full
+    before: ModelState | None = None  # the model's, to be put back if the part is restarted
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Rehearsals:
     overwritten: set[str] = field(
         default_factory=set
     )  # attributes that hold data but are overwritten before they are read
+    keeps_state: bool = False  # whether turns change buffers or attributes
     not_compared: set[str] = field(default_factory=set)  # what could not be compared, in words
     code: RehearsedCode = field(default_factory=RehearsedCode)  # the paths through the code that were rehearsed
 
@@ -77,11 +79,14 @@ class Rehearsals:
             if rehearsed
             else one_turn(Turn(examples.batch, examples.count, is_batch=True))
         )
-        return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough)
+        before = ModelState(self.model) if self.keeps_state and not rehearsed else None
+        return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough, before)
 
     def restart(self, part: Part) -> None:
-        """Restarts a part with a full rehearsal."""
+        """Restarts a part with a full rehearsal, from the model's state before its first turn."""
         part.script.close()
+        if part.before is not None:
+            part.before.restore()
         part.script, part.rehearsed, part.thorough = self._script(part.examples, part.share, thorough=True), True, True
 
     def is_new(self, part: Part, code: CodePath) -> bool:
