@@ -3,13 +3,16 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError, HashStore
 
 from torch_privacy.cli import processes, run
+from torch_privacy.cli.signals import DeferredSignals
 
 EPSILON = ["epsilon", "--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
 
@@ -33,6 +36,59 @@ def test_number_of_processes_is_the_launchers(size, number, monkeypatch):
     assert processes.num_launched() == 1
     monkeypatch.setenv("RANK", "0")
     assert processes.num_launched() == number
+
+
+class _Runs:
+    def __reduce__(self):
+        return os.abort, ()
+
+
+class _Gone:
+    """A store that has ended."""
+
+    def __getattr__(self, name):
+        raise DistNetworkError("connection refused")
+
+
+def words_in(store):
+    found = object.__new__(processes._Processes)
+    found._store, found._words, found._rank, found._size, found._groups = store, 0, 1, 2, 0
+    return found
+
+
+WORDS = [3, ["runs/one", None, {}], ["runs/\udc80", "table", {"hidden_units": [64], "epochs": 2.5, "baseline": True}]]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_rank_0_arrive_as_they_were_said(word):
+    store = HashStore()
+    words_in(store).tell(word)
+    assert words_in(store).next_word(DeferredSignals()) == word
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(_Runs()), pickle.dumps(_Runs()).hex(), '["a", 7, {}]', "null", "[" * 9999]
+)
+def test_a_word_that_no_rank_says_is_refused_and_runs_nothing(content, monkeypatch):
+    store = HashStore()
+    store.set("word 0", content)
+    store.set("word 1", "[[]]")
+    monkeypatch.setattr(processes, "_PROCESSES", [words_in(store)])
+    monkeypatch.setattr(processes, "LAST_WORDS", 0.01)
+    with pytest.raises(ValueError, match="what no rank says"):
+        processes.follow()
+
+
+def test_a_rank_that_is_lost_during_set_up_is_said_in_a_sentence(launched, monkeypatch, capsys):
+    launched(1)
+    monkeypatch.setattr(processes, "_PROCESSES", [words_in(_Gone())])
+    monkeypatch.setattr(processes, "LAST_WORDS", 0.01)
+    assert run(["train", "adult"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("torch-privacy: set-up: another rank ended")
+    assert shown.count("\n") == 1
+    launched(0)
+    assert run(["train", "adult", "--run", "somewhere"]) == 1
 
 
 def test_rank_0_alone_answers_what_is_no_training(launched, capsys):

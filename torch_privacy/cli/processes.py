@@ -8,12 +8,12 @@ code. So a mistake is said once, and nothing has to be parsed twice.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -83,16 +83,17 @@ def open_run(folder: Path, experiment: str | None, chosen: dict[str, Any]) -> It
             yield run
         return
     processes = _processes()
-    processes.tell((folder, experiment, chosen))
+    processes.tell([str(folder), experiment, chosen])
     with processes.group(), closing(begin(folder, experiment, chosen)) as run:
         yield run
 
 
 def ended(code: int) -> None:
     """Tells the other processes that rank 0 has ended the command, and said all there is to say."""
-    processes = _processes()
-    processes.tell(code)
-    processes.wait_until_heard()
+    with suppress(RuntimeError):  # the store has ended with its process, and so will the others
+        processes = _processes()
+        processes.tell(code)
+        processes.wait_until_heard()
 
 
 def follow() -> int:
@@ -105,13 +106,21 @@ def follow() -> int:
         warnings.simplefilter("ignore")  # rank 0 shows them
         try:
             while not isinstance(word := processes.next_word(signals), int):
-                _join(processes, word, signals)
+                _join(processes, _beginning(word), signals)
         except Exception as error:
             code = processes.last_word(LAST_WORDS)
             if code is None or not isinstance(error, (ValueError, OSError, RuntimeError)):
                 raise
             return code
         return word
+
+
+def _beginning(word: Any) -> tuple[Path, str | None, dict[str, Any]]:
+    """Returns how a training begins, of a word that says so: anybody who reaches the store can write into it."""
+    match word:
+        case [str(folder), str() | None as experiment, dict(chosen)]:
+            return Path(folder), experiment, chosen
+    raise ValueError("train: rank 0 said what no rank says. Keep the launcher's port from others.")
 
 
 def _join(processes: _Processes, beginning: tuple[Path, str | None, dict[str, Any]], signals: DeferredSignals) -> None:
@@ -133,15 +142,19 @@ class _Processes:
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
-        store, self._rank, self._size = next(iter(rendezvous("env://")))
+        with _setting_up():
+            store, self._rank, self._size = next(iter(rendezvous("env://")))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher keeps what the last one was told
         self._store = PrefixStore(f"torch_privacy, attempt {attempt}", store)
         self._outlived = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher's own process
         self._words = self._groups = 0
 
     def tell(self, word: Any) -> None:
-        """Tells the others a word: how a training begins, or the exit code."""
-        self._store.set(f"word {self._words}", pickle.dumps(word).hex())
+        """Tells the others a word, in JSON: how a training begins, or the exit code."""
+        text = json.dumps(word)
+        assert json.loads(text) == word, "settings are plain values"
+        with _setting_up():
+            self._store.set(f"word {self._words}", text)
         self._words += 1
 
     def wait_until_heard(self) -> None:
@@ -177,13 +190,18 @@ class _Processes:
 
     def _word(self) -> Any:
         key = f"word {self._words}"
-        if not self._store.check([key]):
-            return None
+        with _setting_up():
+            if not self._store.check([key]):
+                return None
+            text = self._store.get(key)
         self._words += 1
-        word = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+        try:
+            word = json.loads(text)
+        except (ValueError, RecursionError):
+            return []  # no word of ours
         if isinstance(word, int):
             self._store.add("heard", 1)
-        return word
+        return [] if word is None else word
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -198,11 +216,19 @@ class _Processes:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         self._groups += 1
         store = PrefixStore(f"group {self._groups}", self._store)
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
+        with _setting_up():
+            dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _setting_up() -> AbstractContextManager[None]:
+    """Raises `RankLost`, one sentence, where the launcher's store or another rank does not answer."""
+    from torch_privacy.support.ranks import communicating
+
+    return communicating("set-up")
 
 
 _PROCESSES: list[_Processes] = []

@@ -3,7 +3,7 @@
 
 import io
 import math
-import pickle
+import pickle  # pickle: the published format of CIFAR; arrays are built here, and nothing that it names is called
 import re
 from typing import Any
 

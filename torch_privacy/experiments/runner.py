@@ -48,7 +48,7 @@ from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import SUMS, Log, Progress
 from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
-from torch_privacy.support.ranks import Ranks, num_processes
+from torch_privacy.support.ranks import Ranks, communicating, num_processes
 from torch_privacy.support.schema import violation
 from torch_privacy.training.repetition import number_of_threads
 from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
@@ -198,6 +198,7 @@ class Run:
         state = self._state()
         state["log"] |= sums
         content = BytesIO()
+        # pickle: torch's format, of our own state; it is read as plain values and tensors alone, runs/checkpoint.py
         torch.save(state, content)
         self.training.ledger.sync()
         self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
@@ -595,7 +596,10 @@ def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRSche
 
 def wrapped_for_ranks(model: nn.Module) -> nn.Module:
     """Returns the network, wrapped in ``DistributedDataParallel`` if there are several processes."""
-    return model if num_processes() == 1 else DistributedDataParallel(model)
+    if num_processes() == 1:
+        return model
+    with communicating("train"):
+        return DistributedDataParallel(model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -72,6 +72,7 @@ class Peers:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
+        # pickle: torch's own message between ranks, which trust each other: a gradient could lie, too
         dist.all_gather_object(found, value, group=self._messages)
         return found
 

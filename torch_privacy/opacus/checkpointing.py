@@ -47,6 +47,7 @@ class Checkpointing:
         ):
             if part is not None:
                 checkpoint[f"{name}_state_dict"] = part.state_dict()
+        # pickle: Opacus' own format, which it must be able to read
         torch.save(checkpoint, path, **(torch_save_kwargs or {}))
 
     def load_checkpoint(

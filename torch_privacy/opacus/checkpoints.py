@@ -124,6 +124,7 @@ def load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 def read_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
     """Returns the dictionary in a file of ``save_checkpoint``, of Opacus or of this library."""
+    # pickle: Opacus' format, read as plain values and tensors alone, unless the caller says otherwise
     checkpoint = torch.load(path, **{"weights_only": True, "map_location": "cpu"} | options)
     if not isinstance(checkpoint, dict) or "module_state_dict" not in checkpoint:
         raise Refused(f"load_checkpoint: {str(path)!r} has no module_state_dict. Load a file of save_checkpoint.")

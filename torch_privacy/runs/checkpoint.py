@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
+import pickle  # pickle: torch's format; its outline is built here, and nothing that it names is called
 import re
 import zipfile
 import zlib
@@ -124,6 +124,7 @@ class Checkpoint:
 
         self._file.seek(0)
         try:
+            # pickle: plain values and tensors alone, after the outline was right
             return torch.load(self._file, map_location="cpu", weights_only=True)
         except DAMAGE as error:
             raise CheckpointError(_reason(error)) from None

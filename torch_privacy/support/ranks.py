@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import pickle  # pickle: messages between ranks, which trust each other: gradients could lie, too
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -65,7 +65,8 @@ class Ranks:
             backend = str(dist.get_backend())
             _GROUPS.clear()  # of process groups that were destroyed
             kind = "fake" if backend == "fake" else "gloo"
-            _GROUPS[default] = dist.new_group(backend=kind, timeout=_chosen_timeout(default))
+            with communicating(where):
+                _GROUPS[default] = dist.new_group(backend=kind, timeout=_chosen_timeout(default))
         return cls(_GROUPS[default], where)
 
     @property
@@ -166,6 +167,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
+        # pickle: as above; torch's own message
         self._wait(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing  # pickle: of numbers and errors, from a process that this one has started, by a pipe
 import os
 import resource
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection  # pickle: as above
 from pathlib import Path
 from time import perf_counter
 from typing import Any
