@@ -4,14 +4,19 @@ import json
 import math
 import os
 import re
+import tracemalloc
 import zipfile
+from contextlib import suppress
+from time import process_time
 
 import json_schema
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_privacy.experiments.auditing import read_canaries
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy import statement_schema
 from torch_privacy.runs.checkpoint import CheckpointError, differences, opened_checkpoint, outline_of
@@ -58,6 +63,69 @@ def test_what_json_writes_is_read(tree):
 def test_unusual_json_is_refused(content, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_json(content)
+
+
+def test_memory_follows_the_file_and_not_the_limit(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(b"x" * 5000)
+    tracemalloc.start()
+    try:
+        assert read_bytes(path, 2**33) == b"x" * 5000
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ValueError, match="more than 4999 bytes"):
+        read_bytes(path, 4999)
+
+
+LARGE = {  # JSON of a megabyte or more, each of which is refused or read at once
+    "a key twice among many": "{" + ",".join(f'"{k}":1' for k in range(100_000)) + ',"99999":2}',
+    "levels": "[" * 500_000,
+    "levels of objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "an integer": "1" * 2**20,
+    "a number": "0." + "1" * 2**20,
+    "an exponent": "1e" + "9" * 2**20,
+    "not a number": "[" + "NaN," * 100_000 + "NaN]",
+    "an infinity": '{"epsilon": -Infinity}',
+    "a text without end": '"' + "x" * 2**20,
+}
+
+
+@pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
+def test_large_json_takes_no_time(content):
+    start = process_time()
+    with suppress(ValueError):
+        parse_json(content.encode())
+    assert process_time() - start < 3
+
+
+HEADER = b'{"w":{"dtype":"F32","shape":[%s],"data_offsets":[0,%s]}}'
+TENSORS = {  # files of safetensors with a header that lies
+    "a long header": (2**63).to_bytes(8, "little") + b"{}",
+    "a header beyond the file": (2**20).to_bytes(8, "little") + b"{}",
+    "a huge shape": len(found := HEADER % (b"%d" % 2**40, b"%d" % 2**42)).to_bytes(8, "little") + found,
+    "a shape that overflows": len(found := HEADER % (b"4294967296,4294967296", b"0")).to_bytes(8, "little") + found,
+    "levels": (10**5).to_bytes(8, "little") + b"[" * 10**5,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_lie_about_their_size_are_refused(content, tmp_path):
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load(content)
+    (tmp_path / "canaries.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_canaries(str(tmp_path / "canaries.safetensors"))
+
+
+def test_arrays_that_lie_about_their_size_are_refused(tmp_path):
+    head = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,)}" % 2**50
+    array = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+    with zipfile.ZipFile(tmp_path / "canaries.npz", "w") as file:
+        file.writestr("x.npy", array)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_canaries(str(tmp_path / "canaries.npz"))
 
 
 def test_bytes_of_a_name_are_kept():

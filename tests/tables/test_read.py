@@ -5,7 +5,10 @@ import csv
 import datetime
 import decimal
 import io
+import math
+from time import process_time
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_privacy.tables import read_table
+from torch_privacy.tables import read, read_table
+from torch_privacy.tables.cells import parse_number
 from torch_privacy.tables.read import column_types
 
 
@@ -101,9 +105,9 @@ def test_reading_leaves_the_csv_module_as_it_was(write, content):
     """The limit of a cell belongs to the whole process, and a refusal is kept while its traceback is."""
     limit = csv.field_size_limit()
     path = write(content)
-    for read in read_table, column_types:
+    for reader in read_table, column_types:
         try:
-            read(path)
+            reader(path)
         except ValueError as error:
             kept = error
             assert kept.__traceback__ is not None
@@ -173,3 +177,64 @@ def test_what_pandas_writes_is_read_again(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "t.csv"
     path.write_text(buffer.getvalue(), encoding="utf-8", newline="")
     assert read_table(path).to_numpy().tolist() == frame.to_numpy().tolist()
+
+
+def bomb(frame, **options):
+    """Returns a small file of Parquet that holds each value of a column once."""
+    content = io.BytesIO()
+    pq.write_table(pa.table(frame), content, compression="zstd", **options)
+    return content.getvalue()
+
+
+def many_values(count):
+    return bomb({"a": pa.array(np.zeros(count, np.int8)), "b": pa.array(np.zeros(count, np.int8))})
+
+
+HOSTILE = {  # content -> words of the refusal; each took minutes, or gigabytes
+    "columns": (lambda: "a," * 20_000 + "a\n", "20,001 columns, and at most 16,384"),
+    "a line of names without end": (lambda: "a" * 5000, "the line of column names has no end"),
+    "a quote of names without end": (lambda: '"' + "a\n" * 2**23, "is not CSV|has no end"),
+    "values of Parquet": (lambda: many_values(300), "600 cells, and at most 500"),
+    "texts of Parquet": (lambda: bomb({"a": pa.array(["x" * 5000] * 200)}), "unpack to more than 500000 bytes, at"),
+    "cells": (lambda: "a,b\n" + "1,2\n" * 300, "has 502 cells, and at most 500"),
+    "bytes": (lambda: "a,b\n" + "1,2\n" * 130_000, "too large .it has more than 500000 bytes"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_small_file_that_asks_for_much_is_refused_in_a_sentence(write, content, words, monkeypatch):
+    if words.startswith("the line"):
+        monkeypatch.setattr(read, "LONGEST_HEADER", 4096)
+    elif not words.startswith(("20,001", "is not")):
+        monkeypatch.setattr(read, "MOST_CELLS", 500)
+        monkeypatch.setattr(read, "LARGEST", 500_000)
+    path = write(content())
+    with pytest.raises(ValueError, match=words) as refused:
+        read_table(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_texts_of_parquet_are_read_as_they_were_written(write):
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+    table = pa.table({str(kind): pa.array(["x", None, "x", "y"], kind) for kind in kinds} | {"n": [1, 2, 3, 4]})
+    content = io.BytesIO()
+    pq.write_table(table, content)
+    frame = read_table(write(content.getvalue()))
+    assert [frame.dtypes.iloc[k].pyarrow_dtype for k in range(3)] == kinds
+    assert frame.iloc[:, 0].isna().tolist() == [False, True, False, False]
+
+
+def test_equal_names_take_linear_time(write):
+    start = process_time()
+    frame = read_table(write(",".join(["a"] * 4_000) + "\n" + ",".join("1" * 4_000) + "\n"))
+    assert list(frame)[:3] == ["a", "a (2)", "a (3)"]
+    assert process_time() - start < 10  # it was over a minute for 4,000
+    assert len(column_types(write("\n" * 2**18 + 'a,"b\n' + "\n" * 2**18 + '"\n'))) == 2
+
+
+@pytest.mark.parametrize("text", ["1 111" + " 111" * 50_000 + "1", "1'111" + "'111" * 50_000 + "x", "9" * 200_000])
+def test_a_long_cell_is_no_number_and_takes_no_time(text):
+    start = process_time()
+    assert math.isnan(parse_number(text))
+    assert process_time() - start < 1

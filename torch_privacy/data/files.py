@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from torch_privacy.support.read_file import read_bytes
+from torch_privacy.support.read_file import read_at_most, read_bytes
 
 FOLDER_VARIABLE = "TORCH_PRIVACY_DATA"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a checkout of this project
@@ -150,9 +150,7 @@ def unpack(suffix: str, packed: bytes) -> bytes:
     if magic is None or reader is None or not packed.startswith(magic):
         return packed
     with reader(io.BytesIO(packed)) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"its content is larger than {LARGEST} bytes")
+        content = read_at_most(file, LARGEST)
     return content
 
 

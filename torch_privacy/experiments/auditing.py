@@ -24,6 +24,9 @@ from torch_privacy.support.read_file import read_bytes
 from torch_privacy.training.repetition import number_of_threads
 
 LARGEST = 2**31  # bytes of canaries
+UNREADABLE = (  # what libraries raise for files of arrays that are damaged, or that name huge shapes
+    OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, safetensors.SafetensorError,
+)  # fmt: skip
 FILE_ENDINGS = (".npz", ".safetensors")
 
 
@@ -110,7 +113,15 @@ def read_canaries(text: str) -> tp.GradientCanaries | TensorDataset:
         parts = [torch.from_numpy(arrays[name]) for name in sorted(arrays)]
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        MemoryError,
+        zipfile.BadZipFile,
+        safetensors.SafetensorError,
+    ) as error:
         raise ValueError(f"{path}: cannot be read ({error}). Give a file with arrays of numbers.") from None
     lengths = [len(part) if part.ndim else 0 for part in parts]
     if not parts or len({*lengths}) > 1 or not lengths[0]:

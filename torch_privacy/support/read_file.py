@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+BLOCK = 2**20  # bytes read at once
 LARGEST_JSON = 2**23  # bytes; a table of results has some thousand
 DEEPEST = 64  # levels of nesting
 LARGEST_INTEGER = 2**64
@@ -47,12 +48,24 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
         if os.fstat(file.fileno()).st_size > at_most:
             raise ValueError(f"it has more than {at_most} bytes")
         try:
-            content = file.read(at_most + 1)
+            return read_at_most(file, at_most)
         except OSError as error:
             raise ValueError(error.strerror or "it cannot be read") from None
-    if len(content) > at_most:  # it has grown
-        raise ValueError(f"it has more than {at_most} bytes")
-    return content
+
+
+def read_at_most(file: BinaryIO, at_most: int) -> bytes:
+    """Returns what an open file holds, in memory for as much as it holds: ``file.read(at_most)`` reserves all of it.
+
+    Raises:
+        ValueError: it holds more than ``at_most`` bytes.
+    """
+    parts, size = [], 0
+    while part := file.read(min(BLOCK, at_most + 1 - size)):
+        parts.append(part)
+        size += len(part)
+        if size > at_most:
+            raise ValueError(f"it has more than {at_most} bytes")
+    return b"".join(parts)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -89,8 +102,8 @@ def parse_json(content: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"it has the key {shown(twice)} twice")
     return found
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MISSING = ("", "?", "-", "NA", "N/A", "#N/A", "NaN", "NaT", "NULL", "<NA>")
 LARGEST = 1e300  # numbers beyond, infinite ones included, count as this
+LONGEST_NUMBER = 400  # characters; patterns take longer on longer texts, by the square of their length
 DAY = 86400.0
 EPOCH = datetime.date(1970, 1, 1)
 
@@ -122,6 +123,8 @@ def parse_number(text: str, decimal: str = ".") -> float:
         >>> parse_number("$1,234.50"), parse_number("1.234,50", ","), parse_number("12 kg"), parse_number("12th")
         (1234.5, 1234.5, 12.0, nan)
     """
+    if len(text) > LONGEST_NUMBER:
+        return np.nan
     if decimal == "." and PLAIN.fullmatch(text):
         return max(-LARGEST, min(float(text), LARGEST))
     for mark in MARKS.replace(decimal, ""):

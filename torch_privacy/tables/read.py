@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..support.read_file import opened
+from ..support.read_file import opened, read_at_most
 from .extra import needed
 
 if TYPE_CHECKING:
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 DELIMITERS = ",;\t|"
 PARQUET = b"PAR1"
+UTF_16 = b"\xff\xfe", b"\xfe\xff"
 LONGEST_CELL = 2**20  # characters; a longer one is an open quote or not a table
+LONGEST_HEADER = 2**24  # characters of the line of names
+MOST_COLUMNS = 2**14  # as in a spreadsheet
+MOST_CELLS = 2**28
+LARGEST = 2**32  # bytes of a file, and of the texts in it when they are unpacked
+SPLIT = "Take fewer rows or columns."
+NO_HEADER = "the line of column names has no end, so that this is no table, or its first quote is not closed."
 OTHER_FORMATS = {  # how files begin that people take for tables
     b"PK\x03\x04": "is an Excel workbook or a zip file. Save the sheet as CSV",
     b"\xd0\xcf\x11\xe0": "is an old Excel workbook. Save the sheet as CSV",
@@ -60,6 +67,8 @@ def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
 
     Guarantees:
         - Column names are unique and not empty: an empty one becomes ``column 3``, a second ``a`` becomes ``a (2)``.
+        - Time and memory grow with the size of the file, and no more than `MOST_CELLS` cells and `MOST_COLUMNS` columns
+          are read: a small file of Parquet may stand for any number of cells.
         - A line with fewer or more cells than the first is refused, not filled. Blank lines are left out of a table
           with several columns.
 
@@ -73,7 +82,7 @@ def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
             frame, notes = _parquet(place)
         else:
             file.seek(0)
-            frame, notes = _csv(place, file.read())
+            frame, notes = _csv(place, _content(place, file))
     if not len(frame) and not allow_empty:
         raise ValueError(f"{place}: the table has no rows.")
     frame.attrs["notes"] = notes
@@ -89,7 +98,10 @@ def column_types(path: str | Path) -> dict[str, str]:
     with _opened(place) as file:
         if file.read(4) != PARQUET:
             file.seek(0)
-            with closing(_rows(place, _text(place, _first_line(file))[0])) as rows:
+            is_wide = file.read(2) in UTF_16
+            file.seek(0)
+            content = _content(place, file) if is_wide else _first_line(place, file)
+            with closing(_rows(place, _text(place, content)[0])) as rows:
                 _, header = _header(place, rows)
             return dict.fromkeys(_names(place, header)[0], "text")
     schema = _parquet_file(place).schema_arrow
@@ -108,20 +120,32 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _first_line(file: Any) -> bytes:
+def _content(path: Path, file: BinaryIO) -> bytes:
+    try:
+        return read_at_most(file, LARGEST)
+    except ValueError as error:
+        raise ValueError(f"{path}: is too large ({error}). {SPLIT}") from None
+
+
+def _first_line(path: Path, file: BinaryIO) -> bytes:
     """Returns the bytes of the first record, which may hold quoted line ends."""
-    content = b""
-    for line in file:
-        content += line
-        if content.strip() and content.count(b'"') % 2 == 0 and b"\x00" not in content:
+    parts, size, quotes, is_blank = [], 0, 0, True
+    while line := file.readline(LONGEST_HEADER + 1):
+        parts.append(line)
+        size += len(line)
+        if size > 4 * LONGEST_HEADER:
+            raise ValueError(f"{path}: {NO_HEADER}")
+        quotes += line.count(b'"')
+        is_blank = is_blank and not line.strip()
+        if not is_blank and quotes % 2 == 0:
             break
-    return content
+    return b"".join(parts)
 
 
-def _parquet_file(path: Path) -> Any:
+def _parquet_file(path: Path, **options: Any) -> Any:
     parquet, arrow = needed("pyarrow.parquet"), needed("pyarrow")
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(path, **options)
     except (arrow.ArrowException, ValueError, OSError) as error:
         raise ValueError(f"{path}: is a damaged Parquet file ({_one_line(error)}).") from None
 
@@ -130,14 +154,51 @@ def _parquet(path: Path) -> tuple[DataFrame, list[str]]:
     pandas, arrow = needed("pandas"), needed("pyarrow")
     file = _parquet_file(path)
     names, notes = _names(path, file.schema_arrow.names)
+    _check_cells(path, _num_cells(file.metadata))
     try:
-        table = file.read()
+        table = _parquet_file(path, read_dictionary=_text_columns(file.schema_arrow)).read()
+    except MemoryError:
+        raise ValueError(f"{path}: does not fit into memory when it is unpacked. {SPLIT}") from None
     except (arrow.ArrowException, ValueError, OSError) as error:
         raise ValueError(f"{path}: is a damaged Parquet file ({_one_line(error)}).") from None
-    table = table.rename_columns(names)
+    table = _unpacked(path, table, file.schema_arrow).rename_columns(names)
     # indexes that pandas wrote are columns, and storage types stay, also where cells are null
     frame = table.replace_schema_metadata(None).to_pandas(types_mapper=pandas.ArrowDtype)
     return frame, notes
+
+
+def _text_columns(schema: Any) -> list[str]:
+    """Returns the columns of texts, which a file may hold once for any number of cells."""
+    types = needed("pyarrow").types
+    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return [field.name for field in schema if any(is_text(field.type) for is_text in tests)]
+
+
+def _num_cells(metadata: Any) -> int:
+    """Returns how many values a Parquet file says it holds, those within lists included."""
+    groups = (metadata.row_group(k) for k in range(metadata.num_row_groups))
+    inside = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
+    return max(inside, metadata.num_rows * metadata.num_columns)
+
+
+def _unpacked(path: Path, table: Any, schema: Any) -> Any:
+    """Returns a table with the storage types of its file, once it is known how long its texts are in all."""
+    compute, types = needed("pyarrow.compute"), needed("pyarrow").types
+    size, columns = 0, []
+    for name, column, kind in zip(table.column_names, table.columns, schema.types, strict=True):
+        is_unpacked = types.is_dictionary(column.type) and not types.is_dictionary(kind)
+        for part in column.chunks if is_unpacked else ():
+            lengths = compute.binary_length(part.dictionary).cast("int64")
+            size += compute.sum(lengths.take(part.indices)).as_py() or 0
+        if size > LARGEST:
+            raise ValueError(f"{path}: its texts unpack to more than {LARGEST} bytes, at column {name!r}. {SPLIT}")
+        columns.append(column.cast(kind) if is_unpacked else column)
+    return needed("pyarrow").table(columns, names=table.column_names)
+
+
+def _check_cells(path: Path, count: int) -> None:
+    if count > MOST_CELLS:
+        raise ValueError(f"{path}: has {count:,} cells, and at most {MOST_CELLS:,} are read. {SPLIT}")
 
 
 def _storage_type(kind: Any) -> str:
@@ -162,6 +223,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
         if content.startswith(magic):
             raise ValueError(f"{path}: {what}.")
     text, notes = _text(path, content)
+    del content
     with closing(_rows(path, text)) as rows:
         header_line, header = _header(path, rows)
         names, more = _names(path, header)
@@ -175,13 +237,15 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
                 )
             for column, cell in zip(columns, row or [""], strict=True):
                 column.append(cell)
+            if len(columns[0]) * len(columns) > MOST_CELLS:
+                _check_cells(path, len(columns[0]) * len(columns))
     frame = pandas.DataFrame(dict(zip(names, columns, strict=True)), columns=names, dtype=object)
     return frame, [*notes, *more]
 
 
 def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
     """Returns the content as text, and a note if the encoding is not UTF-8."""
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    if content[:2] in UTF_16:
         try:
             return content.decode("utf-16"), ["The file was read as UTF-16."]
         except UnicodeDecodeError:
@@ -205,7 +269,8 @@ def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
     skipped = len(text[:start].splitlines())
     line = skipped + 1
     try:
-        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=_delimiter(text[start:]), strict=True)
+        first = text[start : start + LONGEST_HEADER]
+        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=_delimiter(path, first), strict=True)
         for row in reader:
             yield line, row
             line = skipped + reader.line_num + 1
@@ -215,7 +280,7 @@ def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
         csv.field_size_limit(limit)
 
 
-def _delimiter(text: str) -> str:
+def _delimiter(path: Path, text: str) -> str:
     """Returns the delimiter that is most frequent in the first line, outside of quotes; a comma if none is there."""
     counts, quoted = dict.fromkeys(DELIMITERS, 0), False
     for letter in text:
@@ -225,6 +290,9 @@ def _delimiter(text: str) -> str:
             break
         elif not quoted and letter in counts:
             counts[letter] += 1
+    else:
+        if len(text) == LONGEST_HEADER:
+            raise ValueError(f"{path}: {NO_HEADER}")
     return max(counts, key=lambda one: counts[one])
 
 
@@ -240,22 +308,23 @@ def _names(path: Path, header: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns unique names of the columns, and notes on those that were changed."""
     if not header or not any(name.strip() for name in header):
         raise ValueError(f"{path}: the first line names no column.")
-    names: list[str] = []
+    if len(header) > MOST_COLUMNS:
+        raise ValueError(f"{path}: has {len(header):,} columns, and at most {MOST_COLUMNS:,} are read. {SPLIT}")
+    names: dict[str, None] = {}
     notes: list[str] = []
     given = {name.strip() for name in header}
+    counts: dict[str, int] = {}  # of each name, the last number that it got
     for place, name in enumerate(header, start=1):
         stripped = " ".join(name.split())
-        chosen = stripped or f"column {place}"
-        if chosen in names or (not stripped and chosen in given):
-            count = 2
-            while (candidate := f"{chosen} ({count})") in names or candidate in given:
-                count += 1
-            chosen = candidate
+        chosen = first = stripped or f"column {place}"
+        while chosen in names or (chosen in given and chosen != stripped):
+            counts[first] = counts.get(first, 1) + 1
+            chosen = f"{first} ({counts[first]})"
         if chosen != stripped:
             what = "comes twice, the later one is" if stripped else "is empty, it is"
             notes.append(f"The name of column {place} {what} called {chosen!r}.")
-        names.append(chosen)
-    return names, notes
+        names[chosen] = None
+    return list(names), notes
 
 
 def _cells(count: int) -> str:

@@ -55,7 +55,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     """Returns the arguments of `Schema` in a text of TOML, with those of each `Column` under ``"columns"``."""
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError alone
         raise ValueError(f"{where}: is not TOML ({str(error).rstrip('.')}).") from None
     _check_keys(where, "", document, (*TABLE_KEYS, "columns"))
     target, columns = document.get("target"), document.get("columns")
