@@ -150,8 +150,10 @@ def unpack(suffix: str, packed: bytes) -> bytes:
     if magic is None or reader is None or not packed.startswith(magic):
         return packed
     with reader(io.BytesIO(packed)) as file:
-        content = read_at_most(file, LARGEST)
-    return content
+        try:
+            return read_at_most(file, LARGEST)
+        except ValueError:
+            raise ValueError(f"its content is larger than {LARGEST} bytes") from None
 
 
 def is_published(file: File, checksum: str | None) -> bool:
