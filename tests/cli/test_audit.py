@@ -8,7 +8,9 @@ import pytest
 from safetensors.torch import save_file
 
 from torch_privacy.cli import run
+from torch_privacy.cli.audit import _make_room as make_room
 from torch_privacy.data.adult import load_adult
+from torch_privacy.privacy import Gaussian, Ledger
 
 QUICK = ("--epochs", "0.1")
 
@@ -47,6 +49,24 @@ def test_a_run_is_audited_with_its_own_settings(trained, capsys):
     capsys.readouterr()
     assert run(["audit", str(trained)]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_an_audit_that_was_killed_can_be_repeated_and_its_releases_stay(tmp_path, capsys):
+    out = tmp_path / "out"
+    make_room(out)
+    for number in (1, 2):
+        out.mkdir(exist_ok=True)
+        ledger = Ledger(out / "ledger.jsonl")
+        ledger.record(Gaussian(float(number)), 0, "x")
+        ledger.close()
+        make_room(out)
+        kept = out / f"stopped-{number}.jsonl"
+        assert f"stopped here after 1 releases, which {kept} has" in capsys.readouterr().err
+        assert Ledger.read(kept).events == [(Gaussian(float(number)), 1)]
+    assert sorted(path.name for path in out.iterdir()) == ["stopped-1.jsonl", "stopped-2.jsonl"]
+    (out / "audit.json").touch()
+    with pytest.raises(ValueError, match="exists already"):
+        make_room(out)
 
 
 @pytest.mark.parametrize("ending", ["npz", "safetensors"])

@@ -24,6 +24,7 @@ from trainings import ZERO_OUT, cross_entropy, data, network, parameters_of, tra
 
 import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.cli import run
 from torch_privacy.report import render as report
 from torch_privacy.report import training_plots
 from torch_privacy.report.render import render
@@ -518,6 +519,24 @@ def test_a_page_that_cannot_be_made_is_named_and_the_rest_is_kept(tmp_path, monk
     assert {"model.safetensors", "privacy.json", "metrics.csv"} <= {path.name for path in tmp_path.iterdir()}
     assert not (tmp_path / "report.html").exists()
     assert "<svg" in render([RunFolder(tmp_path)])
+
+
+@pytest.mark.parametrize("reader", ["the training", "the command"])
+def test_a_run_that_was_killed_before_its_page_gets_it_from_the_next_reader(tmp_path, reader):
+    training = new(tmp_path, num_steps=2)
+    train(training)
+    training.write_run({"accuracy": 0.5})
+    state = training.state_dict()
+    training.ledger.close()
+    (tmp_path / "report.html").unlink()
+    if reader == "the training":
+        resumed = new(tmp_path, num_steps=2)
+        resumed.load_state_dict(state)
+        train(resumed)
+    else:
+        assert run(["report", str(tmp_path), "--out", str(tmp_path / "other.html")]) == 0
+    assert "accuracy" in page_of(tmp_path)
+    assert results_in(tmp_path)["scores"] == {"accuracy": 0.5}
 
 
 def test_the_model_is_written_before_what_may_fail(tmp_path, monkeypatch):

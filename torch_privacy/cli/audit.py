@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
+from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
 
 REJECTED = 1
+STOPPED = "stopped-"  # how the ledgers of audits that were stopped begin
 USUAL_DELTA = 1e-5
 SCORES = {
     "type": "object",
@@ -131,11 +132,31 @@ def _of_training(
             raise ValueError(f"audit: {run!r} must return (train, dataset), as for torch_privacy.audit; got {what}.")
         return audit(*parts, read_canaries(canaries), **options)
     experiment, settings = subject_of(run)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: exists already. Name another folder with --out.")
+    _make_room(folder)
     if epochs is not None:
         settings["epochs"] = epochs
     return audit_experiment(experiment, settings, read_canaries(canaries), folder=folder, **options)
+
+
+def _make_room(folder: Path) -> None:
+    """Lets an audit that was stopped be repeated: its ledger, of what it has spent, stays under another name."""
+    from torch_privacy.privacy import Ledger
+    from torch_privacy.runs.folder import RunFolder
+
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"} if folder.exists() else set()
+    stopped, ledger = {name for name in there if name.startswith(STOPPED)}, RunFolder(folder).ledger
+    if not there or there == stopped:
+        return
+    if there - stopped != {ledger.name}:
+        raise ValueError(f"{folder}: exists already. Name another folder with --out.")
+    kept = folder / f"{STOPPED}{1 + len(stopped)}.jsonl"
+    with naming(ledger):
+        spent = Ledger.load(ledger)  # refused while another process audits here
+        ledger.rename(kept)
+        spent.close()
+    say(
+        f"torch-privacy: an audit was stopped here after {len(spent)} releases, which {kept} has. They add to this one's."
+    )
 
 
 def _of_scores(run: Path, scores: Path, significance: float, delta: float | None) -> Any:

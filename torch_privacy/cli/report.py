@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``report``, which writes one page on several runs, and the model card of a training."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +60,12 @@ def report(runs: Runs, out: Out = Path("report.html"), model_card: Card = None, 
 
     if model_card is not None and len(runs) != 1:
         raise ValueError(f"report: {CARD} is for one training, and {len(runs)} runs were given. Name one RUN.")
-    text = page.render([RunFolder(run) for run in runs])
+    folders = [RunFolder(run) for run in runs]
+    text = page.render(folders)
+    for folder in folders:
+        if folder.is_complete and not folder.report.exists():  # the run was killed before its last file
+            with suppress(OSError):  # of somebody else
+                folder.write_report(text if len(runs) == 1 else page.render([folder]))
     written = {"report": out}
     if model_card is not None:
         card = cards.model_card(runs[0])

@@ -168,6 +168,8 @@ class RunFiles:
         In a folder with releases it is written at the next one: the old file belongs to what was written before.
         """
         assert self.folder is not None
+        if self.is_written and not self.folder.report.exists():  # the process was killed before its last file
+            write_page(self.folder)
         self._settings_to_write = written
         if num_released and self.folder.settings.exists():
             found, ours = self.folder.read_own_settings()["fixed"], written["fixed"]
