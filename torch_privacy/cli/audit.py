@@ -154,9 +154,7 @@ def _make_room(folder: Path) -> None:
         spent = Ledger.load(ledger)  # refused while another process audits here
         ledger.rename(kept)
         spent.close()
-    say(
-        f"torch-privacy: an audit was stopped here after {len(spent)} releases, which {kept} has. They add to this one's."
-    )
+    say(f"torch-privacy: an audit was stopped here after {len(spent)} releases, which {kept} has. They count, too.")
 
 
 def _of_scores(run: Path, scores: Path, significance: float, delta: float | None) -> Any:
