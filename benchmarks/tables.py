@@ -165,7 +165,7 @@ def private(frame: pd.DataFrame, target: str, declared, train, test, epsilon: fl
         data.dataset(),
         expected_batch_size=choice.expected_batch_size,
         num_steps=choice.num_steps,
-        clipping=tp.Automatic(choice.clip_norm),
+        clipping=tp.Flat(choice.clip_norm),
         target_epsilon=epsilon,
         delta=choice.delta,
         prior_releases=releases,

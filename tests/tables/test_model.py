@@ -101,7 +101,7 @@ def test_a_training_from_file_to_score(tmp_path):
         data.dataset(),
         expected_batch_size=choice.expected_batch_size,
         num_steps=60,
-        clipping=tp.Automatic(choice.clip_norm),
+        clipping=tp.Flat(choice.clip_norm),
         noise_multiplier=1.5,
         delta=choice.delta,
         prior_releases=learnt.releases,
@@ -112,3 +112,37 @@ def test_a_training_from_file_to_score(tmp_path):
     known = held_out.has_target.numpy()
     truth = table["y"].iloc[test].to_numpy()
     assert (found["prediction"].to_numpy() == truth)[known].mean() > 0.7
+
+
+@pytest.mark.parametrize("bounds", [(2.3,), (-0.7, 0.7)], ids=["a rare class", "three classes"])
+def test_probabilities_of_the_defaults_are_better_than_the_base_rate(bounds):
+    """With automatic clipping, which lifts the gradients of rows that are right already, they were far worse."""
+    rng, n = np.random.default_rng(0), 3000
+    x = rng.normal(size=(n, 3))
+    y = np.digitize(x[:, 0] + rng.normal(size=n), bounds).astype(str)
+    names = ("x0", "x1", "x2")
+    columns = [*(Column(name, "number", (-3, 3)) for name in names), Column("y", "category", categories=tuple(set(y)))]
+    schema = Schema(tuple(columns), "y", "classification")
+    data = Encoder(schema).encode(pd.DataFrame({**dict(zip(names, x.T, strict=True)), "y": y}))
+    train, test = slice(2000), slice(2000, None)
+    choice = defaults(2000, 2.0)
+    torch.manual_seed(0)
+    model = new_model(schema, choice.hidden_units).float()
+    optimizer = choice.new_optimizer(model)
+    average = tp.MovingAverage(model, optimizer, choice.average)
+    training = tp.PrivateTraining(
+        model,
+        optimizer,
+        torch.utils.data.TensorDataset(data.inputs[train], data.targets[train]),
+        expected_batch_size=choice.expected_batch_size,
+        num_steps=100,
+        clipping=tp.Flat(choice.clip_norm),
+        target_epsilon=2.0,
+        delta=choice.delta,
+        assume_independent="rows are encoded one by one",
+    )
+    for inputs, targets in training:
+        training.step(losses(model(inputs), targets))
+    log_loss = float(losses(average.model(data.inputs[test]), data.targets[test]).mean())
+    shares = data.targets[test].bincount() / len(data.targets[test])
+    assert log_loss < -float((shares * shares.log()).sum())

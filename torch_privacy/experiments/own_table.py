@@ -55,11 +55,11 @@ class Settings(task.Settings):
     per_owner: int | None = None
     test_share: float = TEST_SHARE
     hidden_units: list[int] = field(default_factory=lambda: [64])
-    clipping: str = "automatic"  # or "flat", with the user's own clip_norm
+    clipping: str = "flat"  # older runs have "automatic", whose probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
 
 
-DEFAULTS = Settings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=1.0, epochs=10)
+DEFAULTS = Settings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)
 
 
 def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) -> str:
@@ -111,7 +111,6 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
         "epochs": found.epochs,
         "learning_rate": found.learning_rate,
         "clip_norm": found.clip_norm,
-        "clipping": "flat" if "clip_norm" in chosen else "automatic",
         "schema_share": found.learning_share,
         "test_share": share,
         "average": found.average,
@@ -251,14 +250,14 @@ def _notes(
 ) -> tuple[str, ...]:
     """Returns sentences on what was chosen, and on what was learnt and its price."""
     name, steps = Path(settings.file).name, task.number_of_steps(settings, n)
-    clipping = "" if settings.clipping == "automatic" else f" of at most {settings.clip_norm:g}"
+    clipping = "automatic clipping" if settings.clipping == "automatic" else f"clip norm {settings.clip_norm:g}"
     whom = "rows" if settings.owner is None else plural(_event_unit(settings))  # the number of their rows is private
     chosen = (
         f"{name}: trains on {n:,} {whom}; a share of {settings.test_share:g} is kept for the test. Protected: "
         f"{_unit(settings)}.",
         f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
-        f"({settings.epochs:.3g} epochs), {_units(settings)}, {settings.clipping} clipping{clipping}, learning rate "
-        f"{settings.learning_rate:g}, averaged weights.",
+        f"({settings.epochs:.3g} epochs), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
+        "averaged weights.",
     )
     if not prior:
         price = "The schema says all that is needed: nothing was learnt privately, and all of epsilon is for training."
