@@ -223,7 +223,7 @@ class DatasetExamples:
 
     def __init__(self, batches: Batches, request: BatchRequest, fetched: Fetched):
         self._batches, self._request, self._fetched = batches, request, fetched
-        self.batch, self.count = fetched.batch, len(request.indices)
+        self.batch, self.count, self.indices = fetched.batch, len(request.indices), request.indices
 
     @cached_property
     def generator(self) -> np.random.Generator:

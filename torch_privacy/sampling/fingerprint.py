@@ -68,7 +68,7 @@ def fingerprint(dataset: Dataset, key: bytes, num_items: int | None = None) -> d
     found: dict[str, Any] = {"method": METHOD, "num_examples": n, "key_id": _keyed(key, b"id").hexdigest()[:16]}
     try:
         total, count = _hashed(dataset, n, key, num_items)
-    except _Unhashable as error:
+    except Unhashable as error:
         return found | {"fingerprint": None, "num_items": 0, "not_made_because": str(error)}
     except Exception as error:  # the data set's own; its text may hold data
         reason = f"an item could not be read ({type(error).__name__})"
@@ -134,7 +134,7 @@ def read_key(path: Path | str) -> bytes:
     return key
 
 
-class _Unhashable(Exception):
+class Unhashable(Exception):
     """Raised with the reason why there is no fingerprint."""
 
 
@@ -170,18 +170,18 @@ def _hashed(dataset: Dataset, n: int, key: bytes, num_items: int | None) -> tupl
         of_item = [tensor.nbytes // max(len(tensor), 1) for tensor in tensors]
         if num_items in (None, n) and sum(of_item) * n <= MOST_BYTES:
             for tensor in tensors:
-                _feed(total, tensor if rows is None else tensor[torch.from_numpy(rows).to(tensor.device)])
+                feed(total, tensor if rows is None else tensor[torch.from_numpy(rows).to(tensor.device)])
             return total.digest(), n
         chosen = np.fromiter(_sample(n, key, num_items or MOST_ITEMS), np.int64)
         found = torch.from_numpy(chosen if rows is None else rows[chosen])
         for tensor in tensors:
-            _feed(total, tensor[found.to(tensor.device)])
+            feed(total, tensor[found.to(tensor.device)])
         return total.digest(), len(chosen)
     count, start = 0, time.monotonic()
     for index in _sample(n, key, num_items or MOST_ITEMS):
         digest = _of_item(dataset, index, key)
         if count == 0 and digest != _of_item(dataset, index, key):
-            raise _Unhashable("items differ from one time that they are fetched to the next")
+            raise Unhashable("items differ from one time that they are fetched to the next")
         total.update(index.to_bytes(8, "little") + digest)
         count += 1
         if num_items is None and count >= FEWEST_ITEMS and time.monotonic() - start > MOST_SECONDS:
@@ -214,18 +214,18 @@ def _of_item(dataset: Dataset, index: int, key: bytes) -> bytes:
     finally:
         numbers.close()
     digest = _keyed(key, b"item")
-    _feed(digest, item)
+    feed(digest, item)
     return digest.digest()
 
 
-def _feed(digest: Any, value: Any, depth: int = DEEPEST) -> None:
+def feed(digest: Any, value: Any, depth: int = DEEPEST) -> None:
     """Adds a value, with its type and length, so that different values give different bytes.
 
     Raises:
-        _Unhashable: it holds an object whose content is not known.
+        Unhashable: it holds an object whose content is not known.
     """
     if depth == 0:
-        raise _Unhashable(f"an item has more than {DEEPEST} levels")
+        raise Unhashable(f"an item has more than {DEEPEST} levels")
     if isinstance(value, Tensor):
         _feed_tensor(digest, value)
     elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
@@ -241,31 +241,31 @@ def _feed(digest: Any, value: Any, depth: int = DEEPEST) -> None:
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)};".encode())
         for name, part in value.items():
-            _feed(digest, name, depth - 1)
-            _feed(digest, part, depth - 1)
+            feed(digest, name, depth - 1)
+            feed(digest, part, depth - 1)
     elif isinstance(value, (Sequence, np.ndarray)):
         digest.update(f"sequence {len(value)};".encode())
         for part in value:
-            _feed(digest, part, depth - 1)
+            feed(digest, part, depth - 1)
     elif isinstance(value, (set, frozenset)):
         parts = []
         for part in value:
             one = hashlib.blake2b(digest_size=32)
-            _feed(one, part, depth - 1)
+            feed(one, part, depth - 1)
             parts.append(one.digest())
-        _feed(digest, sorted(parts), depth - 1)
+        feed(digest, sorted(parts), depth - 1)
     elif is_dataclass(value) and not isinstance(value, type):
-        _feed(digest, {entry.name: getattr(value, entry.name) for entry in fields(value)}, depth - 1)
+        feed(digest, {entry.name: getattr(value, entry.name) for entry in fields(value)}, depth - 1)
     elif hasattr(value, "__array_interface__") or hasattr(value, "__array__"):  # such as a picture of PIL
         array = np.asarray(value)
         if array.dtype == object:
-            raise _Unhashable(f"an item holds an object of type {type(value).__name__}")
-        _feed(digest, array, depth - 1)
+            raise Unhashable(f"an item holds an object of type {type(value).__name__}")
+        feed(digest, array, depth - 1)
     elif type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
         _feed_text(digest, "object", type(value).__qualname__.encode())
-        _feed(digest, vars(value), depth - 1)
+        feed(digest, vars(value), depth - 1)
     else:
-        raise _Unhashable(f"an item holds an object of type {type(value).__name__}")
+        raise Unhashable(f"an item holds an object of type {type(value).__name__}")
 
 
 def _feed_text(digest: Any, kind: str, content: bytes) -> None:
@@ -276,7 +276,7 @@ def _feed_text(digest: Any, kind: str, content: bytes) -> None:
 def _feed_tensor(digest: Any, tensor: Tensor) -> None:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
-        raise _Unhashable(f"an item holds a tensor of layout {quoted([tensor.layout])}")
+        raise Unhashable(f"an item holds a tensor of layout {quoted([tensor.layout])}")
     digest.update(f"tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
     if tensor.numel():
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()

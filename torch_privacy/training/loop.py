@@ -38,6 +38,7 @@ from ..noise import generators
 from ..runs.folder import RunFolder
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
+from ..sampling.item_check import item_check
 from ..sampling.owners import owners_of
 from ..sampling.poisson import Poisson
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
@@ -314,7 +315,9 @@ class PrivateTraining:
         if self._ranks.from_first(self._files is not None) and self._files is None:
             self._files = RunFiles(None, self.settings, self._ranks)
         self._releases = self._new_releases()
-        self._rehearsals = Rehearsals(self._model, self._releases, assumed=assume_independent is not None)
+        assumed = assume_independent is not None
+        items = None if assumed else item_check(self._batches.dataset, numbers)
+        self._rehearsals = Rehearsals(self._model, self._releases, assumed, items)
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(self._model)
         self._is_made = True

@@ -12,6 +12,7 @@ from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import DatasetExamples
+from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState
 from .release import Releases, Share
 
@@ -43,11 +44,13 @@ class Rehearsals:
         model: the user's model.
         releases: provides the secret key, which determines the steps, the microbatch and the examples.
         assumed: True if the user assumes independence, so that nothing is rehearsed.
+        items: compares items with those of a data set with other examples; None if there is no need.
     """
 
     model: nn.Module
     releases: Releases
     assumed: bool
+    items: ItemCheck | None = None
     moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, such as a teacher's
     overwritten: set[str] = field(
         default_factory=set
@@ -107,6 +110,9 @@ class Rehearsals:
                     "The data set returns other items when they are fetched again, so whether they depend on items "
                     "fetched before was not shown. This is harmless if the data set uses random numbers of its own."
                 )
+        if self.items is not None:
+            self.items(examples.indices, examples.generator, thorough=thorough)
+            self.not_compared |= self.items.notes
         kept = draw_halves(examples.count, examples.generator, units)
         whole = units if by_owner else None  # an owner's examples may depend on each other
         alone = [draw_few(examples.count, examples.generator, whole)]
