@@ -387,6 +387,8 @@ PRIVATE = {
     "its tensor": lambda dataset: dataset.tensors[0],
     "a part of the tensor": lambda dataset: dataset.tensors[0][5:8],
     "a subset": lambda dataset: Subset(dataset, [3, 9]),
+    "a copy": lambda dataset: dataset.tensors[0][5:8].clone(),
+    "a copy by numpy": lambda dataset: TensorDataset(torch.from_numpy(dataset.tensors[0].numpy().copy())),
     "a subset of a subset of its tensors": lambda dataset: Subset(
         Subset(TensorDataset(*dataset.tensors), [9, 1, 4]), [2]
     ),

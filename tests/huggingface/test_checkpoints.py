@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers.trainer
+from datasets import Dataset
 from hugging import assert_equal, bert, encoded, gpt2, tokenizer, trainer_of, weights, without_reports
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BertForSequenceClassification, DataCollatorWithPadding, EarlyStoppingCallback, TrainerCallback
@@ -270,10 +271,12 @@ def test_best_checkpoint_is_loaded_and_the_choice_is_named(tmp_path):
 
 def test_choice_by_the_private_data_is_refused(tmp_path):
     trainer = trainer_in(tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, eval_dataset=[])
-    trainer.eval_dataset = trainer.train_dataset
-    with pytest.raises(tp.Refused, match="eval_dataset holds examples of train_dataset"):
-        trainer.train()
-    assert trainer.training is None
+    records = Dataset.from_list(trainer.train_dataset)
+    for trained, evaluated in ((trainer.train_dataset,) * 2, (records, records.select(range(3)))):
+        trainer.train_dataset, trainer.eval_dataset = trained, evaluated
+        with pytest.raises(tp.Refused, match="eval_dataset holds examples of train_dataset"):
+            trainer.train()
+        assert trainer.training is None
 
 
 def test_adapter_is_saved_and_generates(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from cases import Calls, losses_of
 from parts import own_batches
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from trainings import (
     RULES,
     N,
@@ -86,6 +86,31 @@ def test_state_of_another_rule_is_refused():
     state = training_of(clipping=tp.PerLayer(0.5)).state_dict()
     with pytest.raises(tp.Refused, match=r"clipping=\"Groups\(clip_norms=\{'0': 0\.3, '2': 0\.3\}\)\" \(the state has"):
         training_of(clipping=tp.EachLayer(0.3)).load_state_dict(state)
+
+
+class Doubled(Dataset):
+    """Makes items in code."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return 2 * self.x[i]
+
+
+@pytest.mark.parametrize("made", [TensorDataset, Doubled], ids=["tensors", "items"])
+def test_state_of_other_data_of_the_same_size_is_refused(made):
+    x = torch.randn(N, 3)
+    state = pickle.loads(pickle.dumps(training_of(dataset=made(x)).state_dict()))
+    training_of(dataset=made(x.clone())).load_state_dict(state)
+    other = training_of(dataset=made(x.flip(0)))
+    with pytest.raises(tp.Refused, match="on other data of the same size"):
+        other.load_state_dict(state)
+    assert other.state_dict()["data"] != state["data"]
+    other.load_state_dict({key: value for key, value in state.items() if key != "data"})  # of an older version
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])

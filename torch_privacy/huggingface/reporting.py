@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from ..sampling.batches import share_examples
+from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining

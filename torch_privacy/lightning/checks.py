@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
-from ..sampling.batches import check_map_style, share_examples
+from ..sampling.batches import check_map_style
+from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 
 WHERE = "PrivateFit"

@@ -116,7 +116,7 @@ class Batches:
     @cached_property
     def fetches_together(self) -> bool:
         """True if the data set fetches many items in one call, so that they may depend on each other."""
-        source, _ = _source_of(self.dataset)
+        source, _ = source_of(self.dataset)
         return self._tensors is None and hasattr(source, "__getitems__")
 
     def fetch(self, request: BatchRequest) -> Fetched:
@@ -447,27 +447,11 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         raise Refused(f"{name} is empty: must hold at least one example.")
 
 
-def share_examples(a: Dataset, b: Dataset) -> bool:
-    """True if the data sets share an example, as far as `Subset` and the memory of tensors show."""
-    (source_a, rows_a), (source_b, rows_b) = _source_of(a), _source_of(b)
-    if source_a is source_b:
-        return rows_a is None or rows_b is None or bool(np.isin(rows_a, rows_b).any())
-    in_a, in_b = tensors_and_rows(a), tensors_and_rows(b)
-    if in_a is None or in_b is None:
-        return False
-    return any(
-        bool(np.isin(_addresses(x, in_a[1]), _addresses(y, in_b[1])).any())
-        for x in in_a[0]
-        for y in in_b[0]
-        if x.numel() and y.numel() and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    )
-
-
-def _source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
+def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
     """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
     if type(dataset) is not Subset:
         return dataset, None
-    source, subset = _source_of(dataset.dataset)
+    source, subset = source_of(dataset.dataset)
     indices = np.asarray(dataset.indices, dtype=np.int64)
     return source, indices if subset is None else subset[indices]
 
@@ -475,12 +459,6 @@ def _source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
 def _rows_of(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor[rows]``, in a half to a third of the time."""
     return tensor.index_select(0, rows.to(tensor.device)) if tensor.layout is torch.strided else tensor[rows]
-
-
-def _addresses(tensor: torch.Tensor, rows: np.ndarray | None) -> np.ndarray:
-    """Returns the memory addresses at which these rows begin (None: all rows)."""
-    rows = np.arange(len(tensor)) if rows is None else rows
-    return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
 def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarray]:
@@ -493,5 +471,5 @@ def split(indices: np.ndarray, microbatch_size: int | None) -> Sequence[np.ndarr
 
 def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
     """Returns a TensorDataset's tensors and the chosen rows (None: all rows); None for other data sets."""
-    source, subset = _source_of(dataset)
+    source, subset = source_of(dataset)
     return (source.tensors, subset) if type(source) is TensorDataset else None

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from ..support.read_file import parse_json, read_bytes
 from ..support.replay import SeededRandomNumbers
-from ..support.validate import quoted
+from ..support.validate import Refused, quoted
 from .batches import check_map_style, tensors_and_rows
 
 KEY_BYTES = 32
@@ -36,6 +36,7 @@ MOST_BYTES = 2**28  # of a data set of tensors of which all rows are read; else,
 MOST_ITEMS = 10_000
 MOST_SECONDS, FEWEST_ITEMS = 2.0, 16  # the time after which a sample ends, and the items that it has nevertheless
 DEEPEST = 32  # levels of nesting in an item
+ITEMS_OF_STATE = 64  # of a data set that does not consist of tensors, for the state of a training
 LARGEST_STATEMENT = 2**23  # bytes
 LONGEST_KEY_FILE = 1024
 
@@ -132,6 +133,41 @@ def read_key(path: Path | str) -> bytes:
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read ({error}). Restore it from a copy, or delete it.") from None
     return key
+
+
+STATE_FINGERPRINT = {  # what fingerprint_for_state returns
+    "type": "object",
+    "required": ["key", "key_id", "method", "num_examples", "num_items", "fingerprint"],
+    "properties": {
+        "key": {"type": "string", "pattern": f"^[0-9a-f]{{{2 * KEY_BYTES}}}$"},
+        "num_examples": {"type": "integer", "minimum": 0},
+        "num_items": {"type": "integer", "minimum": 0},
+        "fingerprint": {"type": ["string", "null"]},
+    },
+}
+
+
+def fingerprint_for_state(dataset: Dataset, secret: bytes) -> dict[str, Any]:
+    """Returns the fingerprint of a data set with its key, which depends on a secret: for a state that is secret."""
+    key = _keyed(secret, b"state").digest()
+    count = None if tensors_and_rows(dataset) else min(ITEMS_OF_STATE, len(dataset))  # type: ignore[arg-type]
+    return {"key": key.hex(), **fingerprint(dataset, key, count)}
+
+
+def check_data_of_state(where: str, found: Mapping[str, Any] | None, dataset: Dataset) -> None:
+    """Refuses other data than those of which `fingerprint_for_state` made an entry; None is that of older states."""
+    if found is None or found["fingerprint"] is None or found["method"] != METHOD:
+        return
+    try:
+        is_same = matches_fingerprint({"data": found}, dataset, bytes.fromhex(found["key"]))
+    except ValueError:  # the items cannot be read, or differ from one time to the next
+        return
+    if not is_same:
+        raise Refused(
+            f"{where}: the state belongs to a training on other data of the same size: of {found['num_items']} items "
+            "that were compared some differ. Its steps are paid by the examples of those data. Pass the same data set, "
+            "in the same order; for other data begin a new training."
+        )
 
 
 class Unhashable(Exception):

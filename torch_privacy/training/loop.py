@@ -38,6 +38,7 @@ from ..noise import generators
 from ..runs.folder import RunFolder
 from ..sampling.batches import Batches, BatchRequest, Collate, DatasetExamples
 from ..sampling.canaries import WithCanaries
+from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..sampling.item_check import item_check
 from ..sampling.owners import owners_of
 from ..sampling.poisson import Poisson
@@ -357,6 +358,7 @@ class PrivateTraining:
         self._weight_guard = WeightGuard(_while_alive(self, lambda training: training._optimized(), {}))
         self._step_count = 0
         self._num_non_finite = 0
+        self._data: dict[str, Any] | None = None  # fingerprint of the data, once a state was saved
         self._stop_reason: str | None = None
         self._reached = Reached(padding_rows(inner, self._tensors.trained), self._mechanism)
         self._canaries = canaries
@@ -964,11 +966,14 @@ class PrivateTraining:
         Keep it readable by the training process alone, and delete it when the run is over. Model, optimizer and
         scheduler have state dicts of their own. Random numbers need none: inside the loop those of torch, numpy and
         Python follow from the key and the step, so that a resumed run repeats dropout and augmentation bit for bit. A
-        declared stop is not part of the state. Of several ranks only rank 0 returns the keys.
+        declared stop is not part of the state. Of several ranks only rank 0 returns the keys. A fingerprint of the data
+        is, under a key of its own, which is secret, too.
         """
         check_not_for_accelerate(sys._getframe(1))
         if not self._ranks.is_first:
             return {"format": 1, "kept_by": "rank 0"}
+        if self._data is None and self._pending is None:
+            self._data = fingerprint_for_state(self._batches.dataset, self._releases.noise.key)
         return {
             "format": 1,
             "placement": self._placement.in_words,
@@ -982,6 +987,7 @@ class PrivateTraining:
             "sampler_key": self._releases.sampler.key.hex(),
             "stop_reason": self._stop_reason,
             "ledger": self.ledger.state_dict(),
+            **({} if self._data is None else {"data": self._data}),
             **({} if self._files is None else {"losses": self._files.read_losses().state_dict()}),
             **self._mechanism.state(),
         }
@@ -1008,7 +1014,7 @@ class PrivateTraining:
         With several ranks every rank calls it, and the state of rank 0 is taken.
 
         Raises:
-            Refused: the state has other settings, or the ledger on disk does not belong to it.
+            Refused: the state has other settings or is that of other data, or the ledger on disk does not belong to it.
         """
         if replay not in (None, "exact", "skip"):
             raise ValueError(f'PrivateTraining.load_state_dict: replay={replay!r} must be "exact" or "skip".')
@@ -1033,7 +1039,9 @@ class PrivateTraining:
                 raise Refused(
                     f"PrivateTraining.load_state_dict: {listed}. Resume a run with the settings it began with."
                 )
+            check_data_of_state("PrivateTraining.load_state_dict", state.get("data"), self._batches.dataset)
             self.ledger.load_state_dict(state["ledger"])
+        self._data = state.get("data")
         self._copy_ledger()
         keys = bytes.fromhex(state["noise_key"]), bytes.fromhex(state["sampler_key"])
         num_lost = state.get("num_lost", 0)

@@ -24,8 +24,9 @@ from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
 from ..runs.schemas import LOSS_LOG
-from ..sampling.batches import share_examples
+from ..sampling.fingerprint import STATE_FINGERPRINT
 from ..sampling.owners import Owners
+from ..sampling.shared_examples import share_examples
 from ..support.schema import violation
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between, whole
@@ -53,6 +54,7 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
         "num_lost": {"type": "integer", "minimum": 0},
         "placement": {"type": "string"},
         "losses": LOSS_LOG,
+        "data": STATE_FINGERPRINT,
         "clipping": {"type": "object"},
         "projections": {"type": ["object", "string", "null"], "additionalProperties": {"type": "string"}},
     },
