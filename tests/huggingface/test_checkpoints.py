@@ -237,7 +237,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def test_best_checkpoint_is_loaded_and_the_choice_is_named(tmp_path):
-    evaluated = encoded(count=100)[40:60]
+    evaluated = encoded(count=100)[80:]  # none of the training data
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "eval_dataset": evaluated}
     trainer = trainer_in(
         tmp_path,

@@ -276,8 +276,10 @@ class _Copier:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Returns the attributes that an object stores, in its dictionary and in slots."""
-    found = dict(getattr(value, "__dict__", None) or {}) if not isinstance(value, type) else {}
-    for base in type(value).__mro__:
+    kind: type = type(value)
+    own: Any = {} if isinstance(value, type) else getattr(value, "__dict__", None)
+    found: dict[str, Any] = dict(own or {})
+    for base in kind.__mro__:
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
                 found.setdefault(name, getattr(value, name))
