@@ -184,8 +184,8 @@ class BoundCheck:
         bound, longest = self._rule.largest_norm(), float(self.longest()) if longest is None else longest
         if not longest <= bound * (1 + ROUNDING):  # also refuses NaN
             raise Refused(
-                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row have the norm {longest:.7g}, but "
-                f"largest_norm() allows at most {bound:.7g}, and the noise is scaled to that. Return factors with "
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row be {longest / bound:.2g} times as "
+                f"long as largest_norm() allows, {bound:.7g}, and the noise is scaled to that. Return factors with "
                 "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
             )
 

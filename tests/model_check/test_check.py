@@ -113,11 +113,11 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "divided by the batch's mean loss": lambda: (
         *(nn.Linear(3, 4), weighted_by_batch, torch.randn(X)),
-        *("examples", [], r"the loss of example \d of 5 changed from .*number of the whole batch \(.* a mean\)"),
+        *("examples", [], r"the loss of example \d of 5 changed by .*number of the whole batch \(.* a mean\)"),
     ),
     "earlier examples in later losses": lambda: (
         *(nn.Linear(3, 4), lambda m, x: losses_of(m, x) * x[:, 0].cumsum(0).exp().detach(), torch.randn(X)),
-        *("examples", [], r"the loss of example \d of 5 changed from .* they are mixed in the loss"),
+        *("examples", [], r"the loss of example \d of 5 changed by .* they are mixed in the loss"),
     ),
     "divided by the batch's size": lambda: (
         *(nn.Linear(3, 4), lambda m, x: losses_of(m, x) / len(x), torch.randn(X)),
@@ -157,7 +157,7 @@ PROBLEMS = {  # name -> model, losses, batch; check that finds it, parameters re
     ),
     "statistics in front of the first layer": lambda: (
         *(Calls(mixed_input, f=nn.Linear(3, 4)), losses_of, torch.randn(X)),
-        *("examples", [], r"the loss of example \d of 5 changed from .* They are mixed in the model's own forward"),
+        *("examples", [], r"the loss of example \d of 5 changed by .* They are mixed in the model's own forward"),
     ),
     "gradient hook": lambda: (
         *(doubled_gradient(nn.Linear(3, 4)), losses_of, torch.randn(X)),

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the privacy statement, the data sets that training takes, and the budget at which it stops."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, Subset, default_collate
-from trainings import N, data, network, parameters_of, train, training_of
+from trainings import N, cross_entropy, data, network, parameters_of, train, training_of
 
 import torch_privacy as tp
 from torch_privacy.sampling.batches import Batches
@@ -141,3 +144,39 @@ def test_training_stops_by_itself_before_a_budget_is_exceeded():
 def test_budget_that_allows_no_step_is_refused():
     with pytest.raises(tp.Refused, match="does not allow one step"):
         training_of(noise_multiplier=0.3, budget=tp.privacy.Budget(epsilon=0.1, delta=1e-6))
+
+
+class Normalizing(nn.Module):
+    """Subtracts a mean that somebody computed from data; its table and its temporary tensor are of no release, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("temporary", torch.ones(4), persistent=False)
+        self.table = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.inner((x - self.mean) * self.table)
+
+
+def test_what_the_file_has_beside_releases_is_named():
+    (said,) = (text for text in training_of(Normalizing()).statement()["not_covered"] if "model's file" in text)
+    assert said.endswith(": buffers 'mean'; parameters that were not trained 'table'")
+    assert not [text for text in training_of().statement()["not_covered"] if "model's file" in text]
+
+
+def test_a_refusal_says_how_far_a_loss_moved_and_no_loss():
+    seen = []
+
+    def coupled(*batch):
+        losses = cross_entropy(*batch)
+        losses = losses * (1 + losses.detach().mean())
+        seen.extend(losses.tolist())
+        return losses
+
+    with pytest.raises(tp.Refused, match=r"changed by [0-9.e+]+ % when") as refused:
+        train(training_of(num_steps=50), losses=coupled)
+    assert len(seen) > 2
+    numbers = [float(text) for text in re.findall(r"[0-9]+\.[0-9]{3,}", str(refused.value).split("Every loss")[0])]
+    assert not [number for number in numbers for loss in seen if abs(number - loss) < 1e-3 * abs(loss)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -99,10 +100,10 @@ def _compare(bare: nn.Module, terms: Terms, outputs: Any) -> None:
         return
     if not torch.isclose(ours, own.reshape(()), rtol=1e-4 if exact else 3e-2, atol=1e-4 if exact else 3e-2):
         raise Refused(
-            f"{WHERE}: {type(bare).__name__} has another loss than its name says: its own .loss on this batch is "
-            f"{own.item():.6g}, and the mean of the per-example losses {ours.item():.6g}. A part of its loss, such as "
-            "one that balances experts, may combine examples (switch it off in the config); otherwise write the losses "
-            "yourself: override PrivateTrainer.losses(model, inputs), which returns (n,)."
+            f"{WHERE}: {type(bare).__name__} has another loss than its name says: on this batch the mean of the "
+            f"per-example losses is {ours.item() / (own.item() or math.nan):.3g} times its own .loss. A part of its "
+            "loss, such as one that balances experts, may combine examples (switch it off in the config); otherwise "
+            "write the losses yourself: override PrivateTrainer.losses(model, inputs), which returns (n,)."
         )
     _CHECKED.add(bare)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ RULE_CURE = (
 class Finding:
     """An answer that changed because of other examples."""
 
-    what: str  # a clause: "the loss of example 3 of 8 changed from 1.5 to 1.7"
+    what: str  # a clause: "the loss of example 3 of 8 changed by 12 %"; not from what, as that is private
     turn: Callable[[Trace], Turn] | None  # the run that shows it
     kept: np.ndarray  # numbers of the examples that were kept
     cure: str = ""  # if it is known without another run
@@ -91,10 +92,10 @@ class Comparison:
         def check(name: str, a: Tensor, b: Tensor, scale: Tensor, eps: float, numbers: np.ndarray) -> None:
             worst = _worst(a, b, scale, _tolerance(eps, loose))
             if worst is not None and not found:
-                was, now = float(b.flatten()[worst]), float(a.flatten()[worst])
+                change = _change(*(float(t.flatten()[worst]) for t in (b, a, scale)))
                 example = int(numbers[worst * len(numbers) // max(1, a.numel())])
                 which = "example" if numbers is kept or self._units is None else "row"
-                what = f"{name} of {which} {example} of {self._count} changed from {was:.7g} to {now:.7g} {how}"
+                what = f"{name} of {which} {example} of {self._count} changed {change} {how}"
                 scaled = _scaled_alike(answers.losses[places], original.losses[kept], self._count)
                 found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
@@ -136,6 +137,14 @@ class Comparison:
             a, b = answers.rows.factors[name][theirs], factors[rows]
             largest = float(b.abs().max()) if len(b) and loose else 0.0
             check(FACTOR, a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
+
+
+def _change(was: float, now: float, scale: float) -> str:
+    """Returns how far a number changed, relatively and in two digits: the number itself is exact and private."""
+    if not (math.isfinite(was) and math.isfinite(now)):
+        return "between a finite number and one that is not"
+    share = abs(now - was) / scale if scale else math.inf
+    return f"by {100 * share:.2g} %" if share < 1 else "by more than its size"
 
 
 def losses_repeat(again: Answers, original: Answers) -> bool:

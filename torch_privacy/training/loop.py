@@ -76,6 +76,7 @@ from .run_files import (
     checked_scores,
     open_files,
     settings_of,
+    unreleased,
     weights_of,
 )
 from .schedule import Schedule, factors_of, number_of_steps
@@ -893,6 +894,7 @@ class PrivateTraining:
         batch and its ``step``.
         """
         statement = self._account.statement(self._progress(), self._mechanism)
+        statement["not_covered"] += unreleased(self.model, self._tensors.trained)
         if self._files is not None:
             statement["not_covered"].append(LOSSES_NOT_COVERED)
             if self._files.folder is not None and self._pending is None:

@@ -37,6 +37,8 @@ LONGEST_NAME, LONGEST_SETTING = 200, 10_000  # characters
 LOSSES_NOT_COVERED = (
     "the training losses in metrics.csv and on the page: exact means over the training data, made without noise"
 )
+BESIDE_RELEASES = "what is in the model's file and was made by no release here, as it was before the training"
+MOST_NAMES = 5
 FREE_SECONDS, SHARE_OF_TIME = 2.0, 0.05  # for the epsilon of each epoch
 OTHER_FILES = "Give this training a new folder, or delete what is no longer needed."
 
@@ -103,6 +105,21 @@ def weights_of(model: nn.Module, ranks: Ranks) -> bytes:
                 dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
                 weights[name] = dense.to("cpu", copy=True).contiguous()
     return safetensors.torch.save(weights, metadata or None) if ranks.is_first else b""
+
+
+def unreleased(model: nn.Module, trained: Mapping[str, Tensor]) -> list[str]:
+    """Returns a sentence on what a model's file has beside trained parameters, which no release made; or nothing."""
+    inner, ours = without_wrapper(model), {id(p) for p in trained.values()}
+    buffers = [
+        f"{place}.{name}".lstrip(".")
+        for place, module in inner.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    frozen = [name for name, p in inner.named_parameters() if id(p) not in ours]
+    kinds = {"buffers": buffers, "parameters that were not trained": frozen}
+    listed = [f"{kind} {quoted(names, at_most=MOST_NAMES)}" for kind, names in kinds.items() if names]
+    return [f"{BESIDE_RELEASES}: {'; '.join(listed)}"] if listed else []
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
