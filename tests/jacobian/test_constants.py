@@ -336,29 +336,12 @@ def test_a_sparse_adjacency_matches_one_backward_per_loss():
 
 
 HIDDEN = {  # code that hides how a parameter is used -> the advice in the message
-    "custom function": (
-        lambda m, x: F.linear(x, _Sign.apply(m.w)),
-        r"'w' .* \(through _SignBackward\)\. A custom autograd\.Function",
-    ),
-    "vmap": (lambda m, x: torch.vmap(lambda w: F.linear(x, w[None]))(m.w).sum(0), r"'w' .* vmap"),
     "a single example": (lambda m, x: torch.stack([F.linear(v, m.w) for v in x]), r"layer\(x\[None\]\)\[0\]"),
     "nested": (
         lambda m, x: F.linear(torch.nested.nested_tensor(list(x[:, None]), layout=torch.jagged), m.w).values(),
         r"'w' is used with a nested tensor",
     ),
 }
-
-
-class _Sign(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx, w):
-        return w.sign()
-
-    @staticmethod
-    def backward(ctx, b):  # type: ignore[override]
-        return b
 
 
 @pytest.mark.parametrize("kind", HIDDEN)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows, squared_lengths, sum_rows
+from ..ops.fallback import dense, for_each_cotangent
 from ..ops.linear import Linear, OuterProducts
 from ..support.validate import Refused
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
@@ -222,12 +223,18 @@ class Block:
         if self.dropped:
             raise NothingKept
         if self.rounds:  # the rounded rows, because their lengths and projections are compared
-            parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
-            found = ([Rows(r).project(v[name].to(r)) for name, r in rows.items()] for _, rows in parts)
-            return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
-        pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
+            return self._project_rows(v, parameters)
+        try:
+            pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
+        except RuntimeError:  # the way back to the parameters has no second derivative, as through a sparse tensor
+            return self._project_rows(v, parameters)
         first, *others = (projections(op, pushed.to(op.device, op.dtype)) for op in self.ops)
         return sum(others, first)
+
+    def _project_rows(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+        parts = self._rows_in_parts(self.ops[0].num_examples, parameters)
+        found = ([Rows(r).project(v[name].to(r)) for name, r in rows.items()] for _, rows in parts)
+        return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields, for each op, the products (n,) of its rows in the weight with one direction."""
@@ -271,12 +278,17 @@ class Block:
         leaves = [parameters[name] for name in self.names]
         if batched and not len(rows):  # torch cannot batch an empty tensor
             return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(self.names, leaves, strict=True)}
-        with torch.enable_grad():
-            pulled = torch.autograd.grad(
-                self.weight, leaves, rows.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched
+
+        def backward(g: Tensor, *, batched: bool) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(
+                self.weight, leaves, g, retain_graph=True, is_grads_batched=batched, allow_unused=True
             )
+
+        with torch.enable_grad():
+            rows = rows.to(self.weight.dtype)
+            pulled = for_each_cotangent(backward, rows) if batched else backward(rows, batched=False)
         # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
-        copies = (g.clone(memory_format=torch.contiguous_format) for g in pulled)
+        copies = (dense(g).clone(memory_format=torch.contiguous_format) for g in pulled)
         return dict(zip(self.names, copies, strict=True))
 
     def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from ..ops import Use
 from .graph import Graph
@@ -56,11 +56,12 @@ class Call:
 
     op: str
     output: Output
-    inputs: tuple[Node, ...]  # where the graph continues past the call, other than to the recorded parameters
+    inputs: tuple[GradientEdge, ...]  # where the graph continues past the call, other than to the recorded parameters
     uses: tuple[Use, ...]
     versions: list[tuple[Tensor, int]]
     place: int = 0  # hash of the place in the code
     size: int = 0  # bytes of inputs that are kept for the backward, and of the output
+    needs_graph: bool = False  # nothing was recorded: nodes of the graph compute the rows
 
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
@@ -102,6 +103,11 @@ class Reached:
     calls: list[Call]
     cuts: list[Call]
     path: int
+
+    @property
+    def needs_graph(self) -> bool:
+        """True if some rows are computed by nodes of the graph, which must then outlive the backward."""
+        return any([call.needs_graph for call in self.calls])
 
     @property
     def places(self) -> list[Call]:

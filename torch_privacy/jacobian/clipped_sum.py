@@ -336,13 +336,16 @@ def backward_into(
     """Runs one backward that stops at the calls; each b goes to the sink as soon as it is known, and is then freed.
 
     ``deepest`` marks the calls with no other call below them. The backward ends at these and at ``leaves``, and returns
-    the gradients of the leaves. With ``at_once`` every b is held until the end: for small ones that is faster.
+    the gradients of the leaves. With ``at_once`` every b is held until the end, which is faster for small ones; so is
+    the b of calls that need the graph.
     """
     if not calls and not leaves:
         return []
     handles: list[Any] = []
     try:
-        ends = list(range(len(calls))) if at_once else [k for k, last in enumerate(deepest()) if last]
+        ends = [
+            k for k, last in enumerate([True] * len(calls) if at_once else deepest()) if last or calls[k].needs_graph
+        ]
         if len(ends) < len(calls):
             streamed = set(range(len(calls))).difference(ends)
             for number in sorted(streamed):
@@ -447,7 +450,7 @@ class StreamedRows:
     ) -> dict[str, Tensor]:
         losses, calls, predicted = self._reached.losses, self._reached.calls, self._predicted
         peers = ALONE if self._parallel is None else self._parallel.peers
-        retain_graph = retain_graph or predicted is not None  # the prediction may fail
+        retain_graph = retain_graph or predicted is not None or self._reached.needs_graph  # the prediction may fail
         native = NativeBackward(losses, self._leaves, self._cotangent, self._merging)
         collector = Collector(
             calls,

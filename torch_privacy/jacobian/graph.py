@@ -8,6 +8,7 @@ from functools import cache, cached_property
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -35,6 +36,10 @@ class Graph:
     def has_custom_functions(self) -> bool:
         """True if a gradient passes an ``autograd.Function``, whose inside cannot be seen."""
         return any(isinstance(node, BackwardCFunction) for node in self.children)
+
+    def has_scripted_parts(self) -> bool:
+        """True if a gradient passes a part that TorchScript has compiled, whose inside cannot be seen."""
+        return any(type(node).__name__ == "CppFunction" for node in self.children)
 
     def following(self, node: Node) -> list[Node]:
         """Returns a node's children; the node may be outside of the graph, as that of a tensor changed in place."""
@@ -73,19 +78,43 @@ class Graph:
         return parents
 
 
+def leaves_below(node: Node) -> list[Tensor]:
+    """Returns the leaves, such as parameters, that the gradient of a node goes to."""
+    found: dict[int, Tensor] = {}
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        leaf = leaf_of(node)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        below = [n for n in _children(node) if n not in seen]
+        seen.update(below)
+        stack += below
+    return [*found.values()]
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf in which a node accumulates gradients; None for all other nodes."""
+    return getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
 def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
     """Returns the bytes that autograd saves for the backward in tensors that can hold n examples.
 
     Shared memory counts once. Sparse tensors do not count, nor do ``excluded`` ones, which are held in any case.
     """
-    excluded_memory = {on_this_rank(t).untyped_storage().data_ptr() for t in excluded if t.layout is torch.strided}
+    excluded_memory = {on_this_rank(t).untyped_storage().data_ptr() for t in excluded if _has_memory(t)}
     sizes: dict[int, int] = {}
     for node in graph.nodes():
         for tensor in map(on_this_rank, _saved_by(node)):
-            if tensor.layout is torch.strided and any([size and size % n == 0 for size in tensor.shape]):
+            if _has_memory(tensor) and any([size and size % n == 0 for size in tensor.shape]):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum([size for start, size in sizes.items() if start not in excluded_memory])
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:

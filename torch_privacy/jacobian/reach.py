@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the recorded calls between losses and parameters, and refuses losses that reach a parameter another way."""
+"""Finds the calls between losses and parameters, recorded or not, and checks losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ..ops import OPS
 from ..support.validate import Refused
-from .calls import Call
+from .calls import Call, edge_of
 from .graph import Graph
+from .unrecorded import UnrecordedUses
 
 
 class CallFinder:
@@ -21,89 +21,56 @@ class CallFinder:
 
     Args:
         calls: all recorded ones, in order.
-        unknown: node -> op and parameters' names, of ops without an exact rule.
-        leaves: id of a recorded parameter -> its name.
+        leaves: id of a recorded parameter -> the parameter.
+        is_constant: True for other leaves of the graph that hold no data.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        unknown: Mapping[Node, tuple[str, tuple[str, ...]]],
-        leaves: Mapping[int, str],
-    ):
-        self._calls, self._unknown, self._leaves = calls, unknown, leaves
+    def __init__(self, calls: Sequence[Call], leaves: Mapping[int, Tensor], is_constant: Callable[[Tensor], bool]):
+        self._calls, self._leaves, self._is_constant = calls, leaves, is_constant
 
-    def reached(self, graph: Graph) -> list[Call]:
-        """Returns the calls between losses and parameters, in order.
-
-        Raises:
-            Refused: a path from the losses reaches a parameter without passing a recorded call.
-        """
+    def reached(self, graph: Graph, losses: Tensor) -> tuple[list[Call], list[Call]]:
+        """Returns the recorded calls between losses and parameters, in order, and calls for what was not recorded."""
         by_node: dict[Node, list[Call]] = {}
         for call in self._calls:
             by_node.setdefault(call.edge.node, []).append(call)
         reached: list[Call] = []
-        stack, above = [graph.root], {graph.root: graph.root}
+        stack, seen, complete = [graph.root], {graph.root}, True
         while stack:
             node = stack.pop()
-            if node in self._unknown or _may_be_refused(type(node)):
-                self._check(node, above[node])
+            if _may_end(type(node)):
+                complete = self._is_end(node) and complete
             calls = by_node.get(node)
             if calls is None:
                 following = graph.following(node)
             else:
                 reached += calls
-                following = [n for call in calls for n in call.inputs]
+                following = [edge.node for call in calls for edge in call.inputs]
             for n in following:
-                if n not in above:
-                    above[n] = node
+                if n not in seen:
+                    seen.add(n)
                     stack.append(n)
         order = {id(call): i for i, call in enumerate(self._calls)}
-        return sorted(reached, key=lambda call: order[id(call)])
+        reached.sort(key=lambda call: order[id(call)])
+        if complete:
+            return reached, []
+        starts = [edge_of(losses), *(edge for call in reached for edge in call.inputs)]
+        return reached, UnrecordedUses(by_node, self._leaves, self._is_constant).calls(starts)
 
     def nodes_before(self, graph: Graph) -> Iterator[Node]:
         """Yields the nodes between the losses and the first recorded call on every path."""
         return graph.before({call.output.edge.node for call in self._calls})
 
-    def _check(self, node: Node, above: Node) -> None:
-        if node in self._unknown:
-            op, names = self._unknown[node]
-            raise Refused(
-                f"tape: parameter {', '.join(map(repr, names))} was used by {op!r}, which has no exact rule. "
-                f"Allowed: {', '.join(sorted({f.__name__.strip('_') for f in OPS}))}. "
-                "Write that step with these, or freeze the parameter."
-            )
-        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
-        if leaf is not None and id(leaf) in self._leaves:
-            raise Refused(
-                f"tape: parameter {self._leaves[id(leaf)]!r} reaches the losses by a path that was not recorded "
-                f"(through {above.name()}). {_advice(above)}"
-            )
+    def _is_end(self, node: Node) -> bool:
+        """True unless the node is a recorded parameter, which is then reached other than by a recorded call."""
         if isinstance(node, BackwardCFunction) and node.name().startswith("CheckpointFunction"):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
+        return id(getattr(node, "variable", None)) not in self._leaves
 
 
 @cache
-def _may_be_refused(kind: type) -> bool:
+def _may_end(kind: type) -> bool:
     """True for the types of nodes that `CallFinder` looks at: leaves, and custom functions."""
     return kind.__name__ == "AccumulateGrad" or issubclass(kind, BackwardCFunction)
-
-
-def _advice(node: Node) -> str:
-    """Returns what to do about a parameter that is used at a node without a recorded op."""
-    if isinstance(node, BackwardCFunction):
-        return (
-            "A custom autograd.Function does not show how it uses a parameter. Write it with torch's functions (a "
-            "straight-through estimator is w + (f(w) - w).detach()), or estimate the norms by "
-            "jacobian=tp.Sketched(32), or freeze the parameter."
-        )
-    return (
-        "It was used where nothing is recorded: before the batch was handed out (or before tp.record), in another "
-        "thread outside of the model's forward, or inside of torch.func, vmap, TorchScript or autograd.grad, which "
-        "hide their ops. Compute what depends on parameters between batch and step, without these, or estimate the "
-        "norms by jacobian=tp.Sketched(32), or freeze the parameter. For a penalty on the weights, such as their "
-        "squared norm, use the optimizer's weight_decay."
-    )
 
 
 def check_losses(losses: Tensor) -> None:

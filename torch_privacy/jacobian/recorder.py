@@ -12,11 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
@@ -30,6 +31,7 @@ from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import CodePath
 from .filled import FROM_PYTHON, FilledTensors
+from .graph import leaves_below
 from .tensor_parallel import (
     PartsOfCall,
     WayBack,
@@ -129,7 +131,6 @@ class Recorder(OpMode):
         self._calls: list[Call] = []
         # Base's id -> calls with outputs that are views of it, with their strides and offset.
         self._views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
-        self._unknown: dict[Node, tuple[str, tuple[str, ...]]] = {}
         self._may_be_parallel = may_be_parallel([*self.parameters.values(), *(t for t, _ in self._constants.values())])
         self._meshes: list[Any] = []  # over which the tensors of some op were distributed
         self._splits_positions = False  # attention runs on a part of every example's positions
@@ -157,6 +158,10 @@ class Recorder(OpMode):
         numbers = numbers_in(values)
         self.code.note_call(func, numbers)
         kwargs = kwargs or {}
+        if torch._C._are_functorch_transforms_active():  # inside of vmap, grad, ...: the graph will tell what was used
+            if known.reorders is not False:
+                self._moved = self._moved_unseen = True
+            return func(*args, **kwargs)
         tensors, weights, data = self._classify(values)
         step = Step(func, known, numbers, self._steps_that_made(tensors) if self._made_by else [])
         if not torch.is_grad_enabled():
@@ -183,9 +188,13 @@ class Recorder(OpMode):
     ) -> Any:
         """Runs an op on parameters and constants, or a factory, and keeps what its result is."""
         func = step.func
+        base = args[0]._base if step.traits.in_place and not weights else None
+        is_constant = base is not None and self._is_constant(base)
         out = func(*args, **kwargs)
         result = args[0] if step.traits.in_place else out
         self._add_step(step, tensors_among((result,)))
+        if is_constant:  # constants were written into a part of it
+            self._constants[id(base)] = base, base._version
         if self._reads_python and func in FROM_PYTHON:
             self._add_results(tensors_among((out,)))
         elif tensors or self._filled.makes_constant(func, out, self._num_examples):
@@ -353,6 +362,8 @@ class Recorder(OpMode):
             key = id(t)
             if key in sources and sources[key].version == t._version:
                 weights.append(t)
+            elif t.requires_grad and self._becomes_known(t):
+                weights += [t] if key in sources else []
             elif (key not in constants or not self._is_constant(t)) and (
                 t.is_floating_point() or not self._is_cached(t)
             ):
@@ -400,8 +411,39 @@ class Recorder(OpMode):
         return source if source is not None and source.version == tensor._version else None
 
     def _is_constant(self, tensor: Tensor) -> bool:
+        """True for a known constant, which may be a leaf with a gradient, but is no trained parameter."""
         known = self._constants.get(id(tensor))
-        return known is not None and known[1] == tensor._version and not tensor.requires_grad
+        return known is not None and known[1] == tensor._version and (not tensor.requires_grad or tensor.is_leaf)
+
+    def _becomes_known(self, tensor: Tensor) -> bool:
+        """True if a tensor with a gradient turns out to be a source or a constant, which no recorded call made.
+
+        A source is the result of an ``autograd.Function``: its forward, recorded without a gradient, used parameters
+        and constants alone, and its backward goes to these. A constant is a new ``nn.Parameter`` over the memory of a
+        constant, or what is computed from one.
+        """
+        if tensor.grad_fn is None:
+            return type(tensor) is nn.Parameter and id(tensor) not in self._sources and self._shares_constant(tensor)
+        known = self._constants.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            return False
+        leaves = leaves_below(tensor.grad_fn)
+        trained = [leaf for leaf in leaves if self._source(leaf) is not None]
+        if not all(self._is_constant(leaf) or self._source(leaf) is not None for leaf in leaves):
+            return False
+        if trained:
+            self._add_source(tensor, trained, rearranged=False)
+        return True
+
+    def _shares_constant(self, parameter: Tensor) -> bool:
+        """True if a new parameter has the memory of a constant, or that of a known parameter without its gradient."""
+        known = (t for t, version in self._constants.values() if t._version == version)
+        trained = (source.tensor for source in self._sources.values() if source.version == source.tensor._version)
+        where = parameter.data_ptr(), parameter.numel(), parameter._version
+        if not any((t.data_ptr(), t.numel(), t._version) == where for t in chain(known, trained)):
+            return False
+        self._constants[id(parameter)] = parameter, parameter._version
+        return True
 
     def _names_of(self, tensor: Tensor) -> tuple[str, ...]:
         return self._sources[id(tensor)].names
@@ -412,23 +454,21 @@ class Recorder(OpMode):
     def _add_derived(self, func: Callable, args: tuple, weights: list[Tensor], result: Tensor) -> None:
         """Adds a tensor computed from parameters and constants alone: a source, or a constant without a gradient."""
         key = id(result)
-        if not result.requires_grad:
+        if not weights or not result.requires_grad:
             self._constants[key] = (result, result._version)
         if not weights or not result.requires_grad or self._source(result) is not None:  # contiguous() may return it
             return
-        sources = [self._sources[id(t)] for t in weights]
-        self._sources[key] = Source(
-            result,
-            result._version,
-            self._all_names(weights),
-            direct=False,
-            half=is_half(result) or any(source.half for source in sources),
-            rearranged=len(weights) == 1 and sources[0].rearranged and rearranges(func, args),
-        )
+        is_moved = len(weights) == 1 and self._sources[id(weights[0])].rearranged and rearranges(func, args)
+        self._add_source(result, weights, rearranged=is_moved)
         if func in EXPANSIONS:
             self._expanded[key] = self._expanded.get(id(weights[0]), weights[0])
         else:
             self._expanded.pop(key, None)
+
+    def _add_source(self, result: Tensor, weights: Sequence[Tensor], *, rearranged: bool) -> None:
+        half = is_half(result) or any(self._sources[id(t)].half for t in weights)
+        names = self._all_names([*weights])
+        self._sources[id(result)] = Source(result, result._version, names, False, rearranged, half)
 
     # The calls
 
@@ -449,7 +489,7 @@ class Recorder(OpMode):
                 f"tape: parameter {names} is used with a nested tensor, in which examples cannot be separated. Pad it "
                 "to a fixed length and use a mask, or take one tensor for each example."
             )
-        inputs = tuple([t.grad_fn for t in data if t.grad_fn is not None])
+        inputs = tuple([edge_of(t) for t in data if t.grad_fn is not None])
         in_place = changes_in_place(func)
         copied = in_place and (func in OVERWRITING or func not in OPS)
         before = (args[0].detach().clone(), *args[1:]) if copied else args
@@ -474,12 +514,9 @@ class Recorder(OpMode):
                 recorded = self._by_fallback(func, before, kwargs, wanted, results, in_place)
         for y, uses in recorded:
             self._add_call(op, y, uses, inputs)
-        if not recorded:
-            names = self._all_names(weights)
-            self._unknown.update({t.grad_fn: (op, names) for t in outputs if t.grad_fn is not None})
         return out
 
-    def _add_call(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[Node, ...] = ()) -> None:
+    def _add_call(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[GradientEdge, ...] = ()) -> None:
         if saves_elsewhere():
             self._saved_elsewhere = True
         saved = [t for use in uses for t in use.saved()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..support.gathered_weights import GatheredWeights, sharded_modules
 from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.script_modules import takes_hooks
 from ..support.torch_modes import uncompiled
 from ..support.validate import whole
 from .layout import Layouts
@@ -62,8 +63,9 @@ class record(Tape):
     def __enter__(self) -> Self:
         if not self._entered:
             self._contexts.enter_context(uncompiled())
-            hook = self._model.register_forward_pre_hook(_InputHook(self), with_kwargs=True, prepend=True)
-            self._contexts.callback(hook.remove)
+            if takes_hooks(self._model):
+                hook = self._model.register_forward_pre_hook(_InputHook(self), with_kwargs=True, prepend=True)
+                self._contexts.callback(hook.remove)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:

@@ -86,7 +86,8 @@ class Tape(Recorder):
         self._native: NativeSum | None = None  # if a coded backward also served to check the rows
         self._parts = self.parameters  # this rank's parts of the parameters, if they are distributed
         self._peers, self._parallel = ALONE, None  # the ranks with the other parts
-        self._leaves = {id(p): name for name, p in self.parameters.items() if p.requires_grad}
+        self._leaves = {id(p): p for p in self.parameters.values() if p.requires_grad}
+        self.unrecorded: list[Call] = []  # stand for the nodes by which the losses reached parameters otherwise
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Records until `end`, from a call of the model with these arguments on."""
@@ -161,7 +162,7 @@ class Tape(Recorder):
             torch.ones_like(losses),
             places,
             lambda: reached.deepest(places),
-            retain_graph=retain_graph or predicted is not None,
+            retain_graph=retain_graph or predicted is not None or reached.needs_graph,
             at_once=self._peers.all(sum([call.size for call in reached.calls]) <= AT_ONCE),
         )
         if predicted is not None:
@@ -350,8 +351,10 @@ class Tape(Recorder):
         check_losses(losses)
         self.layouts.filled.learn(len(losses))
         graph = Graph(losses)
-        finder = CallFinder(self._calls, self._unknown, self._leaves)
-        calls = finder.reached(graph)
+        finder = CallFinder(self._calls, self._leaves, self._is_constant)
+        calls, self.unrecorded = finder.reached(graph, losses)
+        calls += self.unrecorded
+        self._check_weights(calls)
         self._check_all_reached(calls, set(may_miss))
         for call in calls:
             check_unchanged(call)
@@ -359,6 +362,24 @@ class Tape(Recorder):
         cuts = [*{cut.edge: cut for cut in self._cuts if cut.edge.node in graph.children}.values()]
         path = self._path(graph, finder.nodes_before(graph), [*calls, *cuts], len(losses))
         return Reached(losses, graph, calls, cuts, path)
+
+    def _check_weights(self, calls: Sequence[Call]) -> None:
+        """Raises if a parameter is complex, or was written into between its use and the recording's start."""
+        used = {id(use.weight): use.weight for call in calls for use in call.uses}
+        complex_ones = [name for key, w in used.items() if w.is_complex() for name in self._sources[key].names]
+        if complex_ones:
+            raise Refused(
+                f"tape: parameter {', '.join(map(repr, complex_ones))} is complex, which no rule for rows allows. "
+                "Keep it as real numbers (..., 2), with torch.view_as_complex(w) in the forward, or freeze it."
+            )
+        unrecorded = {id(use.weight): use.weight for call in self.unrecorded for use in call.uses}
+        written = [self._sources[key] for key, w in unrecorded.items() if self._source(w) is None]
+        if written:
+            raise Refused(
+                f"tape: the forward wrote into parameter {', '.join(repr(source.names[0]) for source in written)}, so "
+                "that its uses before and after are of different weights. Change weights after an update only, by "
+                "after_update= of PrivateTraining."
+            )
 
     def _check_all_reached(self, calls: list[Call], may_miss: set[str]) -> None:
         """Raises unless the losses reach every parameter that they must not miss."""
@@ -407,6 +428,7 @@ class Tape(Recorder):
         self.measured, self._native = False, None
         known = layouts.recall(reached.path, places, n)
         unseen = self._moved_unseen or (self._moved and reached.graph.has_custom_functions())
+        unseen = unseen or reached.graph.has_scripted_parts()
         if self._peers.size > 1 and not self._plan_alike(reached, known, unseen=unseen):
             return self._measure(reached)
         if known is not None and n > 1 and (unseen or reached.cuts):

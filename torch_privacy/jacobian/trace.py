@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..support.script_modules import takes_hooks
 from ..support.torch_modes import tensors_in
 
 
@@ -36,7 +37,7 @@ class Trace:
     def recording(self, count: int) -> Iterator[None]:
         """Records the calls that are made inside the context, on a batch of ``count`` examples."""
         self._count = count
-        names = {module: name for name, module in self._model.named_modules()}
+        names = {module: name for name, module in self._model.named_modules() if takes_hooks(module)}
         handles = [
             handle
             for module in names

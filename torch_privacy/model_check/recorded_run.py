@@ -14,9 +14,11 @@ from ..jacobian.calls import Call
 from ..jacobian.layout import Layouts, Measurement
 from ..jacobian.operator import Jacobian, PlanRow
 from ..jacobian.tape import Tape
+from ..jacobian.unrecorded import NodeUse
 from ..ops import AnyLayout, Layout
 from ..ops.fallback import ReplayUse
 from ..support.model_state import ModelTensors
+from ..support.script_modules import takes_hooks
 from ..support.validate import Refused
 from .checkup import Meeting
 
@@ -46,11 +48,12 @@ class RecordedRun:
     def meetings(self) -> dict[str, tuple[Meeting, ...]]:
         """Returns the calls that used each parameter."""
         found: dict[str, tuple[Meeting, ...]] = {}
-        for number, call in enumerate(self.tape._calls):
+        for number, call in enumerate([*self.tape._calls, *self.tape.unrecorded]):
             modules = [name for name, calls in self._forwards if number in calls]  # from the outermost inwards
             for use in call.uses:
                 innermost = modules[-1] if modules else ""
-                met = Meeting(call.op, innermost, self._layouts.of(call), isinstance(use, ReplayUse))
+                is_generic = isinstance(use, ReplayUse | NodeUse)
+                met = Meeting(call.op.split("::")[-1], innermost, self._layouts.of(call), is_generic)
                 found |= {name: (*found.get(name, ()), met) for name in self.tape._names_of(use.weight)}
         return found
 
@@ -95,7 +98,7 @@ def _shape(call: Call, layout: AnyLayout) -> str:
 def _noting_forwards(model: nn.Module, tape: Tape, forwards: list[tuple[str, range]]) -> Iterator[None]:
     """Appends to ``forwards`` each module's name and the range of the tape's calls during its forward."""
     running: list[int] = []
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules() if takes_hooks(module)}
 
     def before(module: nn.Module, _: Any) -> None:
         running.append(len(forwards))

@@ -48,44 +48,95 @@ class ReplayUse(Use):
         return () if self.replay.changed else self.replay.data
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        owner = layout.owners().to(b.device).view(-1, *(1,) * (b.ndim - 1 - layout.dim))
-        y, size = self.replay.outputs[self.output], max(1, CHUNK_FLOATS // max(1, b.numel()))
-        finite, rows = b.isfinite(), []
-        for examples in torch.arange(layout.num_examples, device=b.device).split(size):
-            belongs = (owner == examples.view(-1, *(1,) * b.ndim)) & finite
-            rows.append(in_sum_dtype(self._backward(y, torch.where(belongs, b, 0).to(y.dtype))))
-        if not rows:
-            return Rows(b.new_zeros(0, *self.weight.shape))
-        return Rows(self._checked(torch.cat(rows), finite, layout))
-
-    def _checked(self, rows: Tensor, finite: Tensor, layout: AnyLayout) -> Tensor:
-        """Sets the rows of examples with non-finite values to NaN; raises if any other row is not finite."""
-        valid = self.replay.valid[self.output]
-        finite = finite if valid is None else finite & valid
-        invalid = layout.examples_first((~finite).to(rows.dtype)).flatten(1).any(1) if not finite.all() else None
-        bad_rows = ~rows.reshape(len(rows), self.weight.numel()).isfinite().all(1)
-        if (bad_rows if invalid is None else bad_rows & ~invalid).any():
-            raise Refused(
-                f"ops.fallback: {self.replay.name!r} has an infinite derivative for one example of this batch, which "
-                "makes the rows of the others NaN. Keep its inputs away from such points (clamp them), or freeze the "
-                "parameter."
-            )
-        return rows if invalid is None else rows.masked_fill(invalid.view(-1, *(1,) * (rows.ndim - 1)), torch.nan)
+        y, valid = self.replay.outputs[self.output], self.replay.valid[self.output]
+        name = self.replay.name
+        (rows,) = rows_of_each(lambda c: [self._backward(y, c.to(y.dtype))], [self.weight], b, layout, name, valid)
+        return Rows(rows)
 
     def _backward(self, y: Tensor, cotangents: Tensor) -> Tensor:
         """Maps cotangents (k, *y.shape) to gradients (k, *weight.shape)."""
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            try:
-                (rows,) = torch.autograd.grad(
-                    y, self.leaf, cotangents, retain_graph=True, is_grads_batched=True, allow_unused=True
-                )
-            except (RuntimeError, NotImplementedError) as error:
-                raise Refused(
-                    f"ops.fallback: {self.replay.name!r} has no exact rule, and torch cannot batch its backward "
-                    f"({str(error).splitlines()[0]}). Write that step with supported ops, or freeze the parameter."
-                ) from None
+
+        def backward(g: Tensor, *, batched: bool) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(y, self.leaf, g, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+
+        with torch.enable_grad():
+            (rows,) = for_each_cotangent(backward, cotangents)
         return cotangents.new_zeros(len(cotangents), *self.weight.shape) if rows is None else rows
+
+
+def rows_of_each(
+    backward: Callable[[Tensor], list[Tensor]],
+    weights: Sequence[Tensor],
+    b: Tensor,
+    layout: AnyLayout,
+    name: str,
+    valid: Tensor | None = None,
+) -> list[Tensor]:
+    """Returns the rows (n, *shape) of some weights, by a backward with the cotangent of one example after the other.
+
+    Args:
+        backward: maps cotangents (k, *b.shape) to the gradients (k, *weight.shape) in each weight.
+        weights: those whose rows are wanted.
+        b: the gradient of the losses in the output.
+        layout: of b.
+        name: of what is run backwards, for messages.
+        valid: mask of the finite entries of the output; None if all are finite.
+
+    Raises:
+        Refused: an infinite derivative of one example makes the rows of others NaN.
+    """
+    owner = layout.owners().to(b.device).view(-1, *(1,) * (b.ndim - 1 - layout.dim))
+    if not layout.num_examples:
+        return [b.new_zeros(0, *weight.shape) for weight in weights]
+    finite, parts = b.isfinite(), []
+    for examples in torch.arange(layout.num_examples, device=b.device).split(max(1, CHUNK_FLOATS // max(1, b.numel()))):
+        belongs = (owner == examples.view(-1, *(1,) * b.ndim)) & finite
+        parts.append(backward(torch.where(belongs, b, 0)))
+    finite = finite if valid is None else finite & valid
+    invalid = None if finite.all() else layout.examples_first((~finite).to(b.dtype)).flatten(1).any(1)
+    return [_checked(in_sum_dtype(torch.cat(rows)), invalid, name) for rows in zip(*parts, strict=True)]
+
+
+def _checked(rows: Tensor, invalid: Tensor | None, name: str) -> Tensor:
+    """Sets the rows of examples with non-finite values to NaN; raises if any other row is not finite."""
+    bad_rows = ~rows.reshape(len(rows), rows[0].numel()).isfinite().all(1)
+    if (bad_rows if invalid is None else bad_rows & ~invalid).any():
+        raise Refused(
+            f"ops.fallback: {name!r} has an infinite derivative for one example of this batch, which makes the rows of "
+            "the others NaN. Keep its inputs away from such points (clamp them), or freeze the parameter."
+        )
+    return rows if invalid is None else rows.masked_fill(invalid.view(-1, *(1,) * (rows.ndim - 1)), torch.nan)
+
+
+def for_each_cotangent(backward: Callable[..., Sequence[Tensor | None]], cotangents: Tensor) -> list[Tensor | None]:
+    """Returns the gradients (k, *shape) for cotangents (k, ...): all at once, or one by one where torch cannot batch.
+
+    Args:
+        backward: maps a cotangent to gradients; or, called with ``batched=True``, all of them.
+        cotangents: at least one.
+
+    Raises:
+        Refused: the backward fails for a single cotangent, too.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        try:
+            return [*backward(cotangents, batched=True)]
+        except (RuntimeError, NotImplementedError, ValueError):
+            pass
+        try:
+            found = [backward(g, batched=False) for g in cotangents]
+        except (RuntimeError, NotImplementedError) as error:
+            raise Refused(
+                f"ops.fallback: a backward for one example fails ({str(error).splitlines()[0]}). Write that step with "
+                "other functions, or freeze the parameter."
+            ) from None
+    return [None if some[0] is None else torch.stack([dense(g) for g in some]) for some in zip(*found, strict=True)]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Returns a gradient that may be sparse as an ordinary tensor."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequence[Tensor], changed: bool) -> Replay:

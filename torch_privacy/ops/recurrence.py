@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..support.validate import Refused
 
 aten = torch.ops.aten
 
@@ -318,8 +319,13 @@ class Scan(torch.autograd.Function):
             return _run(ctx, cells, steps, h0, c0, inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # once_differentiable would drop a part of the second derivative without a word
+            raise Refused(
+                "ops.recurrent: a gradient through nn.LSTM, nn.GRU or nn.RNN was asked for with create_graph=True. Its "
+                "second derivative has no exact rule here. Take the difference of two forwards in place of that "
+                "gradient (docs/jacobian.md#gradients-inside-of-a-loss), or loop over nn.LSTMCell."
+            )
         (y, *saved), (dy, *lasts) = ctx.saved_tensors, gradients
         k, each = len(ctx.cells), len(saved) // len(ctx.cells)
         joining = [y.new_zeros(s) if last is None else last for s, last in zip(ctx.states, lasts, strict=False)]

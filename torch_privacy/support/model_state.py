@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .script_modules import registries_of, scripted
 from .torch_modes import tensors_in
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
@@ -66,15 +67,15 @@ class ModelTree:
             if t is not None and not t.is_inference()
         ]
         self._registries = [
-            (vars(module), kind, registry, [*registry], [*map(id, registry.values())], [*registry.values()])
-            for _, module in self.modules
-            for kind, registry in ((kind, vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers"))
+            (holder, kind, registry, [*registry.keys()], [*map(id, registry.values())], [*registry.values()])
+            for holder in (vars(scripted(module)) for _, module in self.modules)
+            for kind, registry in ((kind, holder[kind]) for kind in ("_modules", "_parameters", "_buffers"))
         ]
 
     def is_current(self) -> bool:
         """True if no module, parameter or buffer was added, replaced or removed since."""
         for holder, kind, registry, keys, ids, _ in self._registries:
-            if holder[kind] is not registry or [*registry] != keys or [*map(id, registry.values())] != ids:
+            if holder[kind] is not registry or [*registry.keys()] != keys or [*map(id, registry.values())] != ids:
                 return False
         return True
 
@@ -180,8 +181,11 @@ def state_entries(modules: _Modules) -> Iterator[_Entry]:
     seen: set[int] = set()
     for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
-        for key, value in list(module._buffers.items()):
-            yield start + key, module._buffers, key, value
+        _, buffers = registries_of(module)
+        for key, value in list(buffers.items()):
+            yield start + key, buffers, key, value
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         for key, value in list(vars(module).items()):
             if key not in _TORCH_ATTRIBUTES and not isinstance(value, nn.Module):
                 yield start + key, vars(module), key, value

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .script_modules import registries_of
 from .validate import Refused
 
 LONGEST_WAIT = 600.0  # seconds until a thread gives up to wait for another one's batch
@@ -27,9 +28,10 @@ class Snapshot:
 
     def __init__(self, model: nn.Module):
         self._modes = [(module, module.training) for module in model.modules()]
-        registries = [r for module in model.modules() for r in (module._parameters, module._buffers)]
-        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = [(r, dict(r)) for r in registries]
-        tensors = {id(t): t for r in registries for t in r.values() if t is not None and not t.is_inference()}
+        registries = [r for module in model.modules() for r in registries_of(module)]
+        self._registries: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [(r, dict(r)) for r in registries]
+        found = [t for r in registries for t in r.values() if isinstance(t, Tensor) and not t.is_inference()]
+        tensors = {id(t): t for t in found}
         self._contents = [(t, t.detach().clone()) for t in tensors.values()]
 
     def restore(self) -> None:
@@ -42,7 +44,8 @@ class Snapshot:
     def restore_tensors(self) -> None:
         """Restores parameters and buffers; does not write into those that have not changed."""
         for registry, before in self._registries:
-            registry.clear()
+            for name in [name for name in registry if name not in before]:
+                del registry[name]
             registry.update(before)
         for tensor, content in self._contents:
             if not _equal(tensor, content):

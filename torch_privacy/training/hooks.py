@@ -16,6 +16,7 @@ from ..jacobian.turns import Turn
 from ..mechanism import Recording
 from ..support.model_state import MutationGuard
 from ..support.replay import SeededRandomNumbers, is_recording_disabled
+from ..support.script_modules import takes_hooks
 
 
 @dataclass
@@ -75,6 +76,8 @@ class ForwardHooks:
 
     def register(self, model: nn.Module) -> None:
         """Registers one hook before all others and one after them, so that the recorder sees what they do."""
+        if not takes_hooks(model):
+            return
         model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after, always_call=True)
 
