@@ -23,6 +23,8 @@ from .tensor_parallel import WayBack
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
+CONTIGUOUS = torch.contiguous_format
+
 OuterProduct = tuple[Tensor, Tensor]  # the factors of a direction in the space of a weight: shape[:1] and shape[1:]
 Direction = Callable[[torch.Size, torch.device], OuterProduct]  # (shape, device) -> one in a weight of that shape
 
@@ -288,7 +290,12 @@ class Block:
             rows = rows.to(self.weight.dtype)
             pulled = for_each_cotangent(backward, rows) if batched else backward(rows, batched=False)
         # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
-        copies = (dense(g).clone(memory_format=torch.contiguous_format) for g in pulled)
+        copies = (
+            rows.new_zeros(*rows.shape[:batched], *leaf.shape)
+            if g is None
+            else dense(g).clone(memory_format=CONTIGUOUS)
+            for g, leaf in zip(pulled, leaves, strict=True)
+        )
         return dict(zip(self.names, copies, strict=True))
 
     def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -189,12 +189,12 @@ class Recorder(OpMode):
         """Runs an op on parameters and constants, or a factory, and keeps what its result is."""
         func = step.func
         base = args[0]._base if step.traits.in_place and not weights else None
-        is_constant = base is not None and self._is_constant(base)
+        constant = base if base is not None and self._is_constant(base) else None
         out = func(*args, **kwargs)
         result = args[0] if step.traits.in_place else out
         self._add_step(step, tensors_among((result,)))
-        if is_constant:  # constants were written into a part of it
-            self._constants[id(base)] = base, base._version
+        if constant is not None:  # constants were written into a part of it
+            self._constants[id(constant)] = constant, constant._version
         if self._reads_python and func in FROM_PYTHON:
             self._add_results(tensors_among((out,)))
         elif tensors or self._filled.makes_constant(func, out, self._num_examples):

@@ -194,7 +194,7 @@ class _Step:
 
 def _pass(node: Node, number: int, cotangents: Tensor) -> list[tuple[Edge, Tensor]]:
     """Returns the gradients (k, *shape) that one node passes on, with the edges that they go to."""
-    count = len(node._input_metadata)  # pyright: ignore[reportAttributeAccessIssue]
+    count = len(node._input_metadata)
 
     def apply(g: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(node, BackwardCFunction):
@@ -244,4 +244,4 @@ def _children(node: Node) -> list[Edge]:
 
 def _metadata(node: Node, number: int) -> Any:
     """Returns shape and type of a node's output, and so of the gradient that enters it there."""
-    return node._input_metadata[number]  # pyright: ignore[reportAttributeAccessIssue]
+    return node._input_metadata[number]

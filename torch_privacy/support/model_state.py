@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -20,7 +20,7 @@ from .torch_modes import tensors_in
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-_Entry = tuple[str, dict[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
+_Entry = tuple[str, MutableMapping[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
 
 
 @dataclass(frozen=True)

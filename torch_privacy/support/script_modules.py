@@ -51,4 +51,4 @@ def scripted(module: nn.Module) -> nn.Module:
 
 def takes_hooks(module: nn.Module) -> bool:
     """True unless TorchScript forbids forward hooks on the module."""
-    return not isinstance(module, torch.jit.RecursiveScriptModule)
+    return not isinstance(module, torch.jit.ScriptModule) or "_actual_script_module" in vars(module)
