@@ -172,7 +172,7 @@ class Plain(nn.Module):
 
 
 REFUSED = {
-    "experts are balanced over the batch": (mixture, {"labels": True}, "on this batch the mean of .* times its own .loss"),
+    "experts are balanced over the batch": (mixture, {"labels": True}, "on this batch .* times its own .loss"),
     "unknown head": (lambda: of_bert("BertForPreTraining"), {"labels": True}, "override losses"),
     "no model of transformers": (Plain, {"labels": True}, "Plain has no head"),
     "no labels": (gpt2, {}, "has no labels, but input_ids, attention_mask"),
