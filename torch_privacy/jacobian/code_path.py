@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..support.torch_modes import tensors_in
 
+FEW = 16  # numbers in a list or tensor, up to which each is noted
 SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
 
 class CodePath:
-    """The torch functions that were called, each with the place in the code that called it.
+    """The torch functions that were called, each with the place in the code that called it, and the kinds of numbers.
 
-    The order of calls and the sizes of tensors do not count: a layer that is left out at random, or a longer text, is
+    A factor that was 0 until now, or 256 times smaller, may let in what was not seen: that is new code, too. The order
+    of calls and the sizes of tensors do not count: a layer that is left out at random, or a longer text, is
     not new code.
     """
 
@@ -28,10 +32,19 @@ class CodePath:
         self.shapes = 0  # hash of the shapes of all results
         self.place = 0  # hash of the place in the code of the latest call
 
-    def note_call(self, func: Callable, numbers: tuple) -> None:
-        """Adds a call of a torch function with these integers, names and flags."""
+    def note_call(self, func: Callable, numbers: tuple, values: tuple = ()) -> None:
+        """Adds a call of a torch function with these integers, names and flags, and the kinds of other numbers."""
         place = self.place = _place(sys._getframe(2))
         self.features.add((func, place, _without_sizes(numbers)))
+        for k, value in enumerate(values):
+            if type(value) is float or isinstance(value, (float, np.generic)):
+                self.features.add((place, k, kind_of_number(value)))
+            elif isinstance(value, (list, tuple)) and len(value) <= FEW:
+                self.note_kinds(k, [v for v in value if isinstance(v, float)])
+
+    def note_kinds(self, number: int, values: Iterable[float]) -> None:
+        """Adds the kinds of the few numbers in an argument of the latest call."""
+        self.features.update([(self.place, number, k, kind_of_number(v)) for k, v in enumerate(values)])
 
     def note_shape(self, shape: tuple[int, ...]) -> None:
         """Adds the shape of a result."""
@@ -49,6 +62,14 @@ class CodePath:
     def note(self, features: Iterable[Any]) -> None:
         """Adds anything else in which paths differ."""
         self.features.update(features)
+
+
+def kind_of_number(value: Any) -> Any:
+    """Returns what a number is equal to, if that is 0, 1, -1, infinity or nan; else its sign and size, by 2⁸."""
+    value = float(value.real)
+    if value in (0.0, 1.0, -1.0) or value - value != 0.0:
+        return repr(abs(value) if value == 0 else value)
+    return value > 0, math.frexp(value)[1] >> 3
 
 
 def _storage(t: Tensor) -> Any:

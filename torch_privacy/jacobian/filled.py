@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Factories with results that hold no data of the batch.
 _CONSTANTS = {torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices}
 # Factories with results that may stand for an input with a part for every example, such as a first hidden state.
 _FILLED = {torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn}
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 FROM_PYTHON = {torch.tensor, torch.as_tensor}  # make tensors of numbers
 _FILLED |= FROM_PYTHON
 # Entries above which a filled tensor with a part for each example counts as an input: rows in it, as in a constant,
@@ -34,6 +36,24 @@ class FilledTensors:
         self._seen: set[_Kind] = set()  # in the present batch, while its size is not known
         self._shape: tuple[int, ...] = ()  # of the batch's first input
         self._dims = {0}  # dimensions of first inputs that may hold the examples
+        self._read: dict[int, tuple[Any, int, list[float]]] = {}  # small tensors on other devices
+
+    def entries_of(self, tensor: Tensor, *, lasts: bool) -> list[float]:
+        """Returns the entries of a small tensor; none on other devices, where reading waits, unless the tensor lasts.
+
+        Those of one that lasts are read once for each version.
+        """
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_meta:
+            return []
+        if tensor.device.type == "cpu":
+            return tensor.detach().reshape(-1).tolist()
+        if not lasts:
+            return []
+        alive, version, entries = self._read.get(id(tensor), (None, None, []))
+        if alive is None or alive() is not tensor or version != tensor._version:
+            entries = tensor.detach().reshape(-1).tolist()
+            self._read[id(tensor)] = weakref.ref(tensor), tensor._version, entries
+        return entries
 
     def guess(self, shape: tuple[int, ...]) -> int | None:
         """Returns the size of a batch with a first input of this shape, as earlier batches suggest."""

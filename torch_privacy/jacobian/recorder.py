@@ -29,7 +29,7 @@ from ..ops.fallback import compared, replay, uses_of
 from ..support.torch_modes import OpMode, saves_elsewhere, tensors_in
 from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
-from .code_path import CodePath
+from .code_path import FEW, CodePath
 from .filled import FROM_PYTHON, FilledTensors
 from .graph import leaves_below
 from .tensor_parallel import (
@@ -118,6 +118,7 @@ class Recorder(OpMode):
         }
         self._expanded: dict[int, Tensor] = {}  # id of an expanded source -> the tensor before ``expand``
         self._constants = {id(t): (t, t._version) for t in constants}
+        self._lasting = frozenset(self._constants)
         self._made: dict[int, weakref.ref[Tensor]] = {}  # integer tensors among the inputs, or made of data
         self._blank: dict[int, weakref.ref[Tensor]] = {}  # made to be filled, and with a dimension for the examples
         self._reads_python = False  # the model was called without tensors, so it makes them of the batch itself
@@ -156,13 +157,15 @@ class Recorder(OpMode):
         if self._may_be_parallel and self._is_internal(func, values, sys._getframe(1)):
             return self._run_internal(func, args, kwargs or {})
         numbers = numbers_in(values)
-        self.code.note_call(func, numbers)
+        self.code.note_call(func, numbers, values)
         kwargs = kwargs or {}
         if torch._C._are_functorch_transforms_active():  # inside of vmap, grad, ...: the graph will tell what was used
             if known.reorders is not False:
                 self._moved = self._moved_unseen = True
             return func(*args, **kwargs)
         tensors, weights, data = self._classify(values)
+        if len(tensors) > len(weights):
+            self._note_constants(tensors, data)
         step = Step(func, known, numbers, self._steps_that_made(tensors) if self._made_by else [])
         if not torch.is_grad_enabled():
             return self._run_without_gradient(step, args, kwargs, tensors, weights, data)
@@ -302,7 +305,7 @@ class Recorder(OpMode):
         for t in results:
             if with_weights or self._forwards:  # the loop's other results, such as its logs, round no row
                 self.code.note_shape(t.shape)
-            if not t.is_floating_point():
+            if not t.ndim or not t.is_floating_point():
                 self._made[id(t)] = weakref.ref(t)
 
     def _steps_that_made(self, tensors: Iterable[Tensor]) -> list[Step]:
@@ -370,21 +373,32 @@ class Recorder(OpMode):
                 data.append(t)
         return tensors, weights, data
 
+    def _note_constants(self, tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+        """Notes the kinds of the numbers in small tensors that hold no data, such as a factor that begins to count."""
+        for k, t in enumerate(tensors):
+            if t.requires_grad or t.numel() > FEW or id(t) in self._sources:
+                continue
+            if not any([t is other for other in data]) or not (t.ndim or self._is_made(t)):
+                self.code.note_kinds(k, self._filled.entries_of(t, lasts=id(t) in self._lasting))
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """True for a tensor that is an input, or was made of data."""
+        made = self._made.get(id(tensor))
+        return made is not None and made() is tensor
+
     def note_inputs(self, *inputs: Any) -> None:
         """Takes the arguments that the model is called with: integers among them hold data of the batch."""
         tensors = tensors_in(inputs)
         self._reads_python |= not tensors
         if self._may_be_parallel:
             self._inputs += [(t, t._version) for t in tensors]
-        self._made.update({id(t): weakref.ref(t) for t in tensors if not t.is_floating_point()})
+        self._made.update({id(t): weakref.ref(t) for t in tensors if not t.ndim or not t.is_floating_point()})
         if self._num_examples is None:  # a wrong guess costs time, never exactness
             self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)
 
     def _is_cached(self, tensor: Tensor) -> bool:
         """True for a constant: no recorded function made it, and it has no part for each example."""
-        made = self._made.get(id(tensor))
-        is_made = self._left_torch or (made is not None and made() is tensor)
-        if is_made or not self._filled.is_cached(tensor, self._num_examples):
+        if self._left_torch or self._is_made(tensor) or not self._filled.is_cached(tensor, self._num_examples):
             return False
         self._constants[id(tensor)] = tensor, tensor._version
         return True
