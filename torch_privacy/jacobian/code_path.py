@@ -110,7 +110,11 @@ class RehearsedCode:
 
     def add(self, path: CodePath, num_examples: int) -> None:
         """Adds code that was rehearsed."""
-        self._features[num_examples == 1] |= path.features
+        self.add_features(path.features, num_examples)
+
+    def add_features(self, features: Iterable[Any], num_examples: int) -> None:
+        """Adds the features of code that was rehearsed, or changed no answer of a batch that was."""
+        self._features[num_examples == 1].update(features)
 
 
 @lru_cache(maxsize=2**14)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..support.model_state import same
+from .measure import NOT_SEPARATED
 from .trace import Trace
 from .turns import Answers, Turn
 
@@ -25,6 +26,8 @@ FACTOR = "the clip factor"
 REPLACED = "when other examples took the places of the rest"
 REMOVED = "when the rest was left out"
 REPEATED = "when the batch was made again"
+DEPENDS = "examples of a batch depend on each other"
+CARRIES = "which would carry data past the noise"
 
 CURE = (
     "Make each loss a function of its own example and of the model alone: use GroupNorm in place of BatchNorm, divide "
@@ -212,13 +215,18 @@ def differing(some: dict[str, Any], others: dict[str, Any]) -> set[str]:
 
 def depend(what: str, where: str, cure: str) -> str:
     """Returns the message for examples that depend on each other."""
-    return f"rehearsal: examples of a batch depend on each other: {what}. {where + ' ' if where else ''}{cure or CURE}"
+    return f"rehearsal: {DEPENDS}: {what}. {where + ' ' if where else ''}{cure or CURE}"
+
+
+def shows_dependence(error: Exception) -> bool:
+    """True if the message of a refusal, perhaps of another rank, says that examples depend on each other."""
+    return any(clause in str(error) for clause in (DEPENDS, CARRIES, NOT_SEPARATED))
 
 
 def written_into(names: Sequence[str]) -> str:
     """Returns the message for a forward that changed parameters."""
     return (
-        f"rehearsal: the forward changed {quoted(names)}, or the loop did, which would carry data past the noise. "
+        f"rehearsal: the forward changed {quoted(names)}, or the loop did, {CARRIES}. "
         "Write into no parameter; training.step makes the updates."
     )
 
@@ -231,6 +239,16 @@ def not_repeating(what: str) -> str:
         "random numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
         "generators of torch, numpy or Python, which are set for every batch; or state why examples do not depend on "
         "each other: assume_independent='...', which the privacy statement prints."
+    )
+
+
+def not_repeated(functions: Sequence[str]) -> str:
+    """Returns the message for a loop that ran these functions for a batch once, and not when it was made again."""
+    called = f", which called {', '.join(functions)} of torch and did not call them again" if functions else ""
+    return (
+        f"rehearsal: the loop gave other losses or gradients when a batch was handed out first{called}. It counts its "
+        "own turns, or switches something once. Let it depend on training.step_count instead, which is the same in all "
+        "turns of a batch, or switch between steps, where training.step(losses) returned True."
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Powers of two by which losses are weighted, at most: 2^96, and the gradients that follow, are in float32's range.
 MAX_EXPONENT = 96
+NOT_SEPARATED = "examples of the batch cannot be separated"
 
 NamesOf = Callable[[Tensor], tuple[str, ...]]
 OnLayout = Callable[[int, Tensor, AnyLayout], None]  # (number of a call, gradient in its output, layout)
@@ -192,7 +193,7 @@ def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
             "at a time, give it a batch of one, as in layer(x[None])[0]; better, call it once for all examples."
         )
     return (
-        f"tape: {_where(call, names_of)} the {n} examples of the batch cannot be separated: either one example's loss "
+        f"tape: {_where(call, names_of)} the {n} {NOT_SEPARATED}: either one example's loss "
         "depends on another example (batch normalization, in-batch negatives, a loss averaged over the batch), or the "
         "examples are in no regular order. Make each loss depend on its own example only, e.g. with GroupNorm in place "
         "of BatchNorm."

@@ -376,13 +376,13 @@ class Recorder(OpMode):
     def _note_constants(self, tensors: Sequence[Tensor], data: Sequence[Tensor]) -> None:
         """Notes the kinds of the numbers in small tensors that hold no data, such as a factor that begins to count."""
         for k, t in enumerate(tensors):
-            if t.requires_grad or t.numel() > FEW or id(t) in self._sources:
+            if t.requires_grad or t.numel() > FEW or id(t) in self._sources or self._is_made(t):
                 continue
-            if not any([t is other for other in data]) or not (t.ndim or self._is_made(t)):
+            if not t.ndim or not any([t is other for other in data]):
                 self.code.note_kinds(k, self._filled.entries_of(t, lasts=id(t) in self._lasting))
 
     def _is_made(self, tensor: Tensor) -> bool:
-        """True for a tensor that is an input, or was made of data."""
+        """True for a tensor that is an input, or was made of data, or of parameters alone but without a gradient."""
         made = self._made.get(id(tensor))
         return made is not None and made() is tensor
 
@@ -470,6 +470,8 @@ class Recorder(OpMode):
         key = id(result)
         if not weights or not result.requires_grad:
             self._constants[key] = (result, result._version)
+            if result.is_floating_point() and (weights or any([self._is_made(t) for t in tensors_among(args)])):
+                self._made[key] = weakref.ref(result)
         if not weights or not result.requires_grad or self._source(result) is not None:  # contiguous() may return it
             return
         is_moved = len(weights) == 1 and self._sources[id(weights[0])].rearranged and rearranges(func, args)

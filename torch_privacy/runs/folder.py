@@ -48,6 +48,7 @@ class RunFolder:
         self.privacy = self.path / "privacy.json"
         self.results = self.path / "results.json"
         self.report = self.path / "report.html"
+        self.coupled = self.path / "coupled.json"  # which releases may leak, if a rehearsal found that examples depend
         self.schema = self.path / "schema.toml"  # of a training on the user's own table
         self.audit = self.path / "audit" / "audit.json"
         self.card = self.path / "README.md"
@@ -166,6 +167,10 @@ class RunFolder:
     def read_own_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
         """Reads the settings of a training in a loop of one's own; raises a ``ValueError`` if the file is damaged."""
         return self._read_json(self.settings, schemas.OWN_SETTINGS, digests)
+
+    def read_coupled(self) -> dict[str, Any] | None:
+        """Reads which releases may leak; None if no rehearsal found a dependence."""
+        return self._read_json(self.coupled, schemas.COUPLED, NO_DIGESTS) if self.coupled.exists() else None
 
     def read_request(self) -> dict[str, Any] | None:
         """Reads the settings of an experiment, or returns None if the folder is that of a training."""

@@ -88,6 +88,9 @@ REQUEST = record(  # the settings of an experiment
     closed=True,
 )
 OPTION = {"type": ["number", "string", "boolean", "null"]}
+COUPLED = record(  # releases that may leak; see training/rehearsals.py
+    {name: {"type": "integer", "minimum": 0} for name in ("first", "last", "found")}, closed=True
+)
 OWN_SETTINGS = record(  # of a training in a loop of one's own
     {
         "model": NAME,

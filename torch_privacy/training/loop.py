@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +66,7 @@ from .hooks import ForwardHooks, Pending
 from .placement import Ranked, Whole, local_of, placement_of
 from .prepared import check_not_for_accelerate, without_accelerate
 from .reached import Reached
-from .rehearsals import RARELY, Part, Rehearsals, idle_turn
+from .rehearsals import RARELY, FirstRun, Part, Rehearsals, idle_turn
 from .release import Keys, Releases, Share, new_keys
 from .repetition import Machine, NotRepeated, number_of_threads
 from .run_files import (
@@ -319,7 +320,8 @@ class PrivateTraining:
         self._releases = self._new_releases()
         assumed = assume_independent is not None
         items = None if assumed else item_check(self._batches.dataset, numbers)
-        self._rehearsals = Rehearsals(self._model, self._releases, assumed, items)
+        steps, epoch = self._account.steps_allowed, 1 / self.settings.sampling_probability
+        self._rehearsals = Rehearsals(self._model, self._releases, assumed, steps, epoch, items)
         self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
         self._hooks.register(self._model)
         self._is_made = True
@@ -686,8 +688,19 @@ class PrivateTraining:
         try:
             with self._one_thread():
                 return self._step(losses)
+        except Refused as error:
+            self._note_refused(error)
+            raise
         finally:
             torch.set_grad_enabled(enabled)  # an interrupt within torch.no_grad's own exit leaves gradients off
+
+    def _note_refused(self, error: Refused) -> None:
+        """Notes, in the run folder too, which releases may leak if the refusal shows that examples depend."""
+        rehearsals = self._rehearsals
+        if rehearsals.coupled is None:
+            rehearsals.note_refused(error, self.step_count)
+            if rehearsals.coupled is not None and self._files is not None:
+                self._files.note_coupled(asdict(rehearsals.coupled))
 
     def _step(self, losses: Tensor) -> bool:
         pending, part = self._pending, self._part
@@ -747,13 +760,17 @@ class PrivateTraining:
             pending.close()
             self._rehearsals.keeps_state |= bool(answers.changes)
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
-                self._rehearsals.restart(part)
+                is_first = pending.turn.is_batch and part.share.counts
+                first = FirstRun.of(pending.tape.code, answers.losses, sums) if is_first else None
+                self._rehearsals.restart(part, first)
                 self._turn, self._pending = next(part.script), None
                 return
             try:
                 self._turn = part.script.send(answers)
             except StopIteration:
                 self._turn = None
+                if part.first is not None and pending.tape is not None:
+                    part.first.check_repeated(FirstRun.of(pending.tape.code, answers.losses, sums))
         except Unfit:  # the turn is handed out again, for the tape
             assert self._compiled is not None
             pending.close()
@@ -780,7 +797,7 @@ class PrivateTraining:
             self._callbacks.note(part.share.positions, losses, summation, part.share.units)
         if self._files is not None and self._placement.counts and part.share.counts:
             self._files.note(losses.mean(1))
-        self._rehearsals.note_passed(part, code)
+        self._rehearsals.note_passed(part, code, self.step_count)
         if isinstance(self._placement, Ranked):
             with self._ranks.communicating():
                 with self._ranks.summing():
@@ -985,6 +1002,8 @@ class PrivateTraining:
             "step_count": self.step_count,
             "num_non_finite": self.num_non_finite,
             "moved_otherwise": self._weight_guard.moved_otherwise(self.step_count),
+            "last_rehearsed": self._rehearsals.last_passed,
+            "coupled": None if self._rehearsals.coupled is None else asdict(self._rehearsals.coupled),
             "noise_key": self._releases.noise.key.hex(),
             "sampler_key": self._releases.sampler.key.hex(),
             "stop_reason": self._stop_reason,
@@ -1050,10 +1069,12 @@ class PrivateTraining:
         self._releases = self._rehearsals.releases = self._new_releases(keys, resumed=True, num_lost=num_lost)
         self._machine = Machine.from_state(state.get("machine"))
         self._account.count_lost(num_lost)
+        self._rehearsals.num_steps = self._account.steps_allowed
         self._step_count, self._num_non_finite = state["step_count"], state["num_non_finite"]
         self._mechanism.load_state(state)
         if self._files is not None:
             self._files.load(state.get("losses"))
+        self._rehearsals.load(state, self._ranks.from_first(self._files and self._files.coupled()))
         self._loops += 1
         self._forget_batch()
         self._weight_guard.reset(state.get("moved_otherwise", ""))
@@ -1403,6 +1424,7 @@ class PrivateTraining:
         found = "" if self._machine is None else self._machine.differences(Machine.here(self._tensors.trained.values()))
         self._releases = self._rehearsals.releases = self._new_releases(num_lost=num_lost)
         self._account.count_lost(num_lost)
+        self._rehearsals.num_steps = self._account.steps_allowed
         self._sums, self._left_out = {}, 0
         allowed = self._account.steps_allowed
         warnings.warn(
@@ -1439,6 +1461,7 @@ class PrivateTraining:
             self.step_count,
             self._stop_reason,
             self._weight_guard.moved_otherwise(self.step_count),
+            str(self._rehearsals.coupled or ""),
             frozenset(self._rehearsals.not_compared),
             generators(self._tensors.trained.values()),
             self._date or _now(),

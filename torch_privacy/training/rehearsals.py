@@ -3,23 +3,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..jacobian.code_path import CodePath, RehearsedCode
+from ..jacobian.comparison import not_repeated, shows_dependence
 from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState
+from ..support.validate import Refused
 from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
-RARELY = 64  # later, steps 4, 8, 16, ... are rehearsed, and each other step with a chance of 1 in 64, by the secret key
+RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
+BLOCK = 128  # of each so many steps one is rehearsed that the secret key selects
 
 Script = Generator[Turn, Answers, None]
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """Holds what a batch that was set aside ran and gave; it must give the same when it comes again."""
+
+    features: frozenset[Any]
+    digest: Tensor
+
+    @classmethod
+    def of(cls, code: CodePath, losses: Tensor, sums: Mapping[str, Tensor]) -> FirstRun:
+        """Takes the losses of a batch, and the sizes of its clipped sums."""
+        sizes = [part for t in sums.values() for part in (t.double().norm().cpu(), t.double().sum().cpu())]
+        return cls(frozenset(code.features), torch.stack([*losses.detach().double().flatten().cpu(), *sizes]))
+
+    def check_repeated(self, again: FirstRun) -> None:
+        """Refuses a loop that gave other answers when it ran code that it did not run again."""
+        missing = self.features - again.features
+        if missing and not torch.allclose(self.digest, again.digest, rtol=1e-5, atol=0, equal_nan=True):
+            named = {getattr(feature[0], "__name__", "") for feature in missing if isinstance(feature, tuple)}
+            raise Refused(not_repeated(sorted(name for name in named if name)))
 
 
 @dataclass
@@ -34,6 +61,31 @@ class Part:
     rehearsed: bool
     thorough: bool  # whether it is rehearsed in full
     before: ModelState | None = None  # the model's, to be put back if the part is restarted
+    first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """Names the releases between the last rehearsal that passed and one that failed."""
+
+    first: int
+    last: int
+    found: int  # the step whose rehearsal failed
+
+    def __str__(self) -> str:
+        return (
+            f"NOT PRIVATE (from the last rehearsal that passed: step {self.found} showed that examples depend on each "
+            f"other, and releases {self.first} to {self.last} were made since step {self.first - 1}, the last one "
+            f"before that passed, and may leak; repeat them from a state of step {self.first} or before)"
+            if self.first
+            else f"NOT PRIVATE (no rehearsal has passed: step {self.found} showed that examples depend on each other, "
+            f"and releases 0 to {self.last}, which were made before, may leak; begin anew)"
+        )
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any] | None) -> Coupled | None:
+        """Returns it as `asdict` has it in a state; None for None."""
+        return None if state is None else cls(**state)
 
 
 @dataclass
@@ -44,12 +96,16 @@ class Rehearsals:
         model: the user's model.
         releases: provides the secret key, which determines the steps, the microbatch and the examples.
         assumed: True if the user assumes independence, so that nothing is rehearsed.
+        num_steps: of the training; the last one is rehearsed.
+        epoch: number of steps in which every example is in one batch on average.
         items: compares items with those of a data set with other examples; None if there is no need.
     """
 
     model: nn.Module
     releases: Releases
     assumed: bool
+    num_steps: int
+    epoch: float
     items: ItemCheck | None = None
     moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, such as a teacher's
     overwritten: set[str] = field(
@@ -57,15 +113,31 @@ class Rehearsals:
     )  # attributes that hold data but are overwritten before they are read
     keeps_state: bool = False  # whether turns change buffers or attributes
     not_compared: set[str] = field(default_factory=set)  # what could not be compared, in words
+    last_passed: int = -1  # the last step with a rehearsal that passed
+    coupled: Coupled | None = None  # releases that may leak, if a rehearsal has failed
     code: RehearsedCode = field(default_factory=RehearsedCode)  # the paths through the code that were rehearsed
 
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
         """Returns whether microbatch ``number`` of ``count`` is to be rehearsed, and whether in full."""
-        early = step <= THOROUGH
-        chance = int.from_bytes(self.releases.secret(b"rehearsal", step)[:8], "little")
-        if self.assumed or number != chance // RARELY % count:
+        if self.assumed:
             return False, False
-        return early or step & (step - 1) == 0 or chance % RARELY == 0, early
+        first = self._chance(b"rehearsal")  # whose turn it is first; then every microbatch has one
+        due = step == self.num_steps - 1 or number in [(first + turn) % count for turn in self._turns(step)]
+        return due, due and step <= THOROUGH
+
+    def _turns(self, step: int) -> Iterator[int]:
+        """Yields, for each reason to rehearse a step, how many steps were rehearsed for the same reason before."""
+        if step <= THOROUGH or step & (step - 1) == 0:
+            yield step.bit_length()
+        block, place = divmod(step, BLOCK)
+        if place == self._chance(b"rehearsed step", block) % BLOCK:
+            yield block
+        period = self.epoch * math.ceil(RARELY / self.epoch)
+        if step and step // period > (step - 1) // period:
+            yield int(step // period)
+
+    def _chance(self, purpose: bytes, *numbers: int) -> int:
+        return int.from_bytes(self.releases.secret(purpose, *numbers)[:8], "little")
 
     def begin(
         self,
@@ -85,9 +157,10 @@ class Rehearsals:
         before = ModelState(self.model) if self.keeps_state and not rehearsed else None
         return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough, before)
 
-    def restart(self, part: Part) -> None:
+    def restart(self, part: Part, first: FirstRun | None) -> None:
         """Restarts a part with a full rehearsal, from the model's state before its first turn."""
         part.script.close()
+        part.first = part.first or first
         if part.before is not None:
             part.before.restore()
         part.script, part.rehearsed, part.thorough = self._script(part.examples, part.share, thorough=True), True, True
@@ -96,10 +169,30 @@ class Rehearsals:
         """True if the part took a path through the code that no rehearsal has seen."""
         return part.share.counts and not (self.assumed or part.thorough or self.code.has(code, part.examples.count))
 
-    def note_passed(self, part: Part, code: CodePath) -> None:
-        """Remembers the path of a part that passed its rehearsal."""
+    def note_passed(self, part: Part, code: CodePath, step: int) -> None:
+        """Remembers the path of a part of this step that passed its rehearsal."""
         if part.rehearsed:
             self.code.add(code, part.examples.count)
+            if part.first is not None:  # it gave the same answers
+                self.code.add_features(part.first.features, part.examples.count)
+            self.last_passed = step
+
+    def note_refused(self, error: Refused, step: int) -> None:
+        """Remembers which releases may leak if this refusal of a step shows that examples depend on each other."""
+        first = self.last_passed + 1
+        if shows_dependence(error) and not self.assumed and first < step:
+            self.coupled = self.coupled or Coupled(first, step - 1, step)
+
+    def load(self, state: Mapping[str, Any], found: Mapping[str, Any] | None) -> None:
+        """Continues from a state of the training; ``found`` is what its run folder says about releases that may leak.
+
+        A state from before these releases repeats them; so does one that has seen a rehearsal since.
+        """
+        self.last_passed = state.get("last_rehearsed", -1)
+        self.coupled = Coupled.from_state(state.get("coupled"))
+        coupled = Coupled.from_state(found)
+        if coupled is not None and self.last_passed < coupled.first < state["step_count"]:
+            self.coupled = coupled
 
     def _script(self, examples: DatasetExamples, share: Share, *, thorough: bool) -> Script:
         units, by_owner = share.units, self.releases.by_owner

@@ -23,7 +23,7 @@ from ..gep import BGEP, GEP
 from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
-from ..runs.schemas import LOSS_LOG
+from ..runs.schemas import COUPLED, LOSS_LOG
 from ..sampling.fingerprint import STATE_FINGERPRINT
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
@@ -42,6 +42,8 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
         "step_count": {"type": "integer", "minimum": 0},
         "num_non_finite": {"type": "integer", "minimum": 0},
         "moved_otherwise": {"type": "string"},
+        "last_rehearsed": {"type": "integer", "minimum": -1},
+        "coupled": {"oneOf": [COUPLED, {"type": "null"}]},
         "noise_key": KEY,
         "sampler_key": KEY,
         "stop_reason": {"type": ["string", "null"]},

@@ -35,6 +35,7 @@ class Progress:
     steps_made: int
     stop_reason: str | None  # reason for stopping, if declared to be independent of the data
     moved_otherwise: str  # when other code was first seen to have moved the weights; empty if it did not
+    coupled: str  # NOT PRIVATE and which releases may leak, if examples were found to depend on each other; or empty
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
     generator: str  # of the noise
     date: str  # of the last step, in UTC
@@ -213,6 +214,8 @@ class Account:
             return NOT_FOR_RELEASE
         if self._settings.num_canaries:
             return AUDIT
+        if progress.coupled:
+            return progress.coupled
         if progress.moved_otherwise:
             return MOVED.format(progress.moved_otherwise)
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests when batches are rehearsed, that couplings which begin late are found, and what is said of releases before."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+from torch_privacy.training.rehearsals import BLOCK, RARELY
+
+LATE = 5  # neither one of the first steps nor a power of two
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.g, self.factor = nn.Linear(3, 4), nn.Linear(4, 2), 0.0
+        self.register_buffer("gates", torch.zeros(2))
+        self.plain = torch.zeros(())
+
+    def forward(self, h):
+        return self.g(h)
+
+
+def training_of(losses, after=lambda training: None, *, num_steps=8, count=40, seed=1, **settings):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(count, 3), torch.randint(2, (count,)))
+    model = Net()
+    settings = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0, "delta": 1e-3, "test_seed": seed} | settings
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    training = tp.PrivateTraining(model, optimizer, data, expected_batch_size=8, num_steps=num_steps, **settings)
+
+    def run():
+        for x, y in training:
+            h = losses(training, model, model.f(x).tanh())
+            training.step(F.cross_entropy(model(h), y, reduction="none"))
+            after(training)
+
+    return training, run
+
+
+def mean(h):
+    return h.mean(0, keepdim=True)
+
+
+def factor(t):
+    return max(0, t.step_count - LATE + 1) / 10
+
+
+def attribute(t, m, h):
+    m.factor = factor(t)
+    return h + m.factor * mean(h)
+
+
+FACTORS = {  # the state of a batch enters from step 5 on
+    "in the loop": lambda t, m, h: h + factor(t) * mean(h),
+    "an attribute": attribute,
+    "a tensor of the loop": lambda t, m, h: h + torch.tensor(factor(t)) * mean(h),
+    "of numpy": lambda t, m, h: h + mean(h) * np.float32(factor(t)),
+    "in a list": lambda t, m, h: h + torch.tensor([0.0, factor(t)])[1] * mean(h),
+    "from numpy": lambda t, m, h: h + torch.from_numpy(np.array(factor(t), np.float32)) * mean(h),
+    "a buffer": lambda t, m, h: h + m.gates[1] * mean(h),
+    "a plain tensor": lambda t, m, h: h + m.plain * mean(h),
+    "a weight of lerp": lambda t, m, h: torch.lerp(h, mean(h).expand_as(h), factor(t)),
+    "a temperature": lambda t, m, h: h + mean(h) / (1 / factor(t) if factor(t) else math.inf),
+    "a branch": lambda t, m, h: h + mean(h) if t.step_count >= LATE else h,
+}
+
+
+def switch_buffers(training):
+    if training.step_count >= LATE:
+        training.model.gates[1] = 0.5
+        training.model.plain = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_that_was_zero_until_now_is_rehearsed_at_once(name):
+    training, run = training_of(FACTORS[name], switch_buffers)
+    with pytest.raises(tp.Refused, match="depend"):
+        run()
+    assert training.step_count == LATE
+
+
+HONEST = {
+    "annealed": lambda t, m, h: h * (1 - t.step_count / 300),
+    "random factors": lambda t, m, h: h * (1 + np.random.beta(0.2, 0.2)),
+    "a factor for each example": lambda t, m, h: torch.stack([r * r.detach().norm().item() for r in h]),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_factors_are_rarely_rehearsed(name):
+    turns = []
+    _, run = training_of(HONEST[name], lambda training: turns.append(training.rehearsing), num_steps=60)
+    run()
+    assert sum(turns[len(turns) // 3 :]) < len(turns) // 3
+
+
+# When
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 10, 100, 333.3])
+def test_rehearsals_are_bounded_and_begin_epochs(epoch):
+    training, _ = training_of(FACTORS["a branch"], num_steps=1000)
+    rehearsals = training._rehearsals
+    rehearsals.epoch = epoch
+    due = [step for step in range(1000) if rehearsals.are_due(step, 0, 1)[0]]
+    assert len(due) <= 40
+    assert 999 in due
+    if epoch > RARELY:
+        assert {math.ceil(k * epoch) for k in range(1, int(1000 / epoch))} <= set(due)
+    assert np.diff(due).max() <= 2 * BLOCK
+
+
+def test_every_microbatch_has_its_turn():
+    training, _ = training_of(FACTORS["a branch"], num_steps=2000)
+    due = training._rehearsals.are_due
+    numbers = [number for step in range(1999) for number in range(4) if due(step, number, 4)[0]]
+    assert min(np.bincount(numbers, minlength=4)) > len(numbers) // 6
+    assert [number for number in range(4) if due(1999, number, 4)[0]] == [0, 1, 2, 3]
+
+
+# What is said of the releases before
+
+
+def by_numpy(t, m, h):
+    """Mixes examples by numpy, with the same calls of torch as before."""
+    values = h.detach().numpy()
+    return h + torch.from_numpy(values.mean(0, keepdims=True) + 0 * values if t.step_count >= 20 else 0 * values)
+
+
+def found_late(folder):
+    states = {}
+
+    def keep(training):
+        states.setdefault(training.step_count, (training.state_dict(), copy_of(training.model)))
+
+    training, run = training_of(by_numpy, keep, num_steps=60, seed=None, run_folder=folder / "run")
+    with pytest.raises(tp.Refused, match="depend on each other"):
+        run()
+    return training, states
+
+
+def copy_of(model):
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path):
+    training, _ = found_late(tmp_path)
+    coupled = training._rehearsals.coupled
+    assert coupled.found == training.step_count > coupled.last >= 20 - 1 >= coupled.first - 1
+    named = f"releases {coupled.first} to {coupled.last} were made"
+    assert str(training.spent()).startswith("NOT PRIVATE (from the last rehearsal that passed: ")
+    assert named in str(training.spent())
+    assert float(training.spent()) == math.inf
+    assert named in training.statement()["warning"]
+    assert training.statement()["private"] is False
+    again, _ = training_of(by_numpy, num_steps=60, seed=None)
+    again.load_state_dict(training.state_dict())
+    assert named in str(again.spent())
+    training.write_run()
+    assert named in (tmp_path / "run" / "privacy.json").read_text()
+    assert named in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("later", "private"), [(0, True), (1, False)])
+def test_a_state_from_before_repeats_the_releases_that_may_leak(tmp_path, later, private):
+    training, states = found_late(tmp_path)
+    first = training._rehearsals.coupled.first
+    state, weights = states[first + later]
+    training.ledger.close()
+    again, _ = training_of(by_numpy, num_steps=60, seed=None, run_folder=tmp_path / "run")
+    again.model.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert str(again.spent()).startswith("NOT PRIVATE") != private
+
+
+def test_a_refusal_without_a_release_before_changes_nothing():
+    training, run = training_of(lambda t, m, h: h + mean(h), seed=None)
+    for _ in range(2):
+        with pytest.raises(tp.Refused, match="depend"):
+            run()
+    assert str(training.spent()).startswith("epsilon")
+    assert training.statement()["private"]
+
+
+# Loops that count their own turns
+
+
+@pytest.mark.parametrize("period", [2, 3, 7, 50])
+def test_a_loop_that_counts_its_own_turns_is_refused(period):
+    turns = []
+
+    def losses(t, m, h):
+        turns.append(t)
+        return h * h if len(turns) % period == 0 else h
+
+    _, run = training_of(losses, num_steps=200)
+    with pytest.raises(tp.Refused, match=r"rehearsal: .*training.step_count"):
+        run()
+
+
+def test_a_log_that_is_written_once_for_each_step_trains():
+    logged = {}
+
+    def losses(t, m, h):
+        if t.step_count not in logged:
+            logged[t.step_count] = h.mean().item(), copy_of(m)
+        return h
+
+    turns = []
+    training, run = training_of(losses, lambda training: turns.append(1), num_steps=40)
+    run()
+    assert training.step_count == 40
+    assert len(turns) < 100
