@@ -184,11 +184,13 @@ class PrivateTraining:
         - An empty batch makes a step of noise alone; the loop does not see it.
         - Before the first releases, the engine checks itself on the user's own batches: the sum of all rows with random
           weights equals the native gradient of the losses with these weights.
-        - Steps 0, 1, 2, 4, 8, 16, ... and one in 64 are rehearsed (one microbatch of each), and so is every batch that
-          runs code of the model that no rehearsal has seen: losses, norms and directions of the gradients, and clip
-          factors of the kept examples stay the same (in steps 0, 1 and 2 the losses of the other examples, too). The
-          secret key determines the one in 64, the microbatch and the examples. docs/pitfalls.md lists what a rehearsal
-          cannot show.
+        - Steps 0, 1, 2, 4, 8, 16, ..., the first of an epoch (at most one in 64), one in 128 and the last are rehearsed
+          (one microbatch of each in turn, all of the last), and so is every batch that runs code of the model or the
+          loop that no rehearsal has seen, or with a number of a new kind, such as a factor that was 0: losses, norms
+          and directions of the gradients, and clip factors of the kept examples stay the same (in steps 0, 1 and 2 the
+          losses of the other examples, too). The secret key determines the one in 128, the first microbatch and the
+          examples. docs/pitfalls.md lists what a rehearsal cannot show.
+        - If a rehearsal finds a dependence, ``spent()`` says NOT PRIVATE from the last one that passed.
         - With ``clipping``, no clipped row exceeds the rule's bound in any step, up to rounding.
         - From the start of the loop to its end, no other optimizer step moves a trained parameter. ``spent()`` and the
           statement say NOT PRIVATE if trained parameters were moved in another way.
@@ -758,7 +760,8 @@ class PrivateTraining:
         try:
             sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
-            self._rehearsals.keeps_state |= bool(answers.changes)
+            if pending.turn.state is not None:
+                self._rehearsals.keeps_state = bool(self._rehearsals.keeps_state or answers.changes)
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
                 is_first = pending.turn.is_batch and part.share.counts
                 first = FirstRun.of(pending.tape.code, answers.losses, sums) if is_first else None

@@ -111,7 +111,7 @@ class Rehearsals:
     overwritten: set[str] = field(
         default_factory=set
     )  # attributes that hold data but are overwritten before they are read
-    keeps_state: bool = False  # whether turns change buffers or attributes
+    keeps_state: bool | None = None  # whether turns change buffers or attributes; None before the first rehearsal
     not_compared: set[str] = field(default_factory=set)  # what could not be compared, in words
     last_passed: int = -1  # the last step with a rehearsal that passed
     coupled: Coupled | None = None  # releases that may leak, if a rehearsal has failed
@@ -154,7 +154,7 @@ class Rehearsals:
             if rehearsed
             else one_turn(Turn(examples.batch, examples.count, is_batch=True))
         )
-        before = ModelState(self.model) if self.keeps_state and not rehearsed else None
+        before = ModelState(self.model) if self.keeps_state is not False and not rehearsed else None
         return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough, before)
 
     def restart(self, part: Part, first: FirstRun | None) -> None:
