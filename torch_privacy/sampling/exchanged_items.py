@@ -192,26 +192,36 @@ class ExchangedItems:
 @contextmanager
 def _others_between(stored: StoredRows, first: int, end: int, kept: np.ndarray) -> Iterator[Any]:
     """Yields a copy with other rows from ``first`` to ``end - 1``, but for those that are kept."""
-    value, length, half = stored.value, stored.length, stored.length // 2
-    if not stored.kind.is_array:
-        rows = np.arange(length)
+    value, put = stored.value, stored.kind.put
+    if put is None:
+        rows = np.arange(stored.length)
         rows[first:end] = _different(stored, first, end)
         rows[kept] = kept
         yield stored.kind.take(value, rows)
         return
     if stored.copy is None:
-        stored.copy = stored.kind.take(value, np.arange(length))
-    changed = stored.copy
-    if end - first <= LOOKED_AT:
-        changed[first:end] = value[_different(stored, first, end)]
-    else:
-        for a, b, shift in ((first, min(end, length - half), half), (max(first, length - half), end, half - length)):
-            changed[a : max(a, b)] = value[a + shift : max(a, b) + shift]
-    changed[kept] = value[kept]
+        stored.copy = stored.kind.take(value, np.arange(stored.length))
+    _put_others(stored, first, end)
+    put(stored.copy, kept, value, kept)
     try:
-        yield changed
+        yield stored.copy
     finally:
-        changed[first:end] = value[first:end]
+        if stored.kind.is_array:
+            stored.copy[first:end] = value[first:end]
+        else:
+            put(stored.copy, np.arange(first, end), value, np.arange(first, end))
+
+
+def _put_others(stored: StoredRows, first: int, end: int) -> None:
+    """Writes other rows into the copy, from ``first`` to ``end - 1``."""
+    value, length, half = stored.value, stored.length, stored.length // 2
+    put = stored.kind.put
+    assert put is not None
+    if end - first <= LOOKED_AT or not stored.kind.is_array:
+        put(stored.copy, np.arange(first, end), value, _different(stored, first, end))
+        return
+    for a, b, shift in ((first, min(end, length - half), half), (max(first, length - half), end, half - length)):
+        stored.copy[a : max(a, b)] = value[a + shift : max(a, b) + shift]
 
 
 class _Pooled(NamedTuple):
@@ -225,7 +235,7 @@ def _different(stored: StoredRows, first: int, end: int) -> np.ndarray:
     """Returns for each row from ``first`` to ``end - 1`` another one, of another content where that is easy to see."""
     own = np.arange(first, end)
     found = (own + stored.length // 2) % stored.length
-    for shift in (1, 2, 3, 5, 7, 11, 13, 17, stored.length // 3):
+    for shift in (1, 2, 3, 5, 7, 11, 13, 17, stored.length // 3) if end - first <= LOOKED_AT else ():
         same = np.flatnonzero(_equal(stored, own, found))
         if not len(same):
             break

@@ -8,6 +8,7 @@ state that the data set had when the training was made, and with the same random
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from .shadow import DatasetShadow, TooLarge
 from .stored_rows import is_keyed, num_bytes
 
 MOST_BYTES = 2**30  # of something stored that is copied to exchange its rows
+COSTLY = 2**24  # bytes of a table from which on it is exchanged in thorough comparisons only
 FEWEST = 16  # items; with fewer, a list of so many entries may be anything
 FEW = 8  # items that are compared in a rehearsal that is not thorough
-MOST_ROWS = 2**24  # of something longer than the data set, in which items are sought that overlap
+MOST_ROWS, MOST_ENTRIES = 2**24, 2**20  # of an array, or of others, longer than the data set, to look for windows
+MOST_SECONDS = 2.0  # for a thorough comparison, about
 
 HARMLESS = "This is harmless if each item is made from its own entries alone."
 
@@ -51,7 +54,7 @@ class ItemCheck:
         self.notes: set[str] = set()
         self._shadow: DatasetShadow | None = None
         self._stored: list[StoredRows] = []
-        self._is_new = True
+        self._is_new = self._is_thorough = True
         if self._n < FEWEST:
             return self._give_up(f"it has fewer than {FEWEST} items")
         try:
@@ -75,27 +78,32 @@ class ItemCheck:
             )
 
     def __call__(self, items: np.ndarray, generator: np.random.Generator, *, thorough: bool) -> None:
-        """Compares some of these items, or all of them if thorough.
+        """Compares a few of these items; if thorough, all of them, or as many as take about two seconds.
 
         Raises:
             Refused: an item depends on what is stored of other items.
         """
+        items, self._is_thorough = np.unique(items), thorough
+        generator.shuffle(items)
+        begun = time.monotonic()
+        self._compare_group(items[:FEW], generator)
+        if thorough:
+            count = int(FEW * MOST_SECONDS / (time.monotonic() - begun))
+            for group in np.array_split(items[FEW : 2 * FEW + count], 2):
+                self._compare_group(group, generator)
+
+    def _compare_group(self, items: np.ndarray, generator: np.random.Generator) -> None:
         if self._shadow is None or not len(items):
             return
-        items = np.unique(items)
-        generator.shuffle(items)
-        groups = [part for part in np.array_split(items, 2) if len(part)] if thorough else [items[:FEW]]
-        for group in groups:
-            run = ExchangedItems(self._shadow, generator, self._owners, self._n)
-            try:
-                self._compare(run, group)
-                if self._is_new:
-                    self._is_new = False
-                    self._check_origin(run, group)
-                    self._check_windows(run, group)
-            except CannotCompare as error:
-                self._give_up(str(error))
-                return
+        run = ExchangedItems(self._shadow, generator, self._owners, self._n)
+        try:
+            self._compare(run, items)
+            if self._is_new:
+                self._is_new = False
+                self._check_origin(run, items)
+                self._check_windows(run, items)
+        except CannotCompare as error:
+            self._give_up(str(error))
 
     def _give_up(self, why: str) -> None:
         self._shadow = None
@@ -104,7 +112,10 @@ class ItemCheck:
         )
 
     def _assigned(self) -> list[StoredRows]:
-        return [stored for stored in self._stored if stored.laws]
+        """Returns what is exchanged: large tables, of which each comparison needs a new copy, only if thorough."""
+        costly = (stored for stored in self._stored if stored.kind.put is None and num_bytes(stored.value) > COSTLY)
+        left_out = [] if self._is_thorough else [*costly]
+        return [stored for stored in self._stored if stored.laws and stored not in left_out]
 
     def _compare(self, run: ExchangedItems, items: np.ndarray) -> None:
         expected = run.items(items)
@@ -176,7 +187,8 @@ class ItemCheck:
         """Refuses items that are overlapping windows of something longer than the data set."""
         run = run.with_other_numbers(draws_alike=True)
         for stored in self._longer:
-            if stored.length > MOST_ROWS or num_bytes(stored.value) > MOST_BYTES:
+            most = MOST_ROWS if stored.kind.is_array else MOST_ENTRIES
+            if stored.length > most or num_bytes(stored.value) > MOST_BYTES:
                 self._leave_out(stored, "it is too large")
                 continue
             item = self._next_to_another(int(min(items[0], self._n - 3)))
@@ -224,6 +236,7 @@ class ItemCheck:
             "other examples are exchanged: its __getitem__ reads other examples, as mixing, negatives, overlapping "
             "windows, statistics over all data, and substitutes for broken examples do. Then one example changes many "
             "gradients, and epsilon does not hold. Nothing was released. Make every item from its own entries alone "
-            "(statistics from public data or released with noise; broken examples left out beforehand). If these are "
-            "public and no examples, pass assume_independent= with the reason."
+            "(statistics from public data or released with noise; broken examples left out beforehand). If these "
+            "entries are public, and just happen to be as many as the examples, append one that is never read; or pass "
+            "assume_independent= with the reason."
         )

@@ -28,11 +28,14 @@ def kind_of(value: Any) -> RowKind | None:
 
 
 def num_bytes(value: Any) -> int:
-    """Returns about how many bytes the rows take."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.nbytes
-    sizes, kind = getattr(value, "nbytes", None), kind_of(value)
-    return sizes if isinstance(sizes, int) else 8 * kind.num_rows(value) if kind else 0
+    """Returns about how many bytes the rows take in memory; 8 for each entry of a list, or row of a file."""
+    kind = kind_of(value)
+    if _is_from("pandas", "DataFrame")(value):
+        return int(value.memory_usage().sum())
+    if kind is None or kind.take is IndexedRows:
+        return 0 if kind is None else 8 * kind.num_rows(value)
+    size = getattr(value, "nbytes", None)
+    return size if isinstance(size, int) else 8 * kind.num_rows(value)
 
 
 def integers(value: Any) -> np.ndarray | None:
@@ -111,6 +114,12 @@ def _put_entries(new: list, to: np.ndarray, value: Any, rows: np.ndarray) -> Non
         new[place] = value[row]
 
 
+def _put_values(new: dict, to: np.ndarray, value: dict, rows: np.ndarray) -> None:
+    keys = [*value]
+    for place, row in zip(to.tolist(), rows.tolist(), strict=True):
+        new[keys[place]] = value[keys[row]]
+
+
 def _take_dict(value: dict, rows: np.ndarray) -> Any:
     entries, taken = [*value.values()], copy(value)
     taken.update(zip(value, (entries[row] for row in rows.tolist()), strict=True))
@@ -155,7 +164,7 @@ _KINDS = (
     RowKind(lambda v: isinstance(v, np.ndarray) and v.ndim > 0, len, lambda v, rows: v[rows], _put_rows, is_array=True),
     RowKind(lambda v: isinstance(v, list), len, _take_list, _put_entries),
     RowKind(lambda v: isinstance(v, tuple) and not hasattr(v, "_fields"), len, _take_list),
-    RowKind(lambda v: isinstance(v, dict), len, _take_dict),
+    RowKind(lambda v: isinstance(v, dict), len, _take_dict, _put_values),
     RowKind(lambda v: isinstance(v, (str, bytes, bytearray)), len, _take_text),
     RowKind(_is_from("pandas", "Index"), len, lambda v, rows: v.take(rows)),
     RowKind(_is_from("pandas", "DataFrame", "Series"), len, lambda v, rows: v.iloc[rows].set_axis(v.index, axis=0)),
