@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +168,71 @@ def test_an_optimizer_of_other_parameters_may_step_in_the_loop():
     assert training.step_count == 6
 
 
+def clamp(model):
+    for p in model.parameters():
+        p.clamp_(-0.05, 0.05)
+
+
+def replace_by_shrunk(model):
+    for p in model.parameters():
+        p.data = p.sign() * (p.abs() - 0.01).clamp(min=0)
+
+
+@pytest.mark.parametrize("change", [clamp, replace_by_shrunk])
+def test_weights_may_be_changed_after_every_update(change):
+    start, same = network(), data()
+    training = training_of(copy.deepcopy(start), dataset=same, test_seed=1, after_update=change)
+    plain = training_of(start, dataset=same, test_seed=1)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the same by hand is noticed
+        for of_training, of_plain in zip(training.steps(), plain.steps(), strict=True):
+            for x, y in of_training:
+                training.step(with_gradient(training.model, x, y))
+            for x, y in of_plain:
+                plain.step(with_gradient(plain.model, x, y))
+            change(plain.model)
+            assert same_weights(training.model, weights(plain.model))
+    assert not training._progress().moved_otherwise
+    assert change.__qualname__ in training.statement()["after_update"]
+    assert plain._progress().moved_otherwise
+
+
+def with_gradient(model, x, y):
+    with torch.enable_grad():
+        return losses_of(model, x, y)
+
+
+def test_empty_batches_are_followed_by_the_change_too():
+    calls = []
+    training = training_of(after_update=lambda model: calls.append(1), expected_batch_size=0.5)
+    loop(training)
+    assert len(calls) == training.step_count == 6
+
+
+def test_what_is_drawn_after_an_update_repeats_and_leaves_the_users_random_numbers():
+    def jitter(model):
+        model[0].weight.mul_(1 + 0.1 * torch.randn(()))
+
+    same, found = data(), []
+    for options in ({"after_update": jitter}, {"after_update": jitter}, {}):
+        torch.manual_seed(3)
+        training = training_of(network(), dataset=same, test_seed=1, **options)
+        loop(training)
+        found.append((weights(training.model), torch.randn(())))
+    (one, after_one), (two, after_two), (three, after_three) = found
+    assert all(map(torch.equal, one, two))
+    assert not torch.equal(one[0], three[0])
+    assert after_one == after_two == after_three
+
+
+def test_a_state_of_another_change_after_the_update_is_refused():
+    same = data()
+    state = training_of(after_update=clamp, dataset=same).state_dict()
+    with refused("after_update=None"):
+        training_of(dataset=same).load_state_dict(state)
+    training_of(after_update=clamp, dataset=same).load_state_dict(state)
+
+
 def test_the_optimizer_may_step_again_after_the_loop():
     """The statement reports that the weights moved; it cannot know if that was fine-tuning on public data."""
     training = loop(training_of())
@@ -193,11 +259,17 @@ def swapped(p):
 @pytest.mark.parametrize("when", ["in the loop", "after a break", "after the end"])
 def test_weights_that_moved_otherwise_are_not_private(move, when):
     training = training_of()
-    for x, y in training:
-        if training.step(losses_of(training.model, x, y)) and when == "in the loop" and training.step_count == 2:
-            move(training.model[2].weight)
-        if when == "after a break" and training.step_count == 2:
-            break
+    noticed = (
+        pytest.warns(UserWarning, match=r"first seen after step \d.*after_update=")
+        if when == "in the loop"
+        else nullcontext()
+    )
+    with noticed:
+        for x, y in training:
+            if training.step(losses_of(training.model, x, y)) and when == "in the loop" and training.step_count == 2:
+                move(training.model[2].weight)
+            if when == "after a break" and training.step_count == 2:
+                break
     if when != "in the loop":
         move(training.model[2].weight)
     assert "NOT PRIVATE" in str(training.spent())
@@ -227,10 +299,11 @@ def test_updates_by_hand_are_refused_and_taken_back(move, first):
 
 
 def test_a_resumed_run_remembers_that_weights_moved_otherwise():
-    training = loop(training_of(), steps=2)
+    same = data()
+    training = loop(training_of(dataset=same), steps=2)
     by_data(training.model[2].weight)
     state = training.state_dict()
-    again = training_of(training.model)
+    again = training_of(training.model, dataset=same)
     again.load_state_dict(state)
     assert "NOT PRIVATE" in str(again.spent())
 

@@ -83,7 +83,7 @@ from .run_files import (
 from .schedule import Schedule, factors_of, number_of_steps
 from .settings import TrainingSettings, check_delta, check_scheduler, check_state, open_ledger
 from .statement import Account, Progress, Spent
-from .user_code import check_user_code, plain, refusing_used_graphs
+from .user_code import check_user_code, name_of, plain, refusing_used_graphs
 from .weights import WeightGuard, padding_rows
 
 
@@ -172,6 +172,11 @@ class PrivateTraining:
             the ordinary computation before it is used, and so is one batch in 64; what does not fit runs uncompiled,
             and a warning says why (docs/compile.md). It changes releases by rounding only, and holds inputs and
             gradients of all layers at once, so that it may need a larger ``memory_budget``.
+        after_update: a function of the model, called with gradients off after every optimizer step, those of empty
+            batches included: to clamp weights (WGAN), bound their norms, or shrink them towards zero (proximal L1). It
+            may read the weights alone, so that it costs no privacy. That it reads no data is its author's promise,
+            which the statement names. What it draws at random comes from the secret key, and repeats in a resumed run.
+            With shards (``fully_shard``) the model has distributed tensors then.
         test_seed: fixes noise and batches, for tests only; every statement then says NOT PRIVATE.
 
     Guarantees:
@@ -265,9 +270,10 @@ class PrivateTraining:
         assume_independent: str | None = None,
         callbacks: Sequence[Callback] = (),
         compile: bool | Mapping[str, Any] = False,
+        after_update: Callable[[Any], Any] | None = None,
         test_seed: int | None = None,
     ):
-        self._placement = placement_of(model)
+        self._placement, self._after_update = placement_of(model), after_update
         self._ranks = self._placement.ranks
         with self._ranks.together("begins a training"):
             whole("PrivateTraining", num_workers=num_workers)
@@ -312,6 +318,7 @@ class PrivateTraining:
                     prior_releases=tuple(prior_releases),
                     not_for_release=not_for_release,
                     assume_independent=assume_independent,
+                    after_update=None if after_update is None else name_of(after_update),
                     test_seed=test_seed,
                     owners=known,
                 ),
@@ -1053,6 +1060,7 @@ class PrivateTraining:
                 "prior_releases": [],
                 "views": 1,
                 "owners": None,
+                "after_update": None,
             }
             saved, ours = defaults | state["settings"], self._resume_settings()
             differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
@@ -1380,7 +1388,7 @@ class PrivateTraining:
         del release, gradients
         place = f"updates the weights after step {self.step_count - 1}"
         try:
-            moved = self._weight_guard.update(self.optimizer, parameters, self.step_count)
+            moved = self._weight_guard.update(self.optimizer, parameters, self.step_count, self._change_weights)
         except Exception as error:
             self._ranks.tell(place, error)
             raise
@@ -1399,6 +1407,17 @@ class PrivateTraining:
             p.grad = None
         if self.scheduler is not None:
             self.scheduler.step()
+
+    @torch.no_grad()
+    def _change_weights(self) -> None:
+        """Calls ``after_update``; what it draws at random repeats, and is the same on all ranks."""
+        if self._after_update is None:
+            return
+        numbers = SeededRandomNumbers(self._releases.secret(b"after update", self.step_count - 1))
+        try:
+            self._after_update(self.model)
+        finally:
+            numbers.close()
 
     def _placement_and_weights(self) -> bytes:
         """Returns the number of this rank's shard and, now and then, a digest of its weights; the same of its part.

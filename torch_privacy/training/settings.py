@@ -93,6 +93,7 @@ class TrainingSettings:
     prior_releases: tuple[privacy.Release, ...] = ()
     not_for_release: bool = False
     assume_independent: str | None = None
+    after_update: str | None = None  # name of the function that changes the weights after every update
     test_seed: int | None = None
     num_canaries: int = 0  # of an audit; part of ``num_examples``
     owners: Owners | None = None
@@ -309,6 +310,7 @@ class TrainingSettings:
             **{name: _digest(factors) for name, factors in self._schedules().items()},
             "memory_budget": self.memory_budget,  # determines the methods, which differ in the last bits
             "prior_releases": [release.fingerprint for release in self.prior_releases],
+            "after_update": self.after_update,
             "parameters": {name: list(p.shape) for name, p in trained.items()},
         }
 

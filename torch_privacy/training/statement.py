@@ -159,6 +159,7 @@ class Account:
                 "assumed_because": settings.assume_independent,
                 "not_compared": sorted(progress.not_compared),
             },
+            **({} if settings.after_update is None else {"after_update": _post_processing(settings.after_update)}),
             "clipping": mechanism.statement(),
             "sensitivity": mechanism.largest_sensitivity,
             "noise_multiplier": settings.noise_multiplier,
@@ -233,6 +234,10 @@ class Account:
             return None
         interval = profile.epsilon(self._settings.delta)._asdict()
         return {side: value if math.isfinite(value) else None for side, value in interval.items()}
+
+
+def _post_processing(name: str) -> str:
+    return f"{name} changes the weights after every update; that it reads nothing but released weights is a promise"
 
 
 def _logs(callbacks: tuple[str, ...]) -> list[str]:

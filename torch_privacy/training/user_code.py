@@ -30,6 +30,11 @@ def check_user_code(pending: Pending, losses: Tensor) -> list[str]:
     return changed_buffers
 
 
+def name_of(function: Any) -> str:
+    """Returns the name of a function, for statements and messages."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 def plain(value: Any) -> Any:
     """Returns a value that equals a later one of the same content: itself, or its text."""
     return value if type(value) in (int, float, bool, str, type(None)) else repr(value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,13 @@ from ..support.validate import Refused
 from .placement import local_of
 
 SAMPLED = 16  # entries of each parameter that are compared
+LATE = 16  # steps after which the host waits for a GPU to tell whether weights were moved
+MOVED_IN_LOOP = (
+    "PrivateTraining: the trained weights were changed other than by the training's own steps, {}. From now on spent() "
+    "and the statement say NOT PRIVATE. Pass a function of the released weights alone, such as a clamp, to "
+    "PrivateTraining as after_update=; apply averages within MovingAverage.applied(); load earlier weights within "
+    "training.loading_released_weights()."
+)
 
 
 class WeightMarks:
@@ -227,19 +235,37 @@ class WeightGuard:
             self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
         return bool(moved)
 
-    def update(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], steps_made: int) -> bool:
-        """Makes the training's own step; returns whether it moved the weights, or did not have to."""
-        marks = self._marks
+    def _look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
+        """Notes whether other code has moved the weights since the last update, and warns when it is first seen."""
+        marks, known = self._marks, self._moved_otherwise
         if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
             marks = self._marks = WeightMarks(parameters)
         elif marks.asks_late:
             marks.look(steps_made)
+            if steps_made % LATE == 0:
+                self._note(*marks.seen_late())
             marks.renew()
         elif self._note(steps_made, marks.moved()):
             marks.renew()
         else:
             marks.renew_versions()
+        if self._moved_otherwise and not known:
+            warnings.warn(MOVED_IN_LOOP.format(self._moved_otherwise), stacklevel=2)
+        return marks
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        steps_made: int,
+        after: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Makes the training's own step; returns whether it moved the weights, or did not have to.
+
+        ``after`` is then called, and may move them, too.
+        """
+        marks = self._look(parameters, steps_made)
         self._is_own_step = True
         try:
             optimizer.step()
@@ -250,7 +276,11 @@ class WeightGuard:
             self._is_own_step = False
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         moved = not (marks.untouched() and any(rates))
-        marks.renew()
+        try:
+            after()
+        finally:
+            self._marks = marks if marks.holds(parameters) else WeightMarks(parameters)
+            self._marks.renew()
         return moved
 
     def digest(self, names: Collection[str] | None = None) -> bytes:
