@@ -50,7 +50,7 @@ def test_steps_are_those_of_a_training(capsys):
         (["--sampling-probability", "0.01", "--epochs", "3"], 300),
         (["--sampling-probability", "0.5", "--epochs", "0.1"], 1),
         (["--batch-size", "100", "--num-examples", "1000", "--steps", "7"], 7),
-        (["--batch-size", "3", "--num-examples", "10", "--epochs", "1"], 3),
+        (["--batch-size", "3", "--num-examples", "10", "--epochs", "1"], 4),
     ],
 )
 def test_the_two_forms_may_be_mixed(arguments, steps, capsys):
@@ -60,7 +60,7 @@ def test_the_two_forms_may_be_mixed(arguments, steps, capsys):
 def test_output_shows_how_the_steps_follow(capsys):
     assert run(["epsilon", "--noise-multiplier", "1", *ADULT]) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "steps 1,374 = 12 x 29,305 / 256, rounded" in shown
+    assert "steps 1,374 = 12 x 29,305 / 256, rounded up" in shown
     assert "sampling probability 0.00873571 = 256 / 29,305" in shown
     assert "delta 3.412e-06 = 1 / (10 x 29,305)" in shown
 

@@ -15,11 +15,12 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
-from torch_privacy.experiments import runner
+from torch_privacy.experiments import runner, task
 from torch_privacy.experiments.catalog import GDP, Experiment
 from torch_privacy.experiments.runner import Run, losses_and_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
+from torch_privacy.training import schedule
 
 PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
 
@@ -209,3 +210,8 @@ def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regressio
     saved = safetensors.torch.load_file(stopped.folder.model)
     assert all(torch.equal(saved[name], value) for name, value in stopped.average.model.state_dict().items())
     assert not torch.equal(saved["0.weight"], stopped.model.state_dict()["0.weight"])
+
+
+def test_commands_and_loops_make_the_same_number_of_steps():
+    settings = task.Settings(expected_batch_size=300, learning_rate=0.1, clip_norm=1.0, epochs=1)
+    assert task.number_of_steps(settings, 1000) == schedule.number_of_steps(None, 1, 1000, 300) == 4

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import warnings
 
 import opacus.layers
@@ -221,3 +223,10 @@ def test_fix_replaces_shared_and_plain_norms_and_leaves_frozen_ones() -> None:
     ]
     with pytest.raises(ValueError, match="not both"):
         ModuleValidator.fix(model, replace_bn_with_in=True, num_groups=2)
+
+
+def test_the_wrapper_for_several_processes_has_its_old_name() -> None:
+    wrapper = importlib.import_module("torch_privacy.opacus.distributed").DifferentiallyPrivateDistributedDataParallel
+    assert issubclass(wrapper, nn.parallel.DistributedDataParallel)
+    theirs = importlib.import_module("opacus.distributed").DifferentiallyPrivateDistributedDataParallel
+    assert [*inspect.signature(wrapper).parameters] == [*inspect.signature(theirs).parameters]

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.clipping import ClippingRule
+from torch_privacy.training.finite import FiniteRows
 
 N = 60
 
@@ -779,3 +780,71 @@ def test_the_row_of_padding_gets_no_noise_unless_it_is_trained(tied):
     table = training.model.table.weight.detach()
     assert bool((table[0] == 0).all()) != tied
     assert (table[1:] != 0).all()
+
+
+# Half of the examples or more are not finite --------------------------------------------------------------------------
+
+
+def data_with_nan(lost: int) -> TensorDataset:
+    x = torch.randn(N, 6)
+    x[:lost] = math.nan
+    return TensorDataset(x, torch.randint(2, (N,)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 10])
+def test_batches_without_a_finite_gradient_are_refused_before_a_release(size):
+    model = network()
+    training = training_of(model, dataset=data_with_nan(N), expected_batch_size=size, num_steps=40)
+    before = weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(tp.Refused, match="none of the examples drawn last, up to step"):
+            loop(training)
+    assert training.step_count == len(training.ledger) < 8
+    if size == 10:
+        assert training.step_count == 0
+        assert same_weights(model, before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 4}, {"clipping": tp.PerLayer(1.0)}])
+def test_half_of_a_batch_that_is_not_finite_is_warned_about_once(settings):
+    training = training_of(dataset=data_with_nan(40), test_seed=1, **settings)
+    with pytest.warns(UserWarning, match="have a gradient that is not finite") as warned:
+        loop(training)
+    assert len(warned) == 1
+    assert training.step_count == 6
+
+
+def test_a_few_examples_that_are_not_finite_are_left_out_without_a_warning():
+    training = loop(training_of(dataset=data_with_nan(6), test_seed=1))
+    assert training.num_non_finite > 0
+
+
+def test_batches_that_lose_all_examples_later_are_not_refused():
+    rows = FiniteRows()
+    rows.check(7, 0, 10)
+    with pytest.warns(UserWarning, match="half of the examples"):
+        rows.check(8, 10, 10)
+    rows.check(9, 10, 10)
+
+
+# The second pass ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_pass_over_a_finished_training_warns():
+    training = loop(training_of())
+    with pytest.warns(UserWarning, match=r"all 6 steps are made.*training.steps\(\)"):
+        assert list(training) == []
+
+
+def test_losses_with_one_column_are_told_to_squeeze():
+    with pytest.raises(tp.Refused, match=r"Pass losses.squeeze\(1\); plain squeeze\(\)"):
+        loop(training_of(), lambda model, x, y: losses_of(model, x, y)[:, None])
+
+
+@pytest.mark.parametrize("settings", [{"noise_multiplier": 0}, {"noise_multiplier": None, "target_epsilon": 1e9}])
+def test_too_little_noise_says_how_to_debug(settings):
+    with pytest.raises(ValueError, match="To debug almost without noise, pass noise_multiplier=1e-6 with test_seed=0"):
+        training_of(**settings)
+    training = loop(training_of(noise_multiplier=1e-6, test_seed=0))
+    assert "NOT PRIVATE" in str(training.spent())

@@ -27,7 +27,7 @@ NumExamples = Annotated[
 Epochs = Annotated[
     float | None,
     typer.Option(
-        help="Passes over the data, on average, in place of --steps: epochs x n / batch size steps, rounded.",
+        help="Passes over the data, on average, in place of --steps: epochs x n / batch size steps, rounded up.",
         show_default=False,
     ),
 ]
@@ -75,8 +75,8 @@ def sampling_of(
 ) -> Sampling:
     """Returns the steps that the options describe.
 
-    The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded to the nearest integer,
-    at least 1, as in ``train``.
+    The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded up, as in
+    ``train``.
 
     Raises:
         ValueError: the options contradict each other, leave something open, or are out of range.
@@ -113,6 +113,8 @@ def sampling_of(
 def _sampling(
     given: float | None, steps: int | None, batch_size: int | None, num_examples: int | None, epochs: float | None
 ) -> Sampling:
+    from torch_privacy.support.steps import steps_of
+
     lines: list[tuple[str, str]] = []
     probability = given
     if probability is None:
@@ -122,8 +124,8 @@ def _sampling(
         lines.append(("sampling probability", f"{probability:.6g} = {batch_size:,} / {num_examples:,}"))
     if steps is None:
         assert epochs is not None
-        exact = epochs / probability if given is not None else epochs * num_examples / batch_size  # pyright: ignore
-        steps = max(1, round(exact))
-        size = f"/ {probability:g}" if given is not None else f"x {num_examples:,} / {batch_size:,}"
-        lines.append(("steps", f"{steps:,} = {epochs:g} {size}, rounded"))
+        size = (1, probability) if batch_size is None or num_examples is None else (num_examples, batch_size)
+        steps = steps_of(epochs, *size)
+        shown = f"/ {probability:g}" if given is not None else f"x {num_examples:,} / {batch_size:,}"
+        lines.append(("steps", f"{steps:,} = {epochs:g} {shown}, rounded up"))
     return Sampling(probability, steps, num_examples, lines)

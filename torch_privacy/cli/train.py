@@ -76,7 +76,7 @@ ClipNorm = Annotated[
 Epochs = Annotated[
     float | None,
     typer.Option(
-        help="Passes over the data, on average; gives epochs x n / batch size steps, rounded.",
+        help="Passes over the data, on average; gives epochs x n / batch size steps, rounded up.",
         show_default="adult: 12",
     ),
 ]

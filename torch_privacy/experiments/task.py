@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_privacy.runs import metrics as log
 from torch_privacy.support import validate as _check
+from torch_privacy.support.steps import steps_of
 
 NOISE_RANGE = 1e-3, 100.0  # beyond these, float32 noise or the accountant's lattice fails
 LARGEST_SCALE = 1e30  # float32 holds it, with room for the noise
@@ -162,7 +163,9 @@ def check_names(experiment: str, settings: Settings, chosen: Mapping[str, Any]) 
 def check_numbers(settings: Settings) -> None:
     """Raises a ``ValueError`` that names the first setting that is invalid for any data set."""
     noise = {"noise_multiplier": settings.noise_multiplier, "target_epsilon": settings.target_epsilon}
-    _check.positive("train", **{name: value for name, value in noise.items() if value is not None})
+    for name, value in noise.items():
+        if value is not None:
+            _check.positive("train", **{name: value})
     _check.positive("train", clip_norm=settings.clip_norm, learning_rate=settings.learning_rate, epochs=settings.epochs)
     _check.in_range("train", 0, LARGEST_SCALE, clip_norm=settings.clip_norm, learning_rate=settings.learning_rate)
     _check.in_range("train", 0, 1e6, epochs=settings.epochs)
@@ -188,5 +191,5 @@ def check_settings(settings: Settings, num_examples: int) -> None:
 
 
 def number_of_steps(settings: Settings, num_examples: int) -> int:
-    """Returns ``epochs * n / expected_batch_size``, rounded to the nearest integer, at least 1."""
-    return max(1, round(settings.epochs * num_examples / settings.expected_batch_size))
+    """Returns ``epochs * n / expected_batch_size``, rounded up, as in `PrivateTraining`."""
+    return steps_of(settings.epochs, num_examples, settings.expected_batch_size)

@@ -83,6 +83,12 @@ def check_losses(losses: Tensor) -> None:
                 "(n,) makes (n, n), which combines every example with every other. Give outputs and targets one "
                 "shape, e.g. outputs.squeeze(1) or targets.view_as(outputs)."
             )
+        if isinstance(losses, Tensor) and losses.ndim == 2 and losses.shape[1] == 1:
+            raise Refused(
+                f"losses of shape {shape} given: must be (n,), one loss per example. Pass losses.squeeze(1); plain "
+                "squeeze() would also drop an n of 1. If the loss function has targets, give outputs and targets one "
+                "shape before it, e.g. outputs.squeeze(1)."
+            )
         a_model_of_transformers = (
             " The .loss of a transformers model is a mean over the batch: take "
             "torch_privacy.huggingface.per_example_loss(model, batch) instead of model(**batch).loss."

@@ -10,7 +10,7 @@ from ..support.validate import in_range, plain_numbers, positive, strictly_betwe
 from .approximate import clt_noise
 from .bracket import Bracket
 from .compose import compose
-from .events.base import Event
+from .events.base import WITHOUT_NOISE, Event
 from .events.estimated_norms import SubsampledJL
 from .events.gaussian import SubsampledGaussian
 
@@ -307,7 +307,9 @@ def _enclose(excess: Callable[[float], float], start: float, what: str) -> tuple
         if too_small and point[0] == LARGEST:
             raise ValueError(f"{what} needs a noise_multiplier above {LARGEST:g}. Take fewer steps.")
         if not too_small and point[0] == SMALLEST:
-            raise ValueError(f"{what} is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon.")
+            raise ValueError(
+                f"{what} is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon. {WITHOUT_NOISE}"
+            )
         step = min(max(1.2 * abs(point[1]) / slope, least), max(1.0, least))
         noise = min(max(point[0] * exp(step if too_small else -step), SMALLEST), LARGEST)
         following = (noise, excess(noise))

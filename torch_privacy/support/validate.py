@@ -57,12 +57,12 @@ def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
             raise ValueError(f"{where}: {name}={value!r} must be a finite number.")
 
 
-def positive(where: str, **values: float) -> None:
-    """Raises a ``ValueError`` unless every value is a finite number above zero."""
+def positive(where: str, *, hint: str = "", **values: float) -> None:
+    """Raises a ``ValueError`` unless every value is a finite number above zero; ``hint`` ends its message."""
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if value <= 0:
-            raise ValueError(f"{where}: {name}={value!r} must be greater than 0.")
+            raise ValueError(f"{where}: {name}={value!r} must be greater than 0.{hint and ' '}{hint}")
 
 
 def non_negative(where: str, **values: float) -> None:

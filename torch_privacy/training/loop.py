@@ -62,6 +62,7 @@ from .agreement import (
 from .callbacks import Callback, Callbacks
 from .canaries import Observation, Take
 from .compiled import CompiledBatches, unwrapped
+from .finite import FiniteRows
 from .hooks import ForwardHooks, Pending
 from .placement import Ranked, Whole, local_of, placement_of
 from .prepared import check_not_for_accelerate, without_accelerate
@@ -97,6 +98,12 @@ _LATEST = _Latest()
 _END = object()  # of a loop
 _EMPTY = object()  # handed out after a step with an empty batch, of which only `PrivateTraining.steps` takes note
 DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
+
+ALL_STEPS_MADE = (
+    "PrivateTraining: all {} steps are made, so this loop gets no batch. One pass over a training makes the steps of "
+    "all epochs. To do something after each epoch, count steps: `for step, batches in enumerate(training.steps(), "
+    "1):`, inside it `for x, y in batches:`, and then `if step % steps_per_epoch == 0:`."
+)
 
 
 class PrivateTraining:
@@ -209,7 +216,11 @@ class PrivateTraining:
         An example with a gradient that is not finite is left out of the sum, and so are all examples of a micro-batch
         with a mean that is not finite; with groups of parameters, out of the affected groups only. ``num_non_finite``
         is the number of examples left out so far, of any group. It is an exact count of private data, and as secret as
-        the batch size.
+        the batch size. Where half of a batch or more is left out, and at least 4, a warning says so once; where the
+        first batches have no finite gradient at all (4 examples or more), the step is refused and nothing is released.
+        Warning and refusal depend on the data, and no epsilon covers them: they are for whoever runs the training.
+
+        All epochs are in one pass of the loop. A second pass over a finished training has no batch, and warns.
 
         An optimizer that skips its step is refused after the release was recorded; that release is spent.
 
@@ -371,6 +382,8 @@ class PrivateTraining:
         self._step_count = 0
         self._num_non_finite = 0
         self._data: dict[str, Any] | None = None  # fingerprint of the data, once a state was saved
+        self._finite = FiniteRows()
+        self._has_ended = False  # True once a loop made the last step
         self._stop_reason: str | None = None
         self._reached = Reached(padding_rows(inner, self._tensors.trained), self._mechanism)
         self._canaries = canaries
@@ -588,6 +601,8 @@ class PrivateTraining:
         check_still(self._ranks)
         self._loops += 1
         loop = self._loops
+        if self._has_ended and self.step_count >= self._account.steps_allowed:
+            warnings.warn(ALL_STEPS_MADE.format(self.step_count), stacklevel=4)
         self._forget_batch()
         self._ranks.begin("begins a loop")
         self._tensors = self._find_tensors()
@@ -621,6 +636,7 @@ class PrivateTraining:
                     if self._release():
                         self._callbacks.after_step(self)
                     yield _EMPTY
+            self._has_ended = True
             if self._ranks.size > 1:
                 seen = bool(self._weight_guard.moved_otherwise(self.step_count))
                 told = self._ranks.exchange("ends the loop", payload=bytes([seen]))
@@ -823,6 +839,14 @@ class PrivateTraining:
         if not self._is_rehearsal:
             self._callbacks.after_step(self)
         return not self._is_rehearsal
+
+    def _check_finite(self, step: int) -> None:
+        """Refuses a batch without a finite gradient in the first steps; warns of one that has lost half of them."""
+        try:
+            self._finite.check(step, self._left_out, len(self._releases.records(step)))
+        except Refused as error:
+            self._check_diverged(error)
+            raise
 
     def _check_diverged(self, error: Refused) -> None:
         """Refuses weights so large that sums overflow, which rehearsals and self-checks cannot tell from mistakes."""
@@ -1319,6 +1343,7 @@ class PrivateTraining:
         step = self.step_count
         try:
             self._check_unchanged()
+            self._check_finite(step)
             release, places = self._taken_sums(step)
             noise = self.settings.noise_at(step)
             stddevs = self._mechanism.stddevs(release, noise * noise_factors(self._num_trained, noise)["made"])

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from torch import Tensor
 
 from .. import privacy
+from ..support.steps import steps_of
 from ..support.validate import plain_number, positive
 
 WHERE = "PrivateTraining"
@@ -31,8 +30,7 @@ def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: i
         return num_steps  # pyright: ignore[reportReturnType]  # checked above
     passes, mean_size = plain_number(epochs), plain_number(batch_size)
     positive(WHERE, epochs=passes, expected_batch_size=mean_size)
-    exact = Fraction(passes) * num_examples / Fraction(mean_size)
-    return max(1, math.ceil(exact * (1 - Fraction(1, 10**9))))  # 20 steps also where n/B is rounded up to 20 + 4e-15
+    return steps_of(passes, num_examples, mean_size)
 
 
 def factors_of(name: str, schedule: Schedule | None, num_steps: int) -> tuple[float, ...] | None:

@@ -23,6 +23,7 @@ from ..gep import BGEP, GEP
 from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanism import ClippedSum, Mechanism
+from ..privacy.events.base import WITHOUT_NOISE
 from ..runs.schemas import COUPLED, LOSS_LOG
 from ..sampling.fingerprint import STATE_FINGERPRINT
 from ..sampling.owners import Owners
@@ -244,7 +245,7 @@ class TrainingSettings:
                 f"{WHERE}: noise_multiplier={given!r} and target_epsilon={target!r}: give exactly one of the two."
             )
         if given is not None:
-            positive(WHERE, noise_multiplier=given)
+            positive(WHERE, noise_multiplier=given, hint=WITHOUT_NOISE)
             mechanism.check_price(given, q, steps, delta or 1 / (10 * self.num_units))
             return self
         assert target is not None

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 # Outside this range no privacy or no signal is left, and floating point fails.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+WITHOUT_NOISE = (
+    "To debug almost without noise, pass noise_multiplier=1e-6 with test_seed=0, and a large clip norm to leave "
+    "gradients unclipped: every statement then says NOT PRIVATE."
+)
 MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
 
 
@@ -64,9 +68,11 @@ def check_noise(where: str, noise_multiplier: float) -> None:
     """Raises a ``ValueError`` unless the noise multiplier is a number that can be priced."""
     positive(where, noise_multiplier=noise_multiplier)
     if not SMALLEST_NOISE <= noise_multiplier <= LARGEST_NOISE:
+        hint = f" {WITHOUT_NOISE}" if noise_multiplier < 1 else ""
         raise ValueError(
             f"{where}: noise_multiplier={noise_multiplier!r} must lie in [{SMALLEST_NOISE:g}, {LARGEST_NOISE:g}]. "
-            "It is the noise's standard deviation divided by the sensitivity; usual values lie between 0.3 and 10."
+            "It is the noise's standard deviation divided by the sensitivity; usual values lie between 0.3 and "
+            f"10.{hint}"
         )
 
 
