@@ -162,10 +162,10 @@ def check_names(experiment: str, settings: Settings, chosen: Mapping[str, Any]) 
 
 def check_numbers(settings: Settings) -> None:
     """Raises a ``ValueError`` that names the first setting that is invalid for any data set."""
-    noise = {"noise_multiplier": settings.noise_multiplier, "target_epsilon": settings.target_epsilon}
-    for name, value in noise.items():
-        if value is not None:
-            _check.positive("train", **{name: value})
+    if settings.noise_multiplier is not None:
+        _check.positive("train", noise_multiplier=settings.noise_multiplier)
+    if settings.target_epsilon is not None:
+        _check.positive("train", target_epsilon=settings.target_epsilon)
     _check.positive("train", clip_norm=settings.clip_norm, learning_rate=settings.learning_rate, epochs=settings.epochs)
     _check.in_range("train", 0, LARGEST_SCALE, clip_norm=settings.clip_norm, learning_rate=settings.learning_rate)
     _check.in_range("train", 0, 1e6, epochs=settings.epochs)
