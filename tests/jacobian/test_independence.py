@@ -6,6 +6,7 @@ import random
 from collections import UserDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -443,6 +444,44 @@ def test_state_that_is_overwritten_before_it_is_read_may_be_kept(name):
     training = program.training()
     program.run(training)
     assert training.step_count == 6
+
+
+class Stopwatch:
+    def __init__(self):
+        self.total, self.laps = 0.0, []
+
+
+DURATIONS = {  # what differs from run to run, and is never read
+    "a list": lambda m, x: m.times.append(perf_counter()),
+    "an attribute": lambda m, x: setattr(m, "last", perf_counter()),
+    "a sum": lambda m, x: setattr(m, "last", m.last + perf_counter()),
+    "a mapping": lambda m, x: m.seen.setdefault("forward", []).append(perf_counter()),
+    "an object": lambda m, x: m.watch.laps.append(perf_counter()),
+    "beside the same for every batch": lambda m, x: m.times.append((perf_counter(), len(m.times), "forward")),
+}
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+def test_durations_that_are_never_read_may_be_kept(name):
+    program = Program(Keeping(DURATIONS[name], times=[], seen={}, last=0.0, watch=Stopwatch()), points())
+    training = program.training()
+    program.run(training)
+    assert training.step_count == 6
+    assert "as durations do" in training.statement()["independence"]["not_compared"][0]
+    assert len(program.model.times) in (0, 6)  # nothing of a rehearsal is left
+
+
+@pytest.mark.parametrize(
+    ("keep", "use"),
+    [
+        (lambda m, x: m.times.append((perf_counter(), float(x.mean()))), lambda m, x: m.f(x)),
+        (lambda m, x: m.times.append(perf_counter()), lambda m, x: m.f(x) * len(m.times)),
+        (lambda m, x: None, lambda m, x: [m.f(x * (1 + m.last % 1)), setattr(m, "last", perf_counter())][0]),
+    ],
+    ids=["beside data", "their number is read", "the last one is read"],
+)
+def test_durations_beside_data_and_those_that_are_read_are_refused(keep, use):
+    assert_refused(Program(Keeping(keep, use, times=[], last=0.0), points(), match="'(times|last)'"))
 
 
 def test_state_kept_for_the_next_batch_is_refused_by_name():

@@ -41,9 +41,9 @@ from .comparison import (
 from .randomness import RandomNumbers
 from .trace import Trace
 from .turns import Answers, Examples, Turn
+from .unrepeatable import not_compared, varying_names
 
 REDRAWS = 4  # other examples drawn, to see whether the number of random draws depends on them
-FEW = 4  # examples
 
 Run = Callable[[Turn], Generator[Turn, Answers, Answers]]
 
@@ -83,6 +83,8 @@ class Rehearsal:
             follows the weights; they are put back too. More are added when they are seen.
         overwritten: names of attributes that take in data, but are written before they are read, such as the last
             attention weights. Before the batch itself they are not put back: if they were read, answers would change.
+        varying: names of attributes that differ between two runs of the same batch, such as durations, and are never
+            read. They are not put back before the other runs: if they were read, answers would change.
         notes: receives, in words, what could not be compared.
         keep_weights: copy the trained parameters, and put them back if the loop moves them itself.
     """
@@ -100,6 +102,7 @@ class Rehearsal:
         whole_units: bool = False,
         moving: set[str] | None = None,
         overwritten: set[str] | None = None,
+        varying: set[str] | None = None,
         notes: set[str] | None = None,
         keep_weights: bool = False,
     ):
@@ -109,6 +112,7 @@ class Rehearsal:
         self._whole_rows, self._rows_alone, self._rows_once = units is None or whole_units, rows_alone, rows_once
         self._moving = set() if moving is None else moving
         self._overwritten = set() if overwritten is None else overwritten
+        self._varying = set() if varying is None else varying
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
         self._notes = set() if notes is None else notes
         self._keep_weights = keep_weights
@@ -154,7 +158,7 @@ class Rehearsal:
 
         def prepare(turn: Turn) -> None:
             ended.append(before.changes(with_parameters=True))
-            before.restore(except_for=self._overwritten if turn.is_batch else ())
+            before.restore(except_for=self._overwritten if turn.is_batch else self._varying)
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 
@@ -171,12 +175,15 @@ class Rehearsal:
         if changed:
             raise Refused(written_into(changed))
         took_data = {name for part in replaced for name in self._took_data(part.answers, original)}
-        self._check_loop(self._changed_by_loop(replaced, ended[1:]) - took_data - self._overwritten)
+        by_loop = self._changed_by_loop(replaced, ended[1:])
+        self._check_loop(by_loop - took_data - self._overwritten - self._varying)
         findings = self._findings(replaced, removed, original)
         if findings and (yield from self._draws_depend_on_data(run, replaced, original)):
             findings = yield from self._without_random_numbers(run, replaced, removed, original)
             if not findings:
                 original = yield from self._batch_again(run, original)
+        if took_data and not findings and not took_data & self._expected.keys():
+            original = yield from self._leave_out_varying(run, took_data, replaced, original)
         if took_data and not findings and not took_data & {name for name, _ in self._model.named_buffers()}:
             self._expected = {name: original.changes.get(name) for name in took_data}
             return set(), took_data
@@ -208,7 +215,23 @@ class Rehearsal:
         names = differing(answers.changes, original.changes)
         if answers.settled and original.settled:
             names |= differing(answers.later, original.later)
-        return names - self._overwritten
+        return names - self._overwritten - self._varying
+
+    def _leave_out_varying(
+        self, run: Run, took_data: set[str], replaced: Sequence[_Replaced], original: Answers
+    ) -> Generator[Turn, Answers, Answers]:
+        """Takes out of ``took_data`` what differs between two runs of the same batch as well, and is never read."""
+        batch, count = self._examples.batch, self._examples.count
+        again = yield from run(Turn(batch, count, rows=False))
+        found = varying_names(took_data, original, again, [part.answers for part in replaced])
+        if found:
+            self._varying |= found
+            other = yield from run(Turn(batch, count))  # begins with what the run before has left
+            kept = f"The forward reads what earlier runs left in {quoted(sorted(found))}."
+            self._check_repeats(other, original, lambda what: depend(what, kept, STATE_CURE))
+            took_data -= found
+            self._notes.add(not_compared(quoted(sorted(found))))
+        return (yield from self._batch_again(run, original))
 
     @staticmethod
     def _changed_by_loop(replaced: Sequence[_Replaced], ended: list[dict[str, Any]]) -> set[str]:
@@ -268,12 +291,15 @@ class Rehearsal:
 
     def _batch_again(self, run: Run, original: Answers) -> Generator[Turn, Answers, Answers]:
         """Runs the batch itself again, because it must come last; it must give the same answers."""
-        everyone = np.arange(self._examples.count)
         again = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
+        self._check_repeats(again, original, not_repeating)
+        return again
+
+    def _check_repeats(self, again: Answers, original: Answers, message: Callable[[str], str]) -> None:
+        everyone = np.arange(self._examples.count)
         found = self._comparison.compare(everyone >= 0, again, original, everyone, None, REPEATED, loose=False)
         if found:
-            raise Refused(not_repeating(found[0].what))
-        return again
+            raise Refused(message(found[0].what))
 
     # What they show
 
@@ -355,39 +381,3 @@ class Rehearsal:
 
 def _again(batch: Any, count: int, random: RandomNumbers = RandomNumbers.AS_DRAWN) -> Callable[[Trace], Turn]:
     return lambda trace: Turn(batch, count, rows=False, random=random, trace=trace)
-
-
-def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> list[np.ndarray]:
-    """Returns masks (count,) of a random half of the examples and of the other half; one empty mask for one example.
-
-    Examples of one unit stay together.
-    """
-    numbers = np.arange(count) if units is None else np.unique(units)
-    if len(numbers) < 2:
-        return [np.zeros(count, bool)]
-    chosen = generator.permutation(numbers)[: len(numbers) // 2]
-    keep = np.zeros(count, bool)
-    keep[chosen if units is None else np.isin(units, chosen)] = True
-    return [keep, ~keep]
-
-
-def draw_few(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> np.ndarray:
-    """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them.
-
-    Examples of one unit stay together.
-    """
-    if units is not None:
-        return draw_few(int(units.max()) + 1, generator)[units]
-    keep = np.zeros(count, bool)
-    keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
-    return without_ends(keep) if count > 2 else keep
-
-
-def without_ends(keep: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
-    """Returns the mask without the first and the last example, which alone would also be first and last.
-
-    With units (numbered without gaps) it is without theirs.
-    """
-    some = keep.copy()
-    some[[0, -1] if units is None else np.isin(units, units[[0, -1]])] = False
-    return some if some.any() else keep

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from ..jacobian.independence import Rehearsal, draw_halves
+from ..jacobian.independence import Rehearsal
+from ..jacobian.kept import draw_halves
 from ..jacobian.layout import Layouts
 from ..jacobian.operator import PlanRow
 from ..jacobian.randomness import without_random_numbers

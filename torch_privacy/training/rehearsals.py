@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..jacobian.code_path import CodePath, RehearsedCode
 from ..jacobian.comparison import not_repeated, shows_dependence
-from ..jacobian.independence import Rehearsal, draw_few, draw_halves, without_ends
+from ..jacobian.independence import Rehearsal
+from ..jacobian.kept import draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
@@ -108,6 +109,7 @@ class Rehearsals:
     epoch: float
     items: ItemCheck | None = None
     moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, such as a teacher's
+    varying: set[str] = field(default_factory=set)  # attributes that differ between two runs of the same batch
     overwritten: set[str] = field(
         default_factory=set
     )  # attributes that hold data but are overwritten before they are read
@@ -221,6 +223,7 @@ class Rehearsals:
             whole_units=by_owner,
             moving=self.moving,
             overwritten=self.overwritten,
+            varying=self.varying,
             notes=self.not_compared,
             keep_weights=thorough,
         ).turns()

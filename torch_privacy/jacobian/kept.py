@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws which examples of a batch a rehearsal keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FEW = 4  # examples
+
+
+def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> list[np.ndarray]:
+    """Returns masks (count,) of a random half of the examples and of the other half; one empty mask for one example.
+
+    Examples of one unit stay together.
+    """
+    numbers = np.arange(count) if units is None else np.unique(units)
+    if len(numbers) < 2:
+        return [np.zeros(count, bool)]
+    chosen = generator.permutation(numbers)[: len(numbers) // 2]
+    keep = np.zeros(count, bool)
+    keep[chosen if units is None else np.isin(units, chosen)] = True
+    return [keep, ~keep]
+
+
+def draw_few(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> np.ndarray:
+    """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them.
+
+    Examples of one unit stay together.
+    """
+    if units is not None:
+        return draw_few(int(units.max()) + 1, generator)[units]
+    keep = np.zeros(count, bool)
+    keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
+    return without_ends(keep) if count > 2 else keep
+
+
+def without_ends(keep: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+    """Returns the mask without the first and the last example, which alone would also be first and last.
+
+    With units (numbered without gaps) it is without theirs.
+    """
+    some = keep.copy()
+    some[[0, -1] if units is None else np.isin(units, units[[0, -1]])] = False
+    return some if some.any() else keep
