@@ -9,9 +9,12 @@ The first of these that can answer does:
    heavy-tailed (`heavy_tail`);
 4. for Gaussian steps, a single step that dominates all (`dominating`);
 5. the sum of what the parts cost one by one (`combine.SumOfParts`).
+
+Where the bracket of 3. to 5. is wide, products of merged outcomes narrow it (`merged`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -34,10 +37,12 @@ from .combine import (
 from .curve import ClosedFormCurve, Curve, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
+from .merged import MergedEngine, SharpenedCurve
 
 Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
 MOST_DISTINCT = 1000  # different Gaussian steps that are composed one by one
+MOST_MERGED = 16  # different pairs that are composed by merged outcomes
 FEW_PARTS = 3  # that bound the others from below where the engines' own bound is trivial
 
 
@@ -85,7 +90,20 @@ def _by_engines(steps: Steps, swaps: Sequence[bool], method: str) -> tuple[Curve
     if method == "auto" and sum(count for _, count in steps) == 1:
         return tuple(ClosedFormCurve(steps[0][0], swapped=swapped) for swapped in swaps)
     engine = LatticeEngine(steps)
-    return tuple(_curve(steps, engine, swapped, caps.get(swapped), method) for swapped in swaps)
+    curves = {swapped: _curve(steps, engine, swapped, caps.get(swapped), method) for swapped in swaps}
+    if method != "auto":
+        return tuple(curves.values())
+    return tuple(
+        FallbackChain([partial(contour.curve, steps, swapped=swapped), partial(_sharpened, curve, steps, swapped)])
+        for swapped, curve in curves.items()
+    )
+
+
+def _sharpened(curve: Curve, steps: Steps, swapped: bool) -> Curve:
+    """Returns the curve, which merged outcomes narrow where it is wide."""
+    if all(isinstance(pair, DiscretizablePair) for pair, _ in steps) and len(steps) <= MOST_MERGED:
+        return SharpenedCurve(curve, partial(MergedEngine, steps, swapped=swapped))
+    return curve
 
 
 def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None, method: str) -> Curve:
@@ -122,7 +140,7 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
     truncated = [lambda: add_curve(steps) if swapped else TruncatedLatticeCurve(steps, raised)] if heavy else []
     rough = [lambda: HeavyTailCurve(steps)] if heavy and not swapped else []
     one_step = [lambda: Envelope([cap])] if cap is not None and len(steps) == 1 else []
-    return FallbackChain([on_contour, *truncated, lambda: finite(raised(capped())), *rough, *one_step, in_parts])
+    return FallbackChain([*truncated, lambda: finite(raised(capped())), *rough, *one_step, in_parts])
 
 
 def _with_largest_shifts(steps: Steps) -> Steps | None:

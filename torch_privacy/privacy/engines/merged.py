@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Composes outcomes by products, and merges neighboring ones on a grid that widens with the distance from the mean.
+
+Where sampling is rare or tails are heavy, losses of very different sizes count at once: a lattice with equal spacing
+needs too many points. Here a few hundred outcomes are kept, dense around the mean and ever wider away from it, so that
+each doubling of the range takes as many points as the one before. A product has all pairs of outcomes; those that fall
+into one cell of the grid are
+
+- below: merged to one outcome with their P- and Q-mass, which an attacker could do (post-processing);
+- above: moved to the two ends of the cell, keeping P- and Q-mass, so that the hockey stick is joined by chords.
+
+In the add direction P and Q change places from the first step on.
+
+Both errors are of second order in the width of cells. All terms are positive, so that the smallest masses keep their
+digits without any tilt. ``count`` equal steps take ``2 log2(count)`` products.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from ..bracket import Array, Bracket, inner, ordered
+from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
+from ..pairs.gaussian import SubsampledGaussianPair
+from ..pairs.mixture import SubsampledMixturePair
+from .curve import Curve, crossing, trivial_delta
+
+FURTHEST_REACH = 37.5  # standard deviations, beyond which no mass is left in floating point
+BASE_TAIL, LARGEST_BASE = 1e-33, 1e6  # mass of base losses that count as infinite, and base losses that do
+WIDEST, NARROWEST = 0.04, 0.01  # cells, relative to the distance from the mean
+NARROW, SMALL = 7e-4, 1e-3  # width of a bracket of ε that suffices: relative, of at least a small ε
+NARROW_DELTA = 5e-3  # the same for δ, which changes more than ε
+SHARE, NEGLIGIBLE = 1e-8, 1e-24  # of δ that far losses may add; where no δ is given
+MANY = 1000  # steps from which large losses are composed apart
+RARE = 0.1  # how many large losses are expected in all steps of a kind
+COARSE = 64  # groups of outcomes from which the range of a product is found
+ROWS = 2**16  # pairs of outcomes computed at a time, which fit a processor's cache
+SMALLEST_MASS = 1e-280
+LARGEST = 500.0  # e to this power is far from overflow
+LOSS_ROUNDING = 512 * UNIT  # error of losses, relative
+MASS_ROUNDING = 64 * UNIT  # error of each mass and of each product, relative
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """Finitely many outcomes: losses and P-masses; the Q-mass is ``e^-loss`` times as large.
+
+    Args:
+        losses: ascending.
+        mass: under P.
+        infinite: P-mass of outcomes without Q-mass.
+        middle: center and scale of the grid for products; by default those of `spread`.
+    """
+
+    losses: Array
+    mass: Array
+    infinite: float = 0.0
+    middle: tuple[float, float] | None = None
+
+    def spread(self) -> tuple[float, float]:
+        """Returns the center of a grid and the distance from there within which it is dense.
+
+        The latter is a quarter of the width that has 68 % of the mass, or more where that is nearly an atom.
+        """
+        if self.middle is not None:
+            return self.middle
+        mass = self.mass / self.mass.sum()
+        mean = float(mass @ self.losses)
+        deviation = math.sqrt(float(mass @ (self.losses - mean) ** 2))
+        low, high = np.interp((0.16, 0.84), np.cumsum(mass), self.losses)
+        return mean, max(float(high - low) / 4, 1e-3 * deviation, 1e-300)
+
+    def divided(self, rare: float) -> "tuple[Outcomes, ...]":
+        """Returns pairs that together dominate this one: its usual losses, and its largest, of at most that P-mass.
+
+        The second shows either a large loss or nothing. Who sees both can take the large loss where there is one, and
+        else the usual one: that is this pair. Many steps then take the large losses along without dividing them again.
+        """
+        above = np.cumsum(self.mass[::-1])[::-1] + self.infinite
+        first = int(np.searchsorted(-above, -rare))
+        large, mass = self.losses[first:], self.mass[first:]
+        p, q = float(mass.sum()) + self.infinite, float(mass @ np.exp(-large))
+        if not len(large) or not first or q >= 0.5:
+            return (self,)
+        nothing = math.log1p(-(float(mass @ -np.expm1(-large)) + self.infinite) / (1 - q))
+        usual = Outcomes(self.losses[:first] - nothing, self.mass[:first] / (1 - p))
+        middle = nothing, float(large[0] - nothing) / 2
+        return usual, Outcomes(np.append(nothing, large), np.append(1 - p, mass), self.infinite, middle)
+
+    def delta(self, epsilon: float) -> float:
+        """Returns the hockey stick of these outcomes."""
+        return float(self.mass @ -np.expm1(np.minimum(epsilon - self.losses, 0.0))) + self.infinite
+
+
+class Grid(NamedTuple):
+    """The grid on which outcomes are kept.
+
+    Args:
+        width: of cells, relative to the distance from the mean.
+        negligible: mass of far losses that may count as infinite in each product.
+    """
+
+    width: float
+    negligible: float
+
+    def cuts(self, low: float, high: float, scale: float) -> Array:
+        """Returns the ends of cells from low to high, as distances from the mean.
+
+        Cells within ``scale`` are equally wide. Those beyond have the same ends for every scale: what lies on an end
+        stays there when it is multiplied with something small.
+        """
+        first = math.ceil(math.log(scale) / self.width)
+        start = math.exp(first * self.width)
+        furthest = max(-low, high, start)
+        inner = start * np.linspace(0, 1, math.ceil(1 / self.width) + 1)[:-1]
+        outer = np.exp(self.width * np.arange(first, math.log(furthest / start) / self.width + first + 2))
+        side = np.append(inner, outer)
+        ends = np.concatenate([-side[:0:-1], side])
+        ends = ends[(ends > low) & (ends < high)]
+        return np.concatenate([[low], ends, [high]])
+
+
+def one_step(pair: DiscretizablePair, count: int, grid: Grid, *, above: bool, swapped: bool) -> Outcomes:
+    """Returns outcomes of a single one of ``count`` steps on a grid, which dominate it, or which it dominates."""
+    pair = _reaching(pair)
+    bottom, top = (0.0 if pair.edge else pair.ends[0]), pair.ends[1]
+    center, scale = -pair.floor, 1e-9 * (top - bottom)
+    wide = Grid(0.1, 0.0)
+
+    def rough(center: float, scale: float) -> Outcomes:
+        return _cells(pair, center + wide.cuts(bottom - center, top - center, scale), above=False, swapped=False)
+
+    mean, scale = rough(center, scale).spread()  # how large typical losses are
+    found = rough(mean - pair.floor, scale)
+    mean, scale = found.spread()
+    center = mean - pair.floor
+    if not swapped:
+        mass = np.cumsum(found.mass[::-1])[::-1]
+        last = int(np.searchsorted(-mass, -grid.negligible / count)) - 1
+        top = min(top, float(found.losses[last]) - pair.floor + scale)
+    return _cells(pair, center + grid.cuts(bottom - center, top - center, scale), above=above, swapped=swapped)
+
+
+def _reaching(pair: DiscretizablePair) -> DiscretizablePair:
+    """Returns the pair with its far losses, which a lattice with equal spacing would leave out."""
+    if isinstance(pair, SubsampledGaussianPair):
+        return replace(pair, reach=FURTHEST_REACH)
+    if isinstance(pair, SubsampledMixturePair):
+        return replace(pair, largest=min(pair.quantile(BASE_TAIL), LARGEST_BASE))
+    return pair
+
+
+def _cells(pair: DiscretizablePair, heights: Array, *, above: bool, swapped: bool) -> Outcomes:
+    """Returns the outcomes of a pair, merged within the cells between heights or moved to their ends."""
+    ends = np.concatenate([[-np.inf], heights, [np.inf]])
+    if not above:
+        at = np.append(heights[:1], heights)
+        return _swapped(_one_each(pair.floor + at, *pair.cells(ends, at)), 0.0, swapped)
+    mass, excess = pair.cells(ends, ends[:-1])
+    gap = np.concatenate([[1.0], -np.expm1(-np.diff(heights)), [1.0]])
+    up = np.clip(excess / gap, 0, mass)
+    start = pair.floor + float(heights[0])
+    missing = float(pair.cells(ends[:2], heights[:1])[1][0])
+    only_q = max(-math.exp(min(-start, LARGEST)) * missing, 0.0) + pair.beyond
+    found = Outcomes(pair.floor + heights, up[:-1] + (mass - up)[1:], float(up[-1]) + pair.beyond)
+    return _swapped(found, only_q, swapped)
+
+
+def _swapped(found: Outcomes, only_q: float, swapped: bool) -> Outcomes:
+    """Returns the outcomes with P and Q exchanged, if swapped; ``only_q`` is the Q-mass without P-mass."""
+    if not swapped:
+        return found
+    with np.errstate(divide="ignore"):  # log 0 = -∞ is right
+        mass = np.exp(np.log(found.mass) - found.losses)
+    return Outcomes(-found.losses[::-1], mass[::-1], only_q)
+
+
+def _one_each(at: Array, mass: Array, excess: Array) -> Outcomes:
+    """Returns one outcome for each cell with some P-mass, from its P-mass and its ``P - e^at Q``."""
+    there = mass > SMALLEST_MASS  # others are left out, with their Q-mass
+    share = np.minimum(excess[there] / mass[there], 1 - UNIT)
+    return Outcomes(at[there] - np.log1p(-share), mass[there])
+
+
+def product(first: Outcomes, second: Outcomes, grid: Grid, *, above: bool) -> Outcomes:
+    """Returns the outcomes of two independent releases together, on a grid."""
+    (center, scale), (other_center, other_scale) = first.spread(), second.spread()
+    center += other_center
+    middle = (center, max(scale, other_scale)) if first.middle and second.middle else None
+    scale = middle[1] if middle else math.hypot(scale, other_scale)
+    low, high = (_extreme(first, second, grid.negligible, side) for side in (-1, 1))
+    ends = center + grid.cuts(min(low, center) - center, max(high, center) - center, scale)
+    sums, infinite = np.zeros((2, len(ends) - 1)), first.infinite + second.infinite - first.infinite * second.infinite
+    rows = max(1, ROWS // len(second.losses))
+    for start in range(0, len(first.losses), rows):
+        block, columns = slice(start, start + rows), slice(start if first is second else 0, None)
+        losses = (first.losses[block, None] + second.losses[columns]).ravel()
+        mass = first.mass[block, None] * second.mass[columns]
+        if first is second:  # each pair of different outcomes once, for both orders
+            mass = 2 * np.triu(mass)
+            np.fill_diagonal(mass, mass.diagonal() / 2)
+        mass = mass.ravel()
+        far = losses > ends[-1]
+        infinite += float(mass[far].sum()) if above else 0.0
+        mass[far] *= not above  # below, they are merged with those of the last cell
+        if above:
+            losses = np.maximum(losses, ends[0])  # it is rare that this moves something
+        else:
+            mass[losses < ends[0] - LARGEST] = 0.0
+            losses = np.maximum(losses, ends[0] - LARGEST)
+        cell = np.clip(np.searchsorted(ends, losses, side="right") - 1, 0, len(ends) - 2)
+        excess = -np.expm1(np.minimum(ends[cell] - losses, LARGEST)) * mass  # P - e^l Q, l the lower end
+        sums += np.array([np.bincount(cell, part, len(ends) - 1) for part in (mass, excess)])
+    mass, excess = sums
+    if not above:
+        return replace(_one_each(ends[:-1], mass, excess), infinite=infinite, middle=middle)
+    up = np.clip(excess / -np.expm1(-np.diff(ends)), 0, mass)
+    return Outcomes(ends, np.append(mass - up, 0.0) + np.append(0.0, up), infinite, middle)
+
+
+def _extreme(first: Outcomes, second: Outcomes, negligible: float, side: int) -> float:
+    """Returns a loss beyond which, upwards or downwards, sums of two losses have at most that mass."""
+    parts = []
+    for one in (first, second):
+        losses, mass = (side * one.losses)[::side], one.mass[::side]
+        starts = np.arange(0, len(losses), max(1, len(losses) // COARSE))
+        parts.append((losses[np.append(starts[1:], len(losses)) - 1], np.add.reduceat(mass, starts)))
+    (losses, mass), (other_losses, other_mass) = parts
+    sums, together = (losses[:, None] + other_losses).ravel(), np.outer(mass, other_mass).ravel()
+    order = np.argsort(-sums)
+    last = int(np.searchsorted(np.cumsum(together[order]), negligible))
+    return side * float(sums[order[min(last, len(order) - 1)]])
+
+
+def power(one: Outcomes, count: int, grid: Grid, *, above: bool) -> Outcomes:
+    """Returns the outcomes of ``count`` equal releases together."""
+    found, times, left = None, 1, count
+    while True:
+        if left % 2:
+            found = one if found is None else product(found, one, grid, above=above)
+        left //= 2
+        if not left:
+            assert found is not None
+            return found
+        times *= 2
+        of_part = grid._replace(negligible=grid.negligible * times / count)  # what is left out is multiplied, too
+        one = product(one, one, of_part, above=above)
+
+
+class MergedEngine:
+    """Composes steps on merged outcomes, in one direction.
+
+    Args:
+        steps: the pairs, and how often each happened.
+        swapped: True for the add direction.
+    """
+
+    def __init__(self, steps: Sequence[tuple[DominatingPair, int]], *, swapped: bool):
+        self._swapped = swapped
+        self._steps = [(pair, count) for pair, count in steps if isinstance(pair, DiscretizablePair)]
+        self._composed: dict[tuple[Grid, bool], Outcomes] = {}
+        self._sizes, self._relative = 0.0, 1024 * UNIT  # of losses and of masses, for their rounding
+        for pair, count in self._steps:
+            center, scale = one_step(pair, count, Grid(WIDEST, 0.0), above=False, swapped=swapped).spread()
+            self._sizes += count * (abs(center) + scale)
+            self._relative += count * (MASS_ROUNDING + pair.node_rounding)
+
+    def outcomes(self, grid: Grid, *, above: bool) -> Outcomes:
+        """Returns outcomes that dominate all steps together, or that they dominate."""
+        if (grid, above) not in self._composed:
+            parts: list[Outcomes] = []
+            for pair, count in self._steps:
+                one = one_step(pair, count, grid, above=above, swapped=self._swapped)
+                divided = one.divided(RARE / count) if above and count >= MANY else (one,)
+                parts += [power(part, count, grid, above=above) for part in divided]
+            self._composed[grid, above] = reduce(partial(product, grid=grid, above=above), parts)
+        return self._composed[grid, above]
+
+    def delta(self, epsilon: float, grid: Grid, *, above: bool) -> float:
+        """Returns an upper bound on δ(ε) from outcomes above, or a lower one from those below."""
+        side = 1 if above else -1
+        moved = epsilon - side * LOSS_ROUNDING * (self._sizes + abs(epsilon))
+        found = self.outcomes(grid, above=above).delta(moved) * (1 + side * self._relative)
+        return min(found, 1.0) if above else max(found, trivial_delta(epsilon))
+
+
+class SharpenedCurve(Curve):
+    """An engine's curve; where its bracket is wide, merged outcomes narrow it.
+
+    Args:
+        engine: the engine's curve.
+        merged: function that makes the other engine; called where it is needed.
+    """
+
+    def __init__(self, engine: Curve, merged: Callable[[], MergedEngine]):
+        self._engine, self._merged = engine, cache(merged)
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        known = self._engine.delta(epsilon)
+        if known.high - known.low <= NARROW_DELTA * known.high:
+            return known
+        sides = (self._delta(epsilon, Grid(WIDEST, NEGLIGIBLE), above) for above in (False, True))
+        return inner(known, ordered(*sides))
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        known, width = self._engine.epsilon(delta), WIDEST
+        while delta > 0 and (share := _share(known)) > NARROW and width >= NARROWEST:
+            grid = Grid(width, SHARE * 100.0 ** math.floor(math.log(delta, 100)))
+            low, high = (self._crossing(delta, grid, above) for above in (False, True))
+            known, share = inner(known, ordered(low, high)), _share(Bracket(low, high))
+            width = min(width / 2, max(width * 2.0 ** math.floor(math.log2(NARROW / share) / 2), NARROWEST))
+        return known
+
+    def _crossing(self, delta: float, grid: Grid, above: bool) -> float:
+        return crossing(lambda epsilon: self._delta(epsilon, grid, above) <= delta)[above]
+
+    def epsilon_high(self, delta: float) -> float:
+        return self.epsilon(delta).high
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        return self._engine.surely_below(epsilon, delta) or self.epsilon_high(delta) <= epsilon
+
+    def _delta(self, epsilon: float, grid: Grid, above: bool) -> float:
+        return self._merged().delta(epsilon, grid, above=above)
+
+
+def _share(known: Bracket[float]) -> float:
+    """Returns the width of a bracket of ε relative to its upper bound, or to a small one."""
+    low, high = known
+    return (high - low) / max(high, SMALL) if np.isfinite(high) else float(np.isfinite(low))
