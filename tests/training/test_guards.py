@@ -159,6 +159,7 @@ def test_optimizer_step_in_the_loop_is_refused_before_it_moves_a_weight(body):
     assert len(training.ledger) == 0
 
 
+@pytest.mark.filterwarnings("ignore:PrivateTraining. SGD made a step for 'other'")
 def test_an_optimizer_of_other_parameters_may_step_in_the_loop():
     training, other = training_of(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ class Turn:
     random: RandomNumbers = RandomNumbers.AS_DRAWN
     trace: Trace | None = None  # records what the modules return
     prepare: Callable[[], None] = lambda: None  # must be called right before the run
+    around: Callable[[], AbstractContextManager[None]] | None = None  # entered for the run, and left in ``step``
     state: ModelState | None = None  # of the model before the run, as far as it is put back
     keep: np.ndarray | None = None  # (examples of the batch,) which of them these are, if some were left out
     take: Callable[[Any, Tensor], None] | None = None  # gets recording and losses of a run that only observes

@@ -17,6 +17,7 @@ from ..mechanism import Recording
 from ..support.model_state import MutationGuard
 from ..support.replay import SeededRandomNumbers, is_recording_disabled
 from ..support.script_modules import takes_hooks
+from ..support.torch_modes import tensors_in
 
 
 @dataclass
@@ -62,10 +63,11 @@ class ForwardHooks:
 
     Args:
         pending: returns the batch that is waiting for its losses, if any; must not keep the training alive.
+        outside: returns what receives the inputs of a forward on other rows than those of a batch, if anything.
     """
 
-    def __init__(self, pending: Callable[[], Pending | None] = lambda: None):
-        self._pending = pending
+    def __init__(self, pending: Callable[[], Pending | None] = lambda: None, outside: Callable[[], Any] = lambda: None):
+        self._pending, self._outside = pending, outside
         self._running = _Running()
 
     def __deepcopy__(self, memo: dict) -> ForwardHooks:
@@ -86,6 +88,10 @@ class ForwardHooks:
             return
         pending = self._pending()
         tape = None if pending is None or not torch.is_grad_enabled() or is_recording_disabled() else pending.tape
+        if pending is None or (tape is None and _has_more_rows((args, kwargs), pending)):
+            note = self._outside()
+            if note is not None:
+                note((args, kwargs))
         self._running.recordings.append(tape)
         if tape is not None and pending is not None:
             tape.code.note_inputs((args, kwargs), pending.turn.batch)
@@ -102,3 +108,9 @@ class ForwardHooks:
         """Turns off the recorders of forwards that never ended, as after Ctrl-C."""
         while self._running.recordings:
             self.after(nn.Identity(), (), None)
+
+
+def _has_more_rows(inputs: Any, pending: Pending) -> bool:
+    """True if inputs have more rows than the batch, as all data have."""
+    views = max(len(t) for t in tensors_in(pending.turn.batch) if t.ndim) if tensors_in(pending.turn.batch) else 0
+    return any(t.ndim > 0 and len(t) > max(views, pending.turn.count) for t in tensors_in(inputs))

@@ -59,11 +59,13 @@ from .agreement import (
     kind_of_turn,
     names_tag,
 )
+from .bystanders import OtherOptimizers, OutsideForwards
 from .callbacks import Callback, Callbacks
 from .canaries import Observation, Take
 from .compiled import CompiledBatches, unwrapped
 from .finite import FiniteRows
 from .hooks import ForwardHooks, Pending
+from .loop_watch import LoopWatch
 from .placement import Ranked, Whole, local_of, placement_of
 from .prepared import check_not_for_accelerate, without_accelerate
 from .reached import Reached
@@ -341,8 +343,18 @@ class PrivateTraining:
         assumed = assume_independent is not None
         items = None if assumed else item_check(self._batches.dataset, numbers)
         steps, epoch = self._account.steps_allowed, 1 / self.settings.sampling_probability
-        self._rehearsals = Rehearsals(self._model, self._releases, assumed, steps, epoch, items)
-        self._hooks = ForwardHooks(_while_alive(self, lambda training: training._pending, None))
+        watch = LoopWatch(
+            self._model,
+            _while_alive(self, lambda training: training._not_of_loop(), []),
+            self.optimizer,
+            OtherOptimizers(self.optimizer, _while_alive(self, lambda training: training._present_turn(), None)),
+        )
+        self._rehearsals = Rehearsals(self._model, self._releases, assumed, steps, epoch, watch, items)
+        self._outside = OutsideForwards(self._batches)
+        self._hooks = ForwardHooks(
+            _while_alive(self, lambda training: training._pending, None),
+            _while_alive(self, lambda training: training._note_outside, None),
+        )
         self._hooks.register(self._model)
         self._is_made = True
 
@@ -607,6 +619,7 @@ class PrivateTraining:
         self._ranks.begin("begins a loop")
         self._tensors = self._find_tensors()
         self._weight_guard.activate()
+        self._rehearsals.watch.begin_loop()
         releases, batches = None, iter(())
         try:
             while self.step_count < self._account.steps_allowed:
@@ -645,6 +658,7 @@ class PrivateTraining:
                 for part in self._observation.after_training(self._releases, self.step_count):
                     yield from self._answered(part, loop)
             try:
+                self._rehearsals.watch.judge(at_end=True)
                 self._callbacks.at_end(self)
             except Exception:
                 self._write_at_end()
@@ -653,6 +667,7 @@ class PrivateTraining:
             if self._loops == loop:
                 self._forget_batch()
                 self._weight_guard.deactivate()
+                self._rehearsals.watch.end_loop()
                 self._repetition.close()
         self._write_at_end()
 
@@ -1225,6 +1240,8 @@ class PrivateTraining:
             contexts.enter_context(without_random_numbers(self._model, turn.random))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.recording(size))
+        if turn.around is not None:
+            contexts.enter_context(turn.around())
         self._is_rehearsal, _LATEST.training = not turn.is_batch, weakref.ref(self)
         self._pending = Pending(turn, tape, MutationGuard(self._model, self._tensors_of.tree), numbers, contexts)
         return turn.batch
@@ -1510,6 +1527,7 @@ class PrivateTraining:
             self._weight_guard.moved_otherwise(self.step_count),
             str(self._rehearsals.coupled or ""),
             frozenset(self._rehearsals.not_compared),
+            (*self._rehearsals.watch.not_covered, *self._outside.not_covered),
             generators(self._tensors.trained.values()),
             self._date or _now(),
             tuple(self._callbacks.names),
@@ -1520,6 +1538,18 @@ class PrivateTraining:
     def _num_trained(self) -> int:
         """Returns the number of trained numbers, on all ranks together."""
         return sum(parameter.numel() for parameter in self._tensors.trained.values())
+
+    def _not_of_loop(self) -> list[Any]:
+        """Returns objects that the user's loop may name, and that are looked at elsewhere."""
+        return [self, self.model, self.optimizer, self.scheduler, self._batches.dataset, self._canaries]
+
+    def _present_turn(self) -> Any:
+        """Returns what identifies the turn that waits for its losses, or None."""
+        part = self._part
+        return None if self._pending is None or part is None else (self.step_count, part.number, self._turns_made)
+
+    def _note_outside(self, inputs: Any) -> None:
+        self._outside.note(inputs, self.step_count)
 
     def _find_tensors(self) -> ModelTensors:
         """Returns the present tensors of the model; refuses gradient hooks on trained parameters."""

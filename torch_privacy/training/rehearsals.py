@@ -20,6 +20,7 @@ from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState
 from ..support.validate import Refused
+from .loop_watch import LoopWatch
 from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
@@ -63,6 +64,7 @@ class Part:
     thorough: bool  # whether it is rehearsed in full
     before: ModelState | None = None  # the model's, to be put back if the part is restarted
     first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Rehearsals:
         assumed: True if the user assumes independence, so that nothing is rehearsed.
         num_steps: of the training; the last one is rehearsed.
         epoch: number of steps in which every example is in one batch on average.
+        watch: watches the variables of the loop.
         items: compares items with those of a data set with other examples; None if there is no need.
     """
 
@@ -107,8 +110,8 @@ class Rehearsals:
     assumed: bool
     num_steps: int
     epoch: float
+    watch: LoopWatch
     items: ItemCheck | None = None
-    moving: set[str] = field(default_factory=set)  # frozen parameters that the loop changes, such as a teacher's
     varying: set[str] = field(default_factory=set)  # attributes that differ between two runs of the same batch
     overwritten: set[str] = field(
         default_factory=set
@@ -152,12 +155,13 @@ class Rehearsals:
         """Returns the part that begins with this microbatch."""
         rehearsed, thorough = self.are_due(step, number, count) if share.counts else (False, False)
         script = (
-            self._script(examples, share, thorough=thorough)
+            self._script(examples, share, step, thorough=thorough)
             if rehearsed
-            else one_turn(Turn(examples.batch, examples.count, is_batch=True))
+            else self.watch.watched(Turn(examples.batch, examples.count, is_batch=True), step)
         )
         before = ModelState(self.model) if self.keeps_state is not False and not rehearsed else None
-        return Part(examples, share, number, number == count - 1, script, rehearsed, rehearsed and thorough, before)
+        is_last, thorough = number == count - 1, rehearsed and thorough
+        return Part(examples, share, number, is_last, script, rehearsed, thorough, before, step=step)
 
     def restart(self, part: Part, first: FirstRun | None) -> None:
         """Restarts a part with a full rehearsal, from the model's state before its first turn."""
@@ -165,7 +169,8 @@ class Rehearsals:
         part.first = part.first or first
         if part.before is not None:
             part.before.restore()
-        part.script, part.rehearsed, part.thorough = self._script(part.examples, part.share, thorough=True), True, True
+        part.script = self._script(part.examples, part.share, part.step, thorough=True)
+        part.rehearsed = part.thorough = True
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
@@ -177,10 +182,11 @@ class Rehearsals:
             self.code.add(code, part.examples.count)
             if part.first is not None:  # it gave the same answers
                 self.code.add_features(part.first.features, part.examples.count)
-            self.last_passed = step
+            self.last_passed = step if self.watch.is_clear else self.last_passed
 
     def note_refused(self, error: Refused, step: int) -> None:
         """Remembers which releases may leak if this refusal of a step shows that examples depend on each other."""
+        self.watch.forget()
         first = self.last_passed + 1
         if shows_dependence(error) and not self.assumed and first < step:
             self.coupled = self.coupled or Coupled(first, step - 1, step)
@@ -196,7 +202,7 @@ class Rehearsals:
         if coupled is not None and self.last_passed < coupled.first < state["step_count"]:
             self.coupled = coupled
 
-    def _script(self, examples: DatasetExamples, share: Share, *, thorough: bool) -> Script:
+    def _script(self, examples: DatasetExamples, share: Share, step: int, *, thorough: bool) -> Script:
         units, by_owner = share.units, self.releases.by_owner
         if thorough:
             self.overwritten.clear()  # each full rehearsal shows again which they are
@@ -212,7 +218,7 @@ class Rehearsals:
         whole = units if by_owner else None  # an owner's examples may depend on each other
         alone = [draw_few(examples.count, examples.generator, whole)]
         alone += [without_ends(keep, whole) for keep in kept] if thorough else []
-        return Rehearsal(
+        rehearsal = Rehearsal(
             self.model,
             examples,
             kept if thorough else kept[:1],
@@ -221,12 +227,13 @@ class Rehearsals:
             rows_once=True,
             units=units,
             whole_units=by_owner,
-            moving=self.moving,
+            moving=self.watch.moving,
             overwritten=self.overwritten,
             varying=self.varying,
             notes=self.not_compared,
             keep_weights=thorough,
-        ).turns()
+        )
+        return self.watch.rehearsed(rehearsal.turns(), examples, step, units, rows=thorough)
 
 
 def idle_turn(model: nn.Module, examples: DatasetExamples) -> Turn:

@@ -37,6 +37,7 @@ class Progress:
     moved_otherwise: str  # when other code was first seen to have moved the weights; empty if it did not
     coupled: str  # NOT PRIVATE and which releases may leak, if examples were found to depend on each other; or empty
     not_compared: frozenset[str]  # what rehearsals could not compare, in words
+    not_covered: tuple[str, ...]  # what no epsilon covers, in words
     generator: str  # of the noise
     date: str  # of the last step, in UTC
     callbacks: tuple[str, ...]  # names of those that were told of every step
@@ -186,6 +187,7 @@ class Account:
                 *_logs(progress.callbacks),
                 CHOICE_OF_SETTINGS,
                 "the test data, on which accuracy is measured",
+                *progress.not_covered,
             ],
             "versions": {
                 "torch_privacy": __version__,

@@ -1,0 +1,660 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop keeps between batches must not carry data into losses; logs, clocks and teachers may change."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+import time
+import warnings
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import torch_privacy as tp
+
+N, D = 60, 3
+STEPS = 14
+
+
+def training_of(model: nn.Module, **settings) -> tp.PrivateTraining:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(N, D, generator=generator)
+    data = TensorDataset(x, torch.randint(2, (N,), generator=generator), torch.arange(N))
+    optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = {"expected_batch_size": 12, "num_steps": STEPS, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
+    return tp.PrivateTraining(model, optimizer, data, test_seed=5, **(chosen | settings))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def errors(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+# Loops that carry data into later losses. Each takes the training, and names the variable at fault.
+
+
+def median_of_the_last_epoch(training, model):
+    scale, seen = 1.0, []
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if not training.rehearsing:
+            seen.append(losses.detach())
+        if len(seen) == 3:
+            scale, seen = float(torch.cat(seen).median()), []
+        training.step(losses / scale)
+
+
+def running_mean_unless_rehearsing(training, model):
+    running_mean = torch.zeros(D)
+    for x, y, _ in training:
+        if not training.rehearsing:
+            running_mean = 0.5 * running_mean + 0.5 * x.mean(0)
+        training.step(errors(model, x - running_mean, y))
+
+
+def two_tasks_weighted_by_the_last_losses(training, model):
+    ratio = 1.0
+    for x, y, _ in training:
+        out = model(x)
+        first, second = F.cross_entropy(out, y, reduction="none"), (out[:, 0] - x[:, 0]) ** 2
+        if training.step(first + ratio * second):
+            ratio = float(first.detach().mean() / second.detach().mean())
+
+
+def center_of_a_teacher(training, model):
+    center = torch.zeros(2)
+    for x, _, _ in training:
+        out = model(x)
+        losses = ((out - center) ** 2).sum(1)
+        if training.step(losses):
+            center.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+
+
+def clusters_over_all_data(training, model):
+    assignments = torch.zeros(N, dtype=torch.long)
+    x_all = training._batches.dataset.tensors[0]
+    for x, _, i in training:
+        if training.step_count % 4 == 0 and not training.rehearsing:
+            with torch.no_grad():
+                assignments = (model(x_all)[:, 0] > model(x_all)[:, 0].median()).long()
+        training.step(errors(model, x, assignments[i]))
+
+
+def weights_of_groups(training, model):
+    weights = {0: 1.0, 1: 1.0}
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        weight = torch.tensor([weights[int(label)] for label in y])
+        if training.step(losses * weight):
+            for label in (0, 1):
+                weights[label] *= float(losses.detach()[y == label].mean().nan_to_num().exp())
+
+
+class Estimator:
+    def __init__(self):
+        self.count, self.mean_ = 0, np.zeros(D)
+
+    def partial_fit(self, x):
+        self.count += len(x)
+        self.mean_ += (x.numpy() - self.mean_).sum(0) / self.count
+
+
+def partial_fit(training, model):
+    estimator = Estimator()
+    for x, y, _ in training:
+        if training.step(errors(model, x - torch.from_numpy(estimator.mean_), y)):
+            estimator.partial_fit(x)
+
+
+_ACTIVATIONS = {"last": None}
+
+
+def remember(activations):
+    _ACTIVATIONS["last"] = activations.detach().mean(0)
+
+
+def a_global_changed_by_a_helper(training, model):
+    _ACTIVATIONS["last"] = torch.zeros(2)
+    for x, y, _ in training:
+        out = model(x) + _ACTIVATIONS["last"]
+        if training.step(F.cross_entropy(out, y, reduction="none")):
+            remember(out)
+
+
+def a_cell_of_a_closure(training, model):
+    scale = 1.0
+
+    def loss_of(x, y):
+        return errors(model, x, y) * scale
+
+    def note(losses):
+        nonlocal scale
+        scale = float(losses.detach().mean())
+
+    for x, y, _ in training:
+        losses = loss_of(x, y)
+        if training.step(losses):
+            note(losses)
+
+
+class Trainer:
+    best = 1.0
+
+    def __init__(self):
+        self.scale = torch.ones(())
+
+    def fit(self, training, model):
+        for x, y, _ in training:
+            losses = errors(model, x, y)
+            if training.step(losses * self.scale):
+                self.scale = losses.detach().mean()
+
+    def fit_with_class_attribute(self, training, model):
+        Trainer.best = 1.0
+        for x, y, _ in training:
+            losses = errors(model, x, y)
+            if training.step(losses * Trainer.best):
+                Trainer.best = min(Trainer.best, float(losses.detach().min()))
+
+
+def an_attribute(training, model):
+    Trainer().fit(training, model)
+
+
+def a_class_attribute(training, model):
+    Trainer().fit_with_class_attribute(training, model)
+
+
+def a_deque(training, model):
+    recent = deque(maxlen=3)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses / (1 + sum(recent))):
+            recent.append(float(losses.detach().mean()))
+
+
+def counts_of_classes(training, model):
+    counts = Counter({0: 1, 1: 1})
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses / torch.tensor([counts[int(label)] for label in y])):
+            counts.update(y.tolist())
+
+
+def an_array_in_a_list(training, model):
+    kept = [np.zeros(D)]
+    for x, y, _ in training:
+        if training.step(errors(model, x - torch.from_numpy(kept[0]), y)):
+            kept[0] += x.numpy().mean(0)
+
+
+@dataclass
+class Meter:
+    total: float = 0.0
+    values: list = field(default_factory=list)
+
+
+def a_dataclass(training, model):
+    meter = Meter()
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * (1 + meter.total)):
+            meter.total += float(losses.detach().mean())
+
+
+def last_of(*more, memory=[1.0]):  # noqa: B006
+    memory.extend(more)
+    return memory[-1]
+
+
+def a_default_argument(training, model):
+    last_of(1.0)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * last_of()):
+            last_of(float(losses.detach().mean()))
+
+
+def a_cached_helper(training, model):
+    latest = [1.0]
+
+    @functools.lru_cache
+    def scale_of(epoch):
+        return latest[-1]
+
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * scale_of(training.step_count // 5)):
+            latest.append(float(losses.detach().mean()))
+
+
+def set_once(training, model):
+    mean = None
+    for x, y, _ in training:
+        if mean is None:
+            mean = x.mean(0)
+        training.step(errors(model, x - mean, y))
+
+
+def state_of_a_criterion(training, model):
+    class Criterion(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(()))
+
+        def forward(self, out, y):
+            return F.cross_entropy(out, y, reduction="none") / self.mean
+
+    criterion = Criterion()
+    for x, y, _ in training:
+        losses = criterion(model(x), y)
+        if training.step(losses):
+            criterion.mean.fill_(losses.detach().mean())
+
+
+def running_mean_for_the_next_batch(training, model):
+    running_mean = torch.zeros(D)
+    for x, y, _ in training:
+        losses = errors(model, x - running_mean, y)
+        if not training.rehearsing:
+            running_mean = 0.5 * running_mean + 0.5 * x.mean(0)
+        training.step(losses)
+
+
+def clusters_after_the_step(training, model):
+    assignments = torch.zeros(N, dtype=torch.long)
+    x_all = training._batches.dataset.tensors[0]
+    for x, _, i in training:
+        if training.step(errors(model, x, assignments[i])) and training.step_count % 4 == 3:
+            with torch.no_grad():
+                assignments = (model(x_all)[:, 0] > model(x_all)[:, 0].median()).long()
+
+
+def slots(training, model):
+    class State:
+        __slots__ = ("scale",)
+
+    state = State()
+    state.scale = 1.0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * state.scale):
+            state.scale = float(losses.detach().mean())
+
+
+def attribute_of_a_function(training, model):
+    def loss_of(x, y):
+        return errors(model, x, y) * loss_of.scale
+
+    loss_of.scale = 1.0
+    for x, y, _ in training:
+        losses = loss_of(x, y)
+        if training.step(losses):
+            loss_of.scale = float(losses.detach().mean())
+
+
+def scale_of_gradients_alone(training, model):
+    scale = 1.0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(scale * losses + (1 - scale) * losses.detach()):
+            scale = float(losses.detach().mean())
+
+
+REFUSED = {  # loop -> what the refusal names
+    median_of_the_last_epoch: "depend on each other",
+    running_mean_unless_rehearsing: "depend on each other",
+    clusters_over_all_data: "depend on each other",
+    running_mean_for_the_next_batch: "'running_mean'",
+}
+NAMED = {  # loop -> the variable that warning and statement name
+    clusters_after_the_step: "assignments",
+    slots: "state.scale",
+    attribute_of_a_function: "loss_of.scale",
+    scale_of_gradients_alone: "scale",
+    two_tasks_weighted_by_the_last_losses: "ratio",
+    center_of_a_teacher: "center",
+    weights_of_groups: "weights",
+    partial_fit: "estimator.mean_",
+    a_global_changed_by_a_helper: "_ACTIVATIONS",
+    a_cell_of_a_closure: "scale",
+    an_attribute: "self.scale",
+    a_class_attribute: "Trainer.best",
+    a_deque: "recent",
+    counts_of_classes: "counts",
+    an_array_in_a_list: "kept",
+    a_dataclass: "meter.total",
+    a_default_argument: "last_of.__kwdefaults__.memory",
+    set_once: "mean",
+    state_of_a_criterion: "criterion",
+}
+
+
+@pytest.mark.parametrize("loop", REFUSED)
+def test_values_that_carry_data_and_change_before_the_step_are_refused(loop):
+    training = training_of(network())
+    with pytest.raises(tp.Refused, match=REFUSED[loop]):
+        loop(training, training.model)
+
+
+@pytest.mark.parametrize("loop", NAMED)
+def test_values_that_carry_data_and_change_after_the_step_are_named_once(loop):
+    training = training_of(network(), num_steps=9)
+    with pytest.warns(UserWarning, match=f"losses depend on '{re.escape(NAMED[loop])}'") as seen:
+        loop(training, training.model)
+    assert len(seen) == 1
+    assert training.step_count == 9
+    assert [line for line in training.statement()["not_covered"] if f"variable '{NAMED[loop]}'" in line]
+
+
+def test_a_value_is_refused_when_it_is_seen_to_change_before_a_step():
+    training = training_of(network())
+    with pytest.warns(UserWarning, match="depend on 'scale_of'"), pytest.raises(tp.Refused, match="'scale_of'"):
+        a_cached_helper(training, training.model)
+
+
+# Loops that keep something, none of which enters a loss, or which follows from step count and weights alone.
+
+
+def running_logs(training, model):
+    running, history, best, started = 0.0, [], float("inf"), time.time()
+    for number, (x, y, _) in enumerate(training):
+        losses = errors(model, x, y)
+        running = 0.9 * running + 0.1 * float(losses.detach().mean())
+        history.append((number, running, time.time() - started))
+        if training.step(losses) and running < best:
+            best, best_weights = running, copy.deepcopy(model.state_dict())
+    assert best_weights
+    assert [number for number, *_ in history] == sorted({number for number, *_ in history})
+
+
+def early_stopping(training, model):
+    bad, best, stopped = 0, float("inf"), False
+    for x, y, _ in training:
+        if training.step(errors(model, x, y)):
+            with torch.no_grad():
+                score = float(errors(model, torch.ones(4, D), torch.zeros(4, dtype=torch.long)).mean())
+            bad = bad + 1 if score > best else 0
+            best = min(best, score)
+            if bad > 50:
+                stopped = True
+                break
+    assert not stopped
+
+
+def warm_up_by_a_counter_of_its_own(training, model):
+    count = 0
+    for x, y, _ in training:
+        if training.step(errors(model, x, y)):
+            count += 1
+            for group in training.optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, (count + 1) / 10)
+    assert count == STEPS
+
+
+def weight_by_a_counter_of_its_own(training, model):
+    count = 0
+    for x, y, _ in training:
+        if training.step(errors(model, x, y) * min(1.0, (count + 1) / 10)):
+            count += 1
+
+
+def a_factor_that_decays(training, model):
+    factor = 1.0
+    for x, y, _ in training:
+        if training.step(errors(model, x, y) * factor):
+            factor = max(0.3, factor * 0.9)
+
+
+def two_phases(training, model):
+    phase = 0
+    for x, y, _ in training:
+        if training.step(errors(model, x, y) * (1 + phase)):
+            phase = 1 - phase
+
+
+def schedule_from_the_step_count(training, model):
+    for x, y, _ in training:
+        beta = float(np.cos(training.step_count))
+        training.step(errors(model, x, y) * (2 + beta))
+
+
+def a_teacher(training, model):
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    for x, y, _ in training:
+        losses = errors(model, x, y) + (model(x) - teacher(x)).square().sum(1)
+        if training.step(losses):
+            with torch.no_grad():
+                for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
+                    p.data.mul_(0.9).add_(q.data, alpha=0.1)
+
+
+def an_averaged_model(training, model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for x, y, _ in training:
+        losses = errors(model, x, y) + (model(x) - average(x).detach()).square().sum(1)
+        if training.step(losses):
+            average.update_parameters(model)
+
+
+def our_moving_average(training, model):
+    average = tp.MovingAverage(model, training.optimizer, decay=0.9)
+    for x, y, _ in training:
+        training.step(errors(model, x, y) + (model(x) - average.model(x)).square().sum(1))
+
+
+def a_target_network(training, model):
+    target = copy.deepcopy(model).requires_grad_(False)
+    for x, y, _ in training:
+        losses = errors(model, x, y) + (model(x) - target(x)).square().sum(1)
+        if training.step(losses) and training.step_count % 4 == 0:
+            target.load_state_dict(model.state_dict())
+
+
+class Writer:
+    def __init__(self):
+        self.lines, self.buffer, self.step = [], "", 0
+
+    def add_scalar(self, name, value, step):
+        self.lines.append((name, float(value), step))
+        self.buffer += f"{name} {value:.3f}\n"
+        self.step = step
+
+
+def a_writer(training, model):
+    writer, correct, total = Writer(), 0, 0
+    for x, y, _ in training:
+        out = model(x)
+        losses = F.cross_entropy(out, y, reduction="none")
+        released = training.step(losses)
+        if not training.rehearsing:
+            correct, total = correct + int((out.argmax(1) == y).sum()), total + len(y)
+            writer.add_scalar("loss", losses.detach().mean(), training.step_count)
+        if released and training.step_count % 5 == 0:
+            writer.add_scalar("accuracy", correct / total, training.step_count)
+            correct = total = 0
+    assert [step for name, _, step in writer.lines if name == "loss"] == [*range(1, STEPS + 1)]
+    assert writer.buffer.count("\n") == len(writer.lines)
+
+
+def a_scheduler(training, model):
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 5)
+    for x, y, _ in training:
+        if training.step(errors(model, x, y)):
+            scheduler.step()
+    assert scheduler.last_epoch == STEPS
+
+
+def losses_in_lists_and_arrays(training, model):
+    values, sizes, norms = np.zeros(1000), {}, torch.zeros(1000)
+    turns = 0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        values[turns], sizes[turns], norms[turns] = float(losses.detach().mean()), len(x), x.norm()
+        turns += 1
+        training.step(losses)
+    assert len(sizes) == turns
+    assert (values[:turns] > 0).all()
+    assert (norms[:turns] > 0).all()
+
+
+def a_cached_table(training, model):
+    @functools.cache
+    def weight_of(epoch):
+        return 1 / (1 + epoch)
+
+    for x, y, _ in training:
+        training.step(errors(model, x, y) * weight_of(training.step_count // 3))
+
+
+def steps_with_inner_loop(training, model):
+    epochs = []
+    for batches in training.steps():
+        total = torch.zeros(())
+        for x, y, _ in batches:
+            losses = errors(model, x, y)
+            total += losses.detach().sum()
+            training.step(losses)
+        epochs.append(float(total))
+    assert len(epochs) == STEPS
+
+
+def a_generator_of_batches(training, model):
+    def batches():
+        count = 0
+        for batch in training:
+            count += 1
+            yield count, batch
+
+    means = {}
+    for count, (x, y, _) in batches():
+        means[count] = float(x.mean())
+        training.step(errors(model, x, y))
+    assert len(means) > STEPS
+
+
+HONEST = [
+    running_logs,
+    early_stopping,
+    warm_up_by_a_counter_of_its_own,
+    weight_by_a_counter_of_its_own,
+    a_factor_that_decays,
+    two_phases,
+    schedule_from_the_step_count,
+    a_teacher,
+    an_averaged_model,
+    our_moving_average,
+    a_target_network,
+    a_writer,
+    a_scheduler,
+    losses_in_lists_and_arrays,
+    a_cached_table,
+    steps_with_inner_loop,
+    a_generator_of_batches,
+]
+
+
+@pytest.mark.parametrize("loop", HONEST)
+def test_loops_that_keep_logs_clocks_and_teachers_train_without_a_warning(loop):
+    model = network()
+    training = training_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(training, model)
+    assert training.step_count == STEPS
+    assert not [line for line in training.statement()["not_covered"] if "loop" in line]
+
+
+# Other optimizers, and forwards outside of a batch.
+
+
+def test_another_network_that_learns_in_the_loop_is_named():
+    model, maker = network(), nn.Linear(2, D)
+    other = torch.optim.SGD(maker.parameters(), lr=0.1)
+    training = training_of(model)
+
+    def train():
+        for x, y, _ in training:
+            fake = maker(torch.randn(len(x), 2))
+            if training.step(errors(model, x, y) + errors(model, fake.detach(), y)):
+                other.zero_grad()
+                errors(model, fake, y).sum().backward()
+                other.step()
+
+    with pytest.warns(UserWarning, match="SGD made a step for 'maker' while the training iterates") as seen:
+        train()
+    assert len(seen) == 1
+    assert [line for line in training.statement()["not_covered"] if "SGD" in line and "maker" in line]
+
+
+def test_steps_outside_of_the_loop_and_perturbations_of_one_turn_are_not_named():
+    model, maker = network(), nn.Linear(2, D)
+    training = training_of(model)
+
+    def perturbed(x, y):
+        change = torch.zeros_like(x, requires_grad=True)
+        attack = torch.optim.SGD([change], lr=0.1)
+        with training_model_frozen(model):
+            errors(model, x + change, y).sum().backward()
+        attack.step()
+        return x + change.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y, _ in training:
+            training.step(errors(model, perturbed(x, y), y))
+        other = torch.optim.SGD(maker.parameters(), lr=0.1)
+        maker(torch.ones(3, 2)).sum().backward()
+        other.step()
+    assert not [line for line in training.statement()["not_covered"] if "SGD" in line]
+
+
+@contextlib.contextmanager
+def training_model_frozen(model):
+    model.requires_grad_(False)
+    yield
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_forwards_on_private_rows_outside_of_a_batch_are_named(private):
+    model = network()
+    training = training_of(model, num_steps=3)
+    rows = training._batches.dataset.tensors[0] if private else torch.randn(N, D)
+    for x, y, _ in training:
+        if training.step(errors(model, x, y)):
+            with torch.no_grad():
+                model(rows)
+    named = [line for line in training.statement()["not_covered"] if "outside of a batch" in line]
+    assert len(named) == private
+
+
+@pytest.mark.parametrize("leave", [lambda: None, lambda: 1 / 0], ids=["break", "exception"])
+def test_variables_are_put_back_when_the_loop_is_left_in_an_exchanged_turn(leave):
+    training = training_of(network())
+    total, values, turns = 0.0, [0.0], 0
+    with contextlib.suppress(ZeroDivisionError):
+        for x, y, _ in training:
+            turns += 1
+            if training.step_count and total != 1.5 * training.step_count:  # it has an earlier content
+                leave()
+                break
+            if training.step(errors(training.model, x, y)):
+                total += 1.5
+                values.append(total)
+    assert training.step_count == 1
+    assert total == 1.5
+    assert values == [0.0, 1.5]

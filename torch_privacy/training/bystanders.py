@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes what happens beside the steps of a training: steps of other optimizers, and forwards on private data."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..sampling.batches import Batches, BatchRequest
+from ..support.torch_modes import tensors_in
+from .loop_variables import Finder, frames_of_loop
+from .weights import WeightGuard, moves_nothing
+
+WARNED = (
+    "PrivateTraining: {} made a step for {} while the training iterates. What it trains learns from the batch, or at "
+    "least from its exact size, without noise: no epsilon covers it, and the privacy statement says so under "
+    "not_covered. If it needs the released model alone, give it a constant number of rows and no tensor of the batch, "
+    "such as torch.randn(expected_batch_size, ...), once for each step: see docs/training.md#a-second-network."
+)
+TRAINED = (
+    "what {} trained while the training iterated ({}): it may have learned from the batches, or from their exact "
+    "sizes, without noise"
+)
+RUN = (
+    "what was computed from outputs of the model for rows of the private data outside of a batch: it was run on such "
+    "rows after {} steps"
+)
+PROBED = 32  # examples of the data set that are compared with the rows of other forwards
+FEWEST = 2  # of them that must be among these rows
+PREFIX = 16  # whole numbers of a row, such as tokens, which may be followed by padding
+
+
+class OtherOptimizers:
+    """Notes other optimizers that make steps while the loop of a training runs.
+
+    Steps for tensors that live for one turn alone, such as a perturbation of the inputs, are not noted.
+
+    Args:
+        own: the training's optimizer.
+        turn: returns what identifies the batch that waits for its step, or None; must not keep the training alive.
+    """
+
+    def __init__(self, own: Optimizer, turn: Callable[[], Any]):
+        self._own, self._turn = own, turn
+        self._names: dict[int, tuple[Optimizer, str]] = {}
+        self._in_turns: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
+        self._thread = 0
+
+    @property
+    def not_covered(self) -> list[str]:
+        """Returns what the privacy statement says about them."""
+        return [TRAINED.format(type(other).__name__, name) for other, name in self._names.values()]
+
+    @property
+    def parameters(self) -> set[int]:
+        """Returns the ids of the tensors that they train."""
+        return {id(p) for other, _ in self._names.values() for group in other.param_groups for p in group["params"]}
+
+    def begin_loop(self) -> None:
+        """Notes the steps of this thread from now on."""
+        self.end_loop()
+        self._thread, self._handle = threading.get_ident(), register_optimizer_step_post_hook(self._note)
+
+    def end_loop(self) -> None:
+        """Notes no more steps."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        is_known = optimizer is self._own or id(optimizer) in self._names
+        if is_known or threading.get_ident() != self._thread or moves_nothing(optimizer) or _is_private_step():
+            return
+        turn = self._turn()
+        if turn is not None and self._in_turns.setdefault(optimizer, turn) == turn:
+            return
+        name = _names_of(optimizer)
+        self._names[id(optimizer)] = optimizer, name
+        warnings.warn(WARNED.format(type(optimizer).__name__, name), stacklevel=2)
+
+
+def _is_private_step() -> bool:
+    """True within the step of a training, of this one or of another."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is WeightGuard.update.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _names_of(optimizer: Optimizer) -> str:
+    """Returns the names that the loop has for what an optimizer trains."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = Finder([]).variables(frames_of_loop())
+    groups = [variable.group for variable in found if id(variable.read()) in trained]
+    return ", ".join(map(repr, dict.fromkeys(groups))) or f"{len(trained)} tensors"
+
+
+class OutsideForwards:
+    """Notes whether the model runs on rows of the private data outside of a batch, as to assign them to clusters.
+
+    Some examples of the data set are compared with the rows of every such forward. A single forward on a few rows, or
+    on rows that were changed after they were fetched, may not be noted.
+    """
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+        self._probes: set[bytes] | None = None
+        self._hits: set[bytes] = set()
+        self._first: int | None = None  # steps made before such a forward was noted
+
+    @property
+    def not_covered(self) -> list[str]:
+        """Returns what the privacy statement says about such forwards."""
+        return [] if self._first is None else [RUN.format(self._first)]
+
+    def note(self, inputs: Any, steps_made: int) -> None:
+        """Compares the rows of a forward's inputs."""
+        if self._first is not None:
+            return
+        if self._probes is None:
+            self._probes = self._fetched()
+        for tensor in tensors_in(inputs) if self._probes else ():
+            self._hits |= self._probes & _rows(tensor)
+        if len(self._hits) >= min(FEWEST, len(self._probes)) > 0:
+            self._first = steps_made
+
+    def _fetched(self) -> set[bytes]:
+        size = len(self._batches.dataset)  # type: ignore[arg-type]
+        indices = np.random.default_rng(size).permutation(size)[:PROBED]
+        try:
+            fetched = self._batches.fetch(BatchRequest(indices, seed=bytes(32))).batch
+        except Exception:  # a data set that works in other processes only
+            return set()
+        return set().union(*map(_rows, tensors_in(fetched)))
+
+
+def _rows(tensor: Tensor) -> set[bytes]:
+    """Returns the rows of a tensor of several numbers each; none that are constant."""
+    if tensor.ndim < 2 or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return set()
+    flat = tensor.detach().flatten(1)
+    if not flat.is_floating_point():
+        flat = flat[:, :PREFIX]
+    flat = flat[(flat != flat[:, :1]).any(1)].cpu()
+    rows = flat.float().numpy() if flat.is_floating_point() else flat.long().numpy()
+    return {row.tobytes() for row in rows}

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows that a variable of the loop that enters losses follows from the step count or from the released weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .loop_contents import alike, content_of, sampled
+from .loop_variables import MISSING, Variable
+
+ROUNDING = 64  # units of rounding by which an average may differ from one of released weights
+FEW_NUMBERS = 64  # numbers of each tensor that are compared after every step
+LONGEST_PERIOD = 16  # steps
+
+Verdict = bool | None  # True: it follows; False: it does not; None: not known yet
+
+
+class Suspect:
+    """Watches a variable, or a module, that enters the losses and changes between batches.
+
+    Args:
+        name: of the variable, as the user's code writes it.
+        variables: the variable, or those of the module.
+    """
+
+    def __init__(self, name: str, variables: Sequence[Variable]):
+        self.name, self.keys = name, [variable.key for variable in variables]
+        self.verdict: Verdict = None
+        self.changes_in_turn = False
+        self.is_named = False  # whether the user was warned
+        self._variables = [*variables]
+        self._points: list[tuple[int, float]] = []
+        self._tensors: list[Tensor] | None = None
+        self._begun: list[Any] = []
+
+    def renew(self, found: Mapping[Any, Variable]) -> None:
+        """Takes the variables of the present loop."""
+        self._variables = [found[key] for key in self.keys if key in found]
+
+    def release(self) -> None:
+        """Drops the variables, and with them the frames of the loop."""
+        self._variables, self._begun = [], []
+
+    def begin_turn(self) -> None:
+        """Remembers the content at the begin of a turn."""
+        self._begun = [content_of(variable.read()) for variable in self._variables]
+
+    def end_turn(self) -> None:
+        """Notes whether the turn changed the content."""
+        if self._begun and len(self._begun) == len(self._variables):
+            now = (variable.read() for variable in self._variables)
+            self.changes_in_turn |= not all(map(alike, now, self._begun))
+        self._begun = []
+
+    def observe(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Takes the content before a step into account; ``weights`` are those of the model, which were released."""
+        if self.verdict is False or not self._variables:
+            return
+        values = [variable.read() for variable in self._variables]
+        number = _number(values[0]) if len(values) == 1 else None
+        if number is not None:
+            if not self._points or self._points[-1][0] != step:
+                self._points.append((step, number))
+                self.verdict = follows_steps(self._points)
+            return
+        pairs = _pairs(self._variables, values, weights)
+        self.verdict = False if pairs is None else self._follows_weights(pairs)
+
+    def _follows_weights(self, pairs: list[tuple[Tensor, Tensor | None]]) -> Verdict:
+        now = [sampled(t, FEW_NUMBERS) for t, _ in pairs]
+        of_weights = [None if w is None else sampled(w, FEW_NUMBERS) for _, w in pairs]
+        before, self._tensors = self._tensors, now
+        if before is None or all(map(torch.equal, now, before)):
+            return self.verdict
+        return are_averaged(before, now, of_weights)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (Real, np.number)):
+        return float(value)
+    is_one = (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.size == 1)
+    return float(value.item()) if is_one else None
+
+
+def follows_steps(points: Sequence[tuple[int, float]]) -> Verdict:
+    """Returns whether the values at these steps are those of a clock: affine, geometric or periodic, within bounds."""
+    steps, values = np.array([step for step, _ in points]), np.array([value for _, value in points])
+    if len(values) < 3 or np.ptp(values) == 0:
+        return None
+    moving = _moving_part(values)
+    gaps, slopes = np.diff(steps[moving]), np.diff(values[moving]) / np.diff(steps[moving])
+    if len(slopes) < 3:
+        return True if len(slopes) == 2 and np.isclose(*slopes, rtol=1e-6, atol=0) else None
+    if abs(slopes[-1]) < abs(slopes[-2]) and slopes[-1] * slopes[-2] > 0:  # it may end at a bound
+        gaps, slopes = gaps[:-1], slopes[:-1]
+    if np.allclose(slopes, slopes[0], rtol=1e-6, atol=0) or (np.all(gaps == 1) and _is_periodic(values[moving])):
+        return True
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = slopes[1:] / slopes[:-1]
+    if np.all(gaps == 1) and np.allclose(ratios, ratios[0], rtol=1e-4, atol=0):
+        return True if len(ratios) > 1 else None
+    repeats = len(set(values.tolist())) <= len(values) // 2 and len(values) < 3 * LONGEST_PERIOD
+    return None if repeats else False
+
+
+def _moving_part(values: np.ndarray) -> slice:
+    """Returns the part between a constant start and a constant end, as of a value that is kept within bounds."""
+    changing = np.flatnonzero(np.diff(values))
+    return slice(int(changing[0]), int(changing[-1]) + 2)
+
+
+def _is_periodic(values: np.ndarray) -> bool:
+    return any(
+        np.array_equal(values[period:], values[:-period])
+        for period in range(1, min(LONGEST_PERIOD, len(values) // 3) + 1)
+    )
+
+
+def _pairs(
+    variables: Sequence[Variable], values: Sequence[Any], weights: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Returns each tensor with the weight that it may be an average of; None if there is something else."""
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    for variable, value in zip(variables, values, strict=True):
+        if value is MISSING or isinstance(value, (bool, str, bytes, type(None))):
+            continue
+        name = variable.name[len(variable.group) + 1 :]
+        for suffix, tensor in _tensors(name, value):
+            if not isinstance(tensor, Tensor):
+                return None
+            weight = _weight_of(suffix, tensor, weights)
+            if weight is None and tensor.numel() > 1:
+                return None
+            pairs.append((tensor, weight))
+    return pairs
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [pair for key, v in value.items() for pair in _tensors(f"{name}.{key}" if name else str(key), v)]
+    if isinstance(value, (list, tuple)):
+        return [pair for number, v in enumerate(value) for pair in _tensors(f"#{number}", v)]
+    return [(name, value)]
+
+
+def _weight_of(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor | None:
+    """Returns the weight of this name, or the one at this place of a list, if it has the same shape."""
+    parts = [part for part in name.split(".") if part != "module"]
+    named = [".".join(parts[start:]) for start in range(len(parts))]
+    if name.startswith("#") and int(name[1:]) < len(weights):
+        named = [[*weights][int(name[1:])]]
+    found = next((weights[key] for key in named if key in weights), None)
+    return found if found is not None and found.shape == tensor.shape else None
+
+
+def are_averaged(before: Sequence[Tensor], now: Sequence[Tensor], weights: Sequence[Tensor | None]) -> bool:
+    """True if ``now = a before + (1 - a) weights`` for one number a over all tensors, up to rounding.
+
+    Single numbers without a weight are counters: they may change by a whole number.
+    """
+    olds, news, ws, eps = [], [], [], torch.finfo(torch.float64).eps
+    for old, new, w in zip(before, now, weights, strict=True):
+        if w is None:
+            if not torch.equal(new.double() - old.double(), (new.double() - old.double()).round()):
+                return False
+        elif not new.is_floating_point():
+            if not (torch.equal(new, old) or torch.equal(new, w)):
+                return False
+        else:
+            for kept, tensor in ((olds, old), (news, new), (ws, w)):
+                kept.append(tensor.double().cpu())
+            eps = max(eps, torch.finfo(new.dtype).eps)
+    if not news:
+        return False
+    old, new, w = torch.cat(olds), torch.cat(news), torch.cat(ws)
+    span = old - w
+    a = float((new - w) @ span / (span @ span)) if bool(span.any()) else 0.0
+    allowed = ROUNDING * eps * torch.stack([old.abs(), new.abs(), w.abs()]).amax(0)
+    return bool(((new - w - a * span).abs() <= allowed).all())

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the variables of the user's loop: of its frames, and of the functions, objects and modules that these name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import site
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MISSING: Any = object()  # content of a variable that has no value
+MOST = 5000  # variables that are looked at
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+_NUMBERS = (int, float, str, bytes, complex, np.generic, type(None))
+_SIMPLE = (Tensor, np.ndarray, *_NUMBERS)
+_DATA = (*_SIMPLE, *_CONTAINERS)
+
+
+class Access(NamedTuple):
+    """Reads and writes what a holder has under a key."""
+
+    read: Callable[[Any, Any], Any]  # returns MISSING if there is nothing
+    write: Callable[[Any, Any, Any], None] | None  # None if it can be changed in place only
+
+
+class Variable(NamedTuple):
+    """One variable of the loop.
+
+    Attributes:
+        scope: the function or module that it was found in.
+        name: as the user's code would write it, such as "self.center".
+        group: name of the module that it is a part of, which is exchanged as a whole; else its own name.
+        access: reads and writes it.
+        holder: dictionary, frame, cell, ... that has it.
+        place: its key there.
+    """
+
+    scope: str
+    name: str
+    group: str
+    access: Access
+    holder: Any
+    place: Any
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Returns what identifies the variable at another time."""
+        return self.scope, self.name
+
+    @property
+    def is_writable(self) -> bool:
+        """True if the variable can get another object."""
+        return self.access.write is not None
+
+    def read(self) -> Any:
+        """Returns its value, or MISSING."""
+        return self.access.read(self.holder, self.place)
+
+    def write(self, value: Any) -> None:
+        """Gives it another object."""
+        assert self.access.write is not None
+        self.access.write(self.holder, self.place, value)
+
+
+def frames_of_loop() -> list[FrameType]:
+    """Returns the frames of the user's code that are on the stack, the innermost first."""
+    frame, outside = sys._getframe(1), []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            outside.append(frame)
+        frame = frame.f_back
+    return [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(_PACKAGE)
+
+
+def _is_users(kind: type) -> bool:
+    """True if a class is defined in the user's own code."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or module is None or (file is not None and not _is_library(file))
+
+
+def is_flat(container: Any) -> bool:
+    """True if a container has numbers and texts only."""
+    values = container.values() if isinstance(container, Mapping) else container
+    return all(isinstance(value, _NUMBERS) for value in values)
+
+
+def is_cached(function: Any) -> bool:
+    """True for what ``functools.cache`` returns."""
+    return hasattr(function, "cache_clear") and isinstance(getattr(function, "__wrapped__", None), FunctionType)
+
+
+class Finder:
+    """Walks over the variables of the loop once.
+
+    Args:
+        excluded: objects that are not the loop's own, such as the model that is trained.
+    """
+
+    def __init__(self, excluded: Collection[Any]):
+        self._excluded = {id(value) for value in excluded}
+        self._seen = set(self._excluded)
+        self._names: set[tuple[int, str]] = set()
+        self._found: dict[tuple[str, str], Variable] = {}
+        self._kept: list[Any] = []  # what was seen, so that no other object gets its id
+
+    def variables(self, frames: Collection[FrameType]) -> list[Variable]:
+        """Returns the variables of these frames, and of what they name."""
+        for frame in frames:
+            if frame.f_locals is not frame.f_globals:
+                scope = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+                for key in list(frame.f_locals):
+                    self._visit(scope, key, LOCAL, frame, key)
+            self._visit_names(frame.f_code, frame.f_globals)
+        return [*self._found.values()]
+
+    def _visit(self, scope: str, name: str, access: Access, holder: Any, place: Any, group: str = "") -> None:
+        """Notes the variable, if it holds data, and walks over what its value holds."""
+        value = access.read(holder, place)
+        if value is MISSING or len(self._found) >= MOST or id(value) in self._excluded:
+            return
+        if isinstance(value, _DATA) or is_cached(value):
+            self._found.setdefault((scope, name), Variable(scope, name, group or name, access, holder, place))
+        self._descend(scope, name, value, group)
+
+    def _descend(self, scope: str, name: str, value: Any, group: str = "") -> None:
+        """Walks over the parts of a container, and over what a module, an object, a function or a class holds."""
+        if isinstance(value, _SIMPLE) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, _CONTAINERS):
+            for key, part in _parts(value):
+                self._descend(scope, f"{name}[{key!r}]", part, group)
+        elif isinstance(value, nn.Module):
+            self._visit_module(scope, name, value, group or name)
+        elif isinstance(value, MethodType):
+            self._descend(scope, name, value.__self__, group)
+            self._descend(scope, name, value.__func__)
+        elif isinstance(value, functools.partial):
+            self._descend(scope, name, [value.func, value.args, value.keywords])
+        elif isinstance(value, FunctionType):
+            self._visit_function(name, value)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif is_cached(value):
+            self._descend(scope, name, value.__wrapped__)
+        elif not isinstance(value, (ModuleType, Optimizer)) and (_is_users(type(value)) or hasattr(value, "fit")):
+            self._visit_class(type(value))
+            for key, access, holder in _attributes(value):
+                self._visit(scope, f"{name}.{key}", access, holder, key, group)
+
+    def _visit_module(self, scope: str, name: str, module: nn.Module, group: str) -> None:
+        for registry in (module._parameters, module._buffers):
+            for key in list(registry):
+                self._visit(scope, f"{name}.{key}", ENTRY, registry, key, group)
+        for key in list(vars(module)):
+            if key not in _TORCH_ATTRIBUTES:
+                self._visit(scope, f"{name}.{key}", ENTRY, vars(module), key, group)
+        for key, child in list(module._modules.items()):
+            self._descend(scope, f"{name}.{key}", child, group)
+        self._visit_class(type(module))
+
+    def _visit_function(self, name: str, function: FunctionType) -> None:
+        if _is_library(function.__code__.co_filename):
+            return
+        scope = function.__qualname__
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            self._visit(scope, key, CELL, cell, None)
+        for number, _ in enumerate(function.__defaults__ or ()):
+            self._visit(scope, f"{name}.__defaults__[{number}]", ITEM, function.__defaults__, number)
+        for holder, mark in ((function.__kwdefaults__ or {}, "__kwdefaults__."), (vars(function), "")):
+            for key in list(holder):
+                self._visit(scope, f"{name}.{mark}{key}", ENTRY, holder, key)
+        self._visit_names(function.__code__, function.__globals__)
+
+    def _visit_class(self, kind: type) -> None:
+        """Walks over the attributes of the user's classes, and over their methods."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or not _is_users(base):
+                continue
+            self._seen.add(id(base))
+            for key, value in list(vars(base).items()):
+                function = getattr(value, "__func__", value)
+                if isinstance(function, FunctionType) or (not key.startswith("__") and isinstance(value, _DATA)):
+                    self._visit(base.__module__, f"{base.__name__}.{key}", OF_CLASS, base, key)
+
+    def _visit_names(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        """Walks over the globals that the code names, and those that functions within it name."""
+        names = _names(code)
+        for key in names:
+            if key not in namespace or (id(namespace), key) in self._names:
+                continue
+            self._names.add((id(namespace), key))
+            value = namespace[key]
+            if isinstance(value, ModuleType):
+                if not _is_library(getattr(value, "__file__", None) or "<frozen"):
+                    for inner in (name for name in names if name in vars(value)):
+                        self._visit(value.__name__, f"{key}.{inner}", ENTRY, vars(value), inner)
+            else:
+                self._visit(str(namespace.get("__name__")), key, ENTRY, namespace, key)
+
+
+def parts_of(value: Any, depth: int = 4) -> list[Any]:
+    """Returns a value and the tensors, containers and objects in it, such as those of a batch."""
+    if isinstance(value, _NUMBERS) or not depth:
+        return []
+    holder = getattr(value, "__dict__", None)
+    inner = [part for _, part in _parts(value)] if isinstance(value, _CONTAINERS) else []
+    inner += [*holder.values()] if isinstance(holder, dict) and not isinstance(value, Tensor) else []
+    return [value, *(part for each in inner for part in parts_of(each, depth - 1))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes in the code, also of functions within it."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return tuple(sorted(set(code.co_names).union(*inner)))
+
+
+def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the parts of a container that is not long, with their keys."""
+    if len(container) <= MOST // 10 and not is_flat(container):
+        yield from container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Access, Any]]:
+    """Yields the attributes of an object, and what has them."""
+    holder = getattr(value, "__dict__", {})
+    for key in list(holder) if isinstance(holder, dict) else ():
+        yield key, ENTRY, holder
+    slots = {s for kind in type(value).__mro__ for s in np.atleast_1d(vars(kind).get("__slots__", ())).tolist()}
+    for key in sorted(slots - {"__dict__", "__weakref__"}):
+        yield key, SLOT, value
+
+
+def _class_attribute(kind: type, key: str) -> Any:
+    value = vars(kind).get(key, MISSING)
+    return getattr(value, "__func__", value)
+
+
+def _of_cell(cell: Any, _: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return MISSING
+
+
+def _write_local(frame: FrameType, key: str, value: Any) -> None:
+    """Writes a local variable of a frame that waits for a call."""
+    frame.f_locals[key] = value
+    if sys.version_info < (3, 13):  # there f_locals is a copy
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+ENTRY = Access(lambda holder, key: holder.get(key, MISSING), lambda holder, key, value: holder.__setitem__(key, value))
+LOCAL = Access(lambda frame, key: frame.f_locals.get(key, MISSING), _write_local)
+CELL = Access(_of_cell, lambda cell, _, value: setattr(cell, "cell_contents", value))
+SLOT = Access(lambda holder, key: getattr(holder, key, MISSING), object.__setattr__)
+OF_CLASS = Access(_class_attribute, setattr)
+ITEM = Access(lambda values, number: values[number], None)

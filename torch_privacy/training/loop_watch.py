@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearses the variables of the user's loop: do losses depend on what earlier batches left in them?
+
+A rehearsal puts the model back before each of its runs. What the loop itself keeps (a running mean, the weights of
+groups, a list of losses) stays as it is. So each rehearsed batch gets one more run, in which every variable that has
+changed since an earlier rehearsal has its content of that time again, and the losses and rows of all examples must stay
+the same. What they depend on must follow from the step count or from the released weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..jacobian.comparison import CARRIES, Comparison, quoted
+from ..jacobian.turns import Answers, Examples, Turn
+from ..support.model_state import ModelState
+from ..support.validate import Refused
+from .bystanders import OtherOptimizers
+from .loop_contents import Exchange, alike, content_of
+from .loop_suspects import Suspect
+from .loop_variables import MISSING, Finder, Variable, frames_of_loop, parts_of
+
+MOST_RUNS = 40  # to find out on which variables losses depend
+Script = Generator[Turn, Answers, None]
+_Key = tuple[str, str]
+_Other = tuple[Variable, Any]  # a variable and its earlier content
+
+REFUSED = (
+    "PrivateTraining: the losses depend on {}, which the loop changes between a batch and its step and keeps for later "
+    f"batches, {CARRIES}. Compute it anew in every turn, before it is read, from training.step_count, the released "
+    "weights or the example's own data; or leave it out."
+)
+WARNED = (
+    "PrivateTraining: the losses depend on {}, which the loop changes between batches. If private data enter there "
+    "(losses, labels, activations or counts of earlier batches), later releases depend on them without noise, and no "
+    "epsilon covers that: the privacy statement says so under not_covered. Compute it in every turn from "
+    "training.step_count, from the released weights or from public data; or leave it out."
+)
+NOT_COVERED = (
+    "the loop's variable {!r}, on which losses depend: it changes between batches, and was not shown to follow from "
+    "the step count or the released weights alone"
+)
+
+
+class LoopWatch:
+    """Watches the variables of the loop, around rehearsed batches.
+
+    Args:
+        model: the model that is trained; what it holds is not the loop's.
+        excluded: returns more objects that are not the loop's, such as the training; must not keep it alive.
+        optimizer: its settings are put back, if a run with other contents changed them.
+        others: notes other optimizers; what they train is named there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        excluded: Callable[[], list[Any]],
+        optimizer: Optimizer,
+        others: OtherOptimizers,
+    ):
+        self._model, self._excluded, self._optimizer = model, excluded, optimizer
+        self.moving: set[str] = set()  # frozen parameters of the model that the loop changes, such as a teacher's
+        self.suspects: list[Suspect] = []
+        self.others = others
+        self._earlier: dict[_Key, Any] | None = None  # contents at an earlier rehearsed batch
+        self._counts: dict[_Key, list[tuple[int, int]]] = {}  # whole numbers at steps
+
+    @property
+    def not_covered(self) -> list[str]:
+        """Returns what the privacy statement says about variables on which losses depend."""
+        named = [suspect.name for suspect in self.suspects if suspect.verdict is not True]
+        return [NOT_COVERED.format(name) for name in dict.fromkeys(named)] + self.others.not_covered
+
+    # Batches
+
+    def rehearsed(
+        self, script: Script, examples: Examples, step: int, units: np.ndarray | None, *, rows: bool
+    ) -> Script:
+        """Yields the turns of a rehearsal, and before the batch itself one with earlier contents of the variables."""
+        found = self.variables(examples)
+        for suspect in self.suspects:
+            suspect.renew(found)
+        self._observe(step)
+        before = {key: content_of(variable.read()) for key, variable in found.items()}
+        run = _Runs(self, examples, before if self._earlier is None else self._earlier, step, units, rows=rows)
+        run.found = {} if rows else found
+        self._note_counts(found, step)
+        self._earlier = before
+        try:
+            yield from run.turns(script)
+        finally:
+            script.close()
+            run.settle()
+
+    def watched(self, turn: Turn, step: int) -> Script:
+        """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
+        self._observe(step)
+        if self.suspects:
+            turn.around = self.watching
+        yield turn
+        self.judge()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes which suspects change inside of the ``with`` block, which begins and ends with a turn."""
+        for suspect in self.suspects:
+            suspect.begin_turn()
+        try:
+            yield
+        finally:
+            for suspect in self.suspects:
+                suspect.end_turn()
+
+    def _observe(self, step: int) -> None:
+        if self.suspects:
+            weights: dict[str, Tensor] = dict(self._model.named_parameters())
+            weights |= dict(self._model.named_buffers())
+            for suspect in self.suspects:
+                suspect.observe(step, weights)
+            self.judge()
+
+    def judge(self, *, at_end: bool = False) -> None:
+        """Refuses or warns, once, of what does not follow from step count or weights."""
+        refused = [s for s in self.suspects if s.verdict is False and s.changes_in_turn]
+        if refused:
+            self.suspects = [s for s in self.suspects if s not in refused]  # the loop may be corrected and go on
+            raise Refused(REFUSED.format(quoted([*dict.fromkeys(s.name for s in refused)])))
+        named = [s for s in self.suspects if not s.is_named and (s.verdict is False or (at_end and s.verdict is None))]
+        for suspect in named:
+            suspect.is_named = True
+        if named:
+            warnings.warn(WARNED.format(quoted([*dict.fromkeys(suspect.name for suspect in named)])), stacklevel=2)
+
+    @property
+    def is_clear(self) -> bool:
+        """True if losses depend on no variable that may carry data."""
+        return all(suspect.verdict is True for suspect in self.suspects)
+
+    def forget(self) -> None:
+        """Forgets earlier contents after a refusal: with them, the code that was refused might run again."""
+        self._earlier = None
+
+    def begin_loop(self) -> None:
+        """Notes the steps of other optimizers from now on."""
+        self.others.begin_loop()
+
+    def end_loop(self) -> None:
+        """Lets go of the frames of the loop."""
+        self.others.end_loop()
+        for suspect in self.suspects:
+            suspect.release()
+
+    # Variables
+
+    def variables(self, examples: Examples) -> dict[_Key, Variable]:
+        """Returns the present variables of the loop, without what belongs to the model or to the batch."""
+        model = self._model
+        own = [*model.modules(), *model.parameters(), *model.buffers(), *self._excluded(), *parts_of(examples.batch)]
+        found = Finder(own).variables(frames_of_loop())
+        trained = self.others.parameters
+        return {variable.key: variable for variable in found if id(variable.read()) not in trained}
+
+    def _note_counts(self, found: Mapping[_Key, Variable], step: int) -> None:
+        for key, variable in found.items():
+            value = variable.read()
+            if isinstance(value, int):
+                self._counts.setdefault(key, []).append((step, value))
+
+    def changed(
+        self, found: Mapping[_Key, Variable], earlier: Mapping[_Key, Any], step: int
+    ) -> tuple[list[_Other], list[Variable]]:
+        """Returns the variables to exchange, and others that have changed since: counts of steps, and suspects."""
+        others, kept, known = [], [], set().union(*(suspect.keys for suspect in self.suspects))
+        for key, variable in found.items():
+            content, value = earlier.get(key, MISSING), variable.read()
+            if content is not MISSING and alike(value, content):
+                continue
+            if key in known or (isinstance(value, int) and _is_count([*self._counts.get(key, []), (step, value)])):
+                kept.append(variable)
+            else:
+                others.append((variable, content))
+        return others, kept
+
+    def keep_settings(self) -> Callable[[], None]:
+        """Returns what puts the optimizer's settings back."""
+        groups = self._optimizer.param_groups
+        kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+        def put_back() -> None:
+            for group, values in zip(groups, kept, strict=False):
+                group.update(values)
+
+        return put_back
+
+    def keep_model(self) -> ModelState:
+        """Returns a copy of the model's buffers and attributes."""
+        return ModelState(self._model, self.moving)
+
+
+def _is_count(points: list[tuple[int, int]]) -> bool:
+    """True if whole numbers are an affine function of the step."""
+    (first, start), (last, end) = points[0], points[-1]
+    if first == last:
+        return False
+    return all((value - start) * (last - first) == (end - start) * (step - first) for step, value in points)
+
+
+class _Runs:
+    """The runs of one rehearsed batch with earlier contents of the loop's variables."""
+
+    def __init__(
+        self,
+        watch: LoopWatch,
+        examples: Examples,
+        earlier: Mapping[_Key, Any],
+        step: int,
+        units: np.ndarray | None,
+        *,
+        rows: bool,
+    ):
+        self._watch, self._examples, self._earlier, self._step = watch, examples, earlier, step
+        self._comparison, self._rows = Comparison(examples.count, units), rows
+        self.found: Mapping[_Key, Variable] = {}  # the variables, if they are not to be looked for again
+        self._exchange = Exchange([], [])
+        self._batch_turn = Exchange([], [])  # what it changes is put back before more runs
+        self._others: list[_Other] = []
+        self._kept: list[Variable] = []
+        self._in_turn: set[_Key] = set()  # those that the batch's own turn changes
+        self._put_back: list[Callable[[], None]] = []
+        self._runs_made = 0
+        self._before = watch.keep_model()
+
+    def turns(self, script: Script) -> Script:
+        """Yields the turns of the script, with one more before the batch itself, and more to explain what it shows."""
+        exchanged: Answers | None = None
+        turn = next(script)
+        while True:
+            if turn.is_batch and exchanged is None:
+                exchanged = yield self._turn(None, rows=self._rows)
+            answers = yield self._after_exchange(turn)
+            try:
+                turn = script.send(answers)
+            except StopIteration:
+                break
+        if exchanged is not None and self._moves(exchanged, answers):
+            rows = not self._moves(Answers(exchanged.losses, None, {}, None), answers)
+            groups = [*_grouped(self._others).values()]
+            culprits = yield from self._search(groups, answers, rows=rows)
+            self._watch.suspects += [self._suspect(group) for group in culprits]
+            self._watch._observe(self._step)
+            turn = Turn(self._examples.batch, self._examples.count, is_batch=True, prepare=self._before.restore)
+            yield self._after_exchange(turn)
+
+    def settle(self) -> None:
+        """Puts back everything that a run with other contents changed."""
+        self._exchange.settle()
+        while self._put_back:
+            self._put_back.pop()()
+
+    def _turn(self, others: list[_Other] | None, *, rows: bool) -> Turn:
+        """Returns a run of the batch in which these variables have earlier contents; by default all that changed."""
+
+        def prepare() -> None:
+            self.settle()
+            self._batch_turn.settle()
+            if others is None:
+                found = self.found or self._watch.variables(self._examples)
+                self._others, self._kept = self._watch.changed(found, self._earlier, self._step)
+            self._put_back = [self._watch.keep_model().restore, self._watch.keep_settings()]
+            self._before.restore()
+            kept = [v for v, _ in self._others] + self._kept
+            self._exchange = Exchange(self._others if others is None else others, kept)
+
+        turn = Turn(self._examples.batch, self._examples.count, rows=rows)
+        turn.prepare, turn.around = prepare, self._exchanging
+        return turn
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        self._exchange.enter()
+        try:
+            yield
+        finally:
+            self._exchange.leave()
+
+    def _after_exchange(self, turn: Turn) -> Turn:
+        """Lets a turn begin as if there had been none with earlier contents."""
+        prepare = turn.prepare
+
+        def settle_first() -> None:
+            self.settle()
+            prepare()
+
+        turn.prepare = settle_first
+        if turn.is_batch:
+            turn.around = self._noting
+        return turn
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Notes which of the changed variables the batch's own turn changes."""
+        begun = [(variable, content_of(variable.read())) for variable, _ in self._others]
+        self._batch_turn = Exchange([], [variable for variable, _ in begun] + self._kept)
+        self._batch_turn.enter()
+        with self._watch.watching():
+            yield
+        self._in_turn |= {variable.key for variable, content in begun if not alike(variable.read(), content)}
+
+    def _suspect(self, group: list[_Other]) -> Suspect:
+        suspect = Suspect(group[0][0].group, [variable for variable, _ in group])
+        suspect.changes_in_turn = not self._in_turn.isdisjoint(suspect.keys)
+        return suspect
+
+    # Comparing
+
+    def _moves(self, answers: Answers, original: Answers) -> bool:
+        everyone = np.arange(self._examples.count)
+        how = "when a variable of the loop had an earlier content"
+        return bool(self._comparison.compare(everyone >= 0, answers, original, everyone, None, how, loose=False))
+
+    def _search(
+        self, groups: list[list[_Other]], original: Answers, *, rows: bool
+    ) -> Generator[Turn, Answers, list[list[_Other]]]:
+        """Returns those groups of variables on which losses or rows depend; together they are known to matter."""
+        if len(groups) == 1 or self._runs_made >= MOST_RUNS:
+            return groups
+        found: list[list[_Other]] = []
+        for half in (groups[: len(groups) // 2], groups[len(groups) // 2 :]):
+            self._runs_made += 1
+            answers = yield self._turn([other for group in half for other in group], rows=rows)
+            if self._moves(answers, original):
+                found += yield from self._search(half, original, rows=rows)
+        return found or (yield from self._together(groups, original, rows=rows))
+
+    def _together(
+        self, groups: list[list[_Other]], original: Answers, *, rows: bool
+    ) -> Generator[Turn, Answers, list[list[_Other]]]:
+        """Returns the groups without those that can be left out, where no half of them matters alone."""
+        needed = [*groups]
+        for group in groups:
+            fewer = [other for other in needed if other is not group]
+            if self._runs_made < MOST_RUNS and fewer:
+                self._runs_made += 1
+                answers = yield self._turn([other for each in fewer for other in each], rows=rows)
+                needed = fewer if self._moves(answers, original) else needed
+        return needed
+
+
+def _grouped(others: list[_Other]) -> dict[tuple[str, str], list[_Other]]:
+    groups: dict[tuple[str, str], list[_Other]] = {}
+    for other in others:
+        groups.setdefault((other[0].scope, other[0].group), []).append(other)
+    return groups
