@@ -156,6 +156,12 @@ READ_OTHERS = {
     "a state": lambda: Stored(
         lambda self, i: vars(self).update(m=self.m + self.x[(i + 1) % N]) or self.x[i] - self.m, m=0.0
     ),
+    "a mean of the items so far": lambda: Stored(
+        lambda self, i: vars(self).update(m=0.9 * self.m + self.x[i]) or self.x[i] - self.m, m=0.0
+    ),
+    "other blocks": lambda: Stored(
+        lambda self, i: [self.flat[3 * j : 3 * j + 3] for j in (i, random.randrange(N))], flat=X.flatten().clone()
+    ),
     "a child": lambda: ConcatDataset([Stored(lambda self, i: self.x[i]), Stored(blended)]),
     "rows outside of a subset": lambda: Subset(Stored(blended), range(0, N, 2)),
     "a subset of a subset": lambda: Subset(Subset(Stored(blended), range(N - 1, 9, -1)), range(5, 45)),
@@ -208,6 +214,14 @@ READ_THEMSELVES = {
         lambda self, i: self.x[i] + self.a.normal() + torch.randn(3, generator=self.b),
         a=np.random.default_rng(0),
         b=torch.Generator(),
+    ),
+    "generators of its own, by content": lambda: Stored(
+        lambda self, i: [self.generator.normal() for _ in range(1 + int(self.y[i]))], generator=np.random.default_rng(0)
+    ),
+    "words": lambda: Stored(
+        lambda self, i: self.table[self.words[i]].mean(0),
+        table=torch.randn(5 * N, 3),
+        words=np.random.default_rng(0).integers(5 * N, size=(N, 40)),
     ),
     "draws by content": lambda: Stored(lambda self, i: [random.random() for _ in range(1 + int(self.y[i]))]),
     "locks and files": lambda: Open(lambda self, i: self.x[i] if self.lock and not self.file.closed else None),

@@ -19,6 +19,7 @@ from .shadow import DatasetShadow
 from .stored_rows import num_bytes
 
 POOLED = 2**17  # bytes from which on one copy is kept and changed in place
+BLOCKS = 12  # items of which it is looked at whether they read a block of their own
 LOOKED_AT = 2**17  # rows up to which those that replace them are looked at: they should differ
 
 Item = tuple[str, list[bytes]]  # structure, and digest of each leaf
@@ -159,10 +160,36 @@ class ExchangedItems:
             low, high = (low, middle) if differs(low, middle) else (middle, high)
         return low, last
 
-    def reads(self, item: int, row: int, stored: StoredRows) -> bool:
-        """True if the item reads this row."""
+    def reads(self, item: int, row: int, stored: StoredRows, end: int | None = None) -> bool:
+        """True if the item reads this row, or one of those from it to ``end - 1``."""
         items = np.asarray([item])
-        return self._with_range(items, stored, row, row + 1) != self.items(items)
+        return self._with_range(items, stored, row, row + 1 if end is None else end) != self.items(items)
+
+    def after_others(self, items: np.ndarray, exchanged: Sequence[StoredRows] = ()) -> list[Item]:
+        """Returns items, before each of which an item is fetched that does not keep its rows."""
+        keep = self._with_owners(items)
+        others = np.setdiff1d(self._others, keep)[: len(items)]
+        pairs = np.stack([np.resize(others, len(items)), items], 1) if len(others) else items[:, None]
+        return self.items(pairs.ravel(), exchanged, keep=keep)[pairs.shape[1] - 1 :: pairs.shape[1]]
+
+    def share_blocks(self, item: int, stored: StoredRows) -> bool:
+        """True if items have blocks of their own, and this one reads a row of another item's block that reads it, too.
+
+        The blocks are those that items would have if the rows were dealt out evenly.
+        """
+        own = self._with_owners(np.asarray([item]))
+        pairs = [(row, row * self._n // stored.length) for row in self.rows_read(item, stored) or ()]
+        shared = any(self.reads(item, row, stored) and self.reads(j, row, stored) for row, j in pairs if j not in own)
+        return shared and self._have_blocks(stored)
+
+    def _have_blocks(self, stored: StoredRows) -> bool:
+        """True if some items read their blocks, all of them, and hardly one that of another."""
+        items = self._others[:BLOCKS]
+        ends = [(i * stored.length // self._n, (i + 1) * stored.length // self._n) for i in items.tolist()]
+        if not all(self.reads(item, a, stored, b) for item, (a, b) in zip(items, ends, strict=True)):
+            return False
+        others = zip(items, [*ends[1:], ends[0]], strict=True)
+        return sum(self.reads(item, a, stored, b) for item, (a, b) in others) <= 1
 
     def share_rows(self, item: int, other: int, stored: StoredRows) -> bool:
         """True if two items read a row at the end of what one of them reads."""

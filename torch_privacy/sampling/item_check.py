@@ -86,18 +86,20 @@ class ItemCheck:
         items, self._is_thorough = np.unique(items), thorough
         generator.shuffle(items)
         begun = time.monotonic()
-        self._compare_group(items[:FEW], generator)
+        self._compare_group(items[:FEW], generator, memory=True)
         if thorough:
             count = int(FEW * MOST_SECONDS / (time.monotonic() - begun))
             for group in np.array_split(items[FEW : 2 * FEW + count], 2):
                 self._compare_group(group, generator)
 
-    def _compare_group(self, items: np.ndarray, generator: np.random.Generator) -> None:
+    def _compare_group(self, items: np.ndarray, generator: np.random.Generator, *, memory: bool = False) -> None:
         if self._shadow is None or not len(items):
             return
         run = ExchangedItems(self._shadow, generator, self._owners, self._n)
         try:
             self._compare(run, items)
+            if memory:
+                self._check_memory(run, items)
             if self._is_new:
                 self._is_new = False
                 self._check_origin(run, items)
@@ -183,6 +185,19 @@ class ItemCheck:
             if row != span[0]
         )
 
+    def _check_memory(self, run: ExchangedItems, items: np.ndarray) -> None:
+        """Refuses items that depend on the content of items fetched before."""
+        assigned, expected = self._assigned(), run.after_others(items)
+        try:
+            if run.after_others(items, assigned) == expected:
+                return
+            if self._shadow is None or self._shadow.has_generators or run.after_others(items) != expected:
+                raise CannotCompare("an item depends on which ones were fetched before, or on generators of its own")
+            read = [stored for stored in assigned if run.after_others(items, [stored]) != expected]
+        except FetchFailed:
+            return
+        self._refuse([stored.path for stored in read or assigned])
+
     def _check_windows(self, run: ExchangedItems, items: np.ndarray) -> None:
         """Refuses items that are overlapping windows of something longer than the data set."""
         run = run.with_other_numbers(draws_alike=True)
@@ -197,7 +212,7 @@ class ItemCheck:
                 continue
             steps = np.diff(np.asarray(places), axis=0)
             is_window = (steps == steps[0, 0]).all() and steps[0, 0] > 0
-            if is_window and run.share_rows(item, item + 1, stored):
+            if run.share_rows(item, item + 1, stored) if is_window else run.share_blocks(item, stored):
                 self._refuse([stored.path])
             if not is_window:
                 self._leave_out(stored, "the items read places in it that do not follow from their number")
@@ -234,9 +249,9 @@ class ItemCheck:
         raise Refused(
             f"PrivateTraining: an item of the data set ({self._name}) changes if entries of {listed} that belong to "
             "other examples are exchanged: its __getitem__ reads other examples, as mixing, negatives, overlapping "
-            "windows, statistics over all data, and substitutes for broken examples do. Then one example changes many "
-            "gradients, and epsilon does not hold. Nothing was released. Make every item from its own entries alone "
-            "(statistics from public data or released with noise; broken examples left out beforehand). If these "
-            "entries are public, and just happen to be as many as the examples, append one that is never read; or pass "
-            "assume_independent= with the reason."
+            "windows, statistics over all data or items so far, and substitutes for broken examples do. Then one "
+            "example changes many gradients, and epsilon does not hold. Nothing was released. Make every item from its "
+            "own entries alone (statistics from public data or released with noise; broken examples left out "
+            "beforehand). If these entries are public, and just happen to be as many as the examples, append one that "
+            "is never read; or pass assume_independent= with the reason."
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import struct
 import sys
 import sysconfig
@@ -86,13 +87,14 @@ class DatasetShadow:
 
     root: Any
     slots: list[tuple[CodeSlot, Any]] = field(default_factory=list)
+    has_generators: bool = False  # whether random generators of its own were found
 
     @classmethod
     def of(cls, dataset: Any) -> DatasetShadow:
         """Returns a copy of the data set in its present state, without values that it has cached."""
         copier = _Copier({}, follow=True)
         root = copier.copy(dataset)
-        return cls(root, [(slot, value) for slot, value in copier.slots.values()])
+        return cls(root, [*copier.slots.values()], copier.has_generators)
 
     def copy(self, exchanged: Mapping[int, Any]) -> DatasetShadow:
         """Returns a copy with other objects in place of some, given by their ids."""
@@ -130,6 +132,7 @@ class _Copier:
         self._follow, self._seen = follow, set[int]()
         self._seen_places: set[tuple[int, str]] = set()
         self.slots: dict[tuple[int, str], tuple[CodeSlot, Any]] = {}
+        self.has_generators = False
 
     def copy(self, value: Any) -> Any:
         """Returns the copy of a value."""
@@ -164,10 +167,9 @@ class _Copier:
             parts = (self.copy(part) for part in (value.func, value.args, value.keywords))
             func, args, keywords = parts
             return self._keep(value, functools.partial(func, *args, **keywords))
-        if isinstance(value, torch.Generator):
-            return self._keep(value, value.clone_state())
-        if isinstance(value, _RANDOM) or hasattr(value, "getrandbits"):
-            return self._keep(value, deepcopy(value))
+        if isinstance(value, (torch.Generator, random.Random, *_RANDOM)):
+            self.has_generators = True
+            return self._keep(value, value.clone_state() if isinstance(value, torch.Generator) else deepcopy(value))
         return self._object(value)
 
     def _container(self, value: Any) -> Any:
