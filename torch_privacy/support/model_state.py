@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .script_modules import registries_of, scripted
+from .held_state import MAX_ENTRIES, Entry, Modules, place_of, state_entries
+from .script_modules import scripted
 from .torch_modes import tensors_in
-
-MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-_Entry = tuple[str, MutableMapping[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class ModelState:
     """Copies the buffers and attributes of a model, to restore them and to detect what a forward changed.
 
     Args:
-        model: the model; the attributes of plain objects that its modules hold are included.
+        model: the model, with all that its modules and the functions that it calls hold (`state_entries`).
         parameters: names of frozen parameters that are copied and restored, too.
     """
 
@@ -115,15 +111,15 @@ class ModelState:
         self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
         self._entries = [(entry, _copied(entry[3])) for entry in self._current_entries()]
 
-    def _current_entries(self, *, with_parameters: bool = True) -> Iterator[_Entry]:
+    def _current_entries(self, *, with_parameters: bool = True) -> Iterator[Entry]:
         frozen = _parameter_entries(self._modules, self._parameters if with_parameters else ())
         return chain(state_entries(self._modules), frozen)
 
     def restore(self, except_for: Collection[str] = ()) -> None:
         """Restores everything except for these names: the same objects, with the same content."""
-        known = {(id(holder), key) for (_, holder, key, _), _ in self._entries}
+        known = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
         for name, holder, key, _ in list(self._current_entries()):
-            if (id(holder), key) not in known and name not in except_for:
+            if (place_of(holder), key) not in known and name not in except_for:
                 del holder[key]
         for (name, holder, key, value), content in self._entries:
             if name in except_for:
@@ -173,55 +169,7 @@ def restore(parameters: Iterable[Tensor], contents: Iterable[Tensor]) -> None:
 _MISSING = object()
 
 
-_Modules = list[tuple[str, nn.Module]]
-
-
-def state_entries(modules: _Modules) -> Iterator[_Entry]:
-    """Yields the buffers and attributes of modules, and the attributes of the plain objects that they hold."""
-    seen: set[int] = set()
-    for prefix, module in modules:
-        start = f"{prefix}." if prefix else ""
-        _, buffers = registries_of(module)
-        for key, value in list(buffers.items()):
-            yield start + key, buffers, key, value
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for key, value in list(vars(module).items()):
-            if key not in _TORCH_ATTRIBUTES and not isinstance(value, nn.Module):
-                yield start + key, vars(module), key, value
-                yield from _entries_of_object(start + key, value, seen)
-
-
-def _entries_of_object(name: str, value: Any, seen: set[int]) -> Iterator[_Entry]:
-    """Yields the attributes of a plain object, and of the plain objects that it holds."""
-    kind = type(value)
-    is_plain = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NOT_PLAIN)
-    if not is_plain or kind.__module__.split(".")[0] in _LIBRARIES or id(value) in seen or len(seen) > MAX_ENTRIES:
-        return
-    seen.add(id(value))
-    for key, part in list(vars(value).items()):
-        yield f"{name}.{key}", vars(value), key, part
-        yield from _entries_of_object(f"{name}.{key}", part, seen)
-
-
-_NOT_PLAIN = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
-_LIBRARIES = frozenset(
-    {
-        "torch",
-        "numpy",
-        "builtins",
-        "functools",
-        "lightning",
-        "logging",
-        "pytorch_lightning",
-        "threading",
-        "torch_privacy",
-        "transformers",
-    }
-)
-
-
-def _parameter_entries(modules: _Modules, names: Collection[str]) -> Iterator[_Entry]:
+def _parameter_entries(modules: Modules, names: Collection[str]) -> Iterator[Entry]:
     """Yields the parameters with these names."""
     for prefix, module in modules if names else ():
         for key, value in module._parameters.items():
@@ -311,6 +259,9 @@ def _fill_container(value: Any, content: Any) -> None:
         if not same(value, content):
             value.clear()
             value.extend(content)
+    elif isinstance(value, tuple):
+        for entry, c in zip(value, content, strict=True):
+            _fill(entry, c)
     elif isinstance(value, set) and value != content:
         value.clear()
         value |= content
