@@ -35,7 +35,7 @@ MODELS = {
 }
 
 
-def train(model: nn.Module, **options):
+def train(model: nn.Module, forward=lambda model, x: model(x), **options):
     data = TensorDataset(torch.randn(60, 4), torch.randint(2, (60,)))
     training = tp.PrivateTraining(
         model,
@@ -46,7 +46,7 @@ def train(model: nn.Module, **options):
         **options,
     )
     for x, y in training:
-        training.step(F.cross_entropy(model(x), y, reduction="none"))
+        training.step(F.cross_entropy(forward(model, x), y, reduction="none"))
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -69,6 +69,20 @@ def test_model_of_torch_script_is_trained_with_estimated_norms(kind):
 def test_scripted_module_that_keeps_data_is_refused():
     with pytest.raises(tp.Refused, match=r"'0\.mean'"):
         train(nn.Sequential(torch.jit.script(LearningMean()), network()))
+
+
+TRANSFORMED = {
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "jvp": lambda model, x: model(x) + torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "gradient": lambda model, x: model(x) + torch.vmap(torch.func.grad(lambda one: model(one)[0]))(x)[:, :2],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_model_may_be_called_by_the_transforms_of_torch_func(name):
+    model = network()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert not torch.equal(train(model, forward=TRANSFORMED[name]), before)
 
 
 def test_check_agrees_with_training_about_scripted_models():

@@ -26,7 +26,7 @@ from ..ops._base import is_half
 from ..ops.einsum import ContractionUse
 from ..ops.elementwise import OVERWRITING, EntrywiseUse
 from ..ops.fallback import compared, replay, uses_of
-from ..support.torch_modes import OpMode, saves_elsewhere, tensors_in
+from ..support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
 from ..support.validate import Refused
 from .calls import SCAN, Call, Output, edge_of, output_of, without_entries
 from .code_path import FEW, CodePath
@@ -159,7 +159,7 @@ class Recorder(OpMode):
         numbers = numbers_in(values)
         self.code.note_call(func, numbers, values)
         kwargs = kwargs or {}
-        if torch._C._are_functorch_transforms_active():  # inside of vmap, grad, ...: the graph will tell what was used
+        if is_transformed():  # the graph will tell what was used
             if known.reorders is not False:
                 self._moved = self._moved_unseen = True
             return func(*args, **kwargs)
@@ -388,6 +388,8 @@ class Recorder(OpMode):
 
     def note_inputs(self, *inputs: Any) -> None:
         """Takes the arguments that the model is called with: integers among them hold data of the batch."""
+        if is_transformed():
+            return
         tensors = tensors_in(inputs)
         self._reads_python |= not tensors
         if self._may_be_parallel:

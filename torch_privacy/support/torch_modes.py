@@ -116,6 +116,11 @@ def uncompiled() -> AbstractContextManager:
     return _UNCOMPILED
 
 
+def is_transformed() -> bool:
+    """True inside of the transforms of ``torch.func``, such as ``vmap``, where tensors stand for others."""
+    return torch._C._are_functorch_transforms_active()
+
+
 # GPUs may round the factors of float32 products to 10 bits (TensorFloat-32), oneDNN on a CPU to fewer still.
 COARSE_EPS = 2.0**-10
 

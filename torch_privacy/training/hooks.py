@@ -17,7 +17,7 @@ from ..mechanism import Recording
 from ..support.model_state import MutationGuard
 from ..support.replay import SeededRandomNumbers, is_recording_disabled
 from ..support.script_modules import takes_hooks
-from ..support.torch_modes import tensors_in
+from ..support.torch_modes import is_transformed, tensors_in
 
 
 @dataclass
@@ -85,6 +85,9 @@ class ForwardHooks:
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():  # the compiled forward is recorded otherwise
+            return
+        if is_transformed():  # the recorder is on already, and tensors stand for others
+            self._running.recordings.append(None)
             return
         pending = self._pending()
         tape = None if pending is None or not torch.is_grad_enabled() or is_recording_disabled() else pending.tape
