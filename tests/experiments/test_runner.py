@@ -354,6 +354,7 @@ def test_full_disk_is_one_sentence_with_the_path(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     path = tmp_path / "run"
     assert_refused(["train", "adult", "--run", str(path)], f"{path}: No space left on device", capfd)
+    path.mkdir(exist_ok=True)
     with pytest.raises(OSError, match="No space left") as raised:
         RunFolder(path).write_json(path / "settings.json", {})
     assert raised.value.filename == str(path / "settings.json")

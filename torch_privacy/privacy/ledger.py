@@ -283,7 +283,6 @@ class Ledger:
         header: Line = {"ledger": FORMAT, **({"purpose": self.purpose} if self.purpose else {})}
         with self._file.published():
             self._file.append(*self._file.encode([header]))
-            self._file.sync()
 
     def _take(self, file: LedgerFile) -> None:
         """Takes in all lines of a file, which must be those of a ledger."""

@@ -92,11 +92,14 @@ class LedgerFile:
         """Gives a new file its name after the ``with`` block, which writes its first line: none is found without.
 
         Raises:
+            OSError: if the disk reports an error; no file was made.
             Refused: if the name is taken by now.
         """
         assert self._unpublished is not None
+        assert self._file is not None
         try:
             yield
+            os.fsync(self._file)
             _rename_to_new(self._unpublished, self.path)
             sync_directory(self.path.absolute().parent)
         except BaseException:
