@@ -15,8 +15,11 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ..support.script_modules import registries_of
 
 MISSING: Any = object()  # content of a variable that has no value
 MOST = 5000  # variables that are looked at
@@ -170,10 +173,11 @@ class Finder:
                 self._visit(scope, f"{name}.{key}", access, holder, key, group)
 
     def _visit_module(self, scope: str, name: str, module: nn.Module, group: str) -> None:
-        for registry in (module._parameters, module._buffers):
+        for registry in registries_of(module):
             for key in list(registry):
                 self._visit(scope, f"{name}.{key}", ENTRY, registry, key, group)
-        for key in list(vars(module)):
+        own = () if isinstance(module, torch.jit.ScriptModule) else list(vars(module))
+        for key in own:
             if key not in _TORCH_ATTRIBUTES:
                 self._visit(scope, f"{name}.{key}", ENTRY, vars(module), key, group)
         for key, child in list(module._modules.items()):
