@@ -207,6 +207,11 @@ REFUSED: dict[str, tuple[Any, str]] = {  # argument -> when it is refused, and w
         lambda args: any(word in str(getattr(args.optim, "value", args.optim)) for word in LAYERWISE),
         "it updates weights during the backward, before noise is added. Use adamw_torch, adafactor, sgd, ...",
     ),
+    "neftune_noise_alpha": (
+        lambda args: args.neftune_noise_alpha is not None,
+        "its noise is scaled by the padded length, so that the longest text changes the noise of all others. Leave it "
+        "out; or add noise in the model, scaled for each text by alpha / sqrt(its own tokens * width).",
+    ),
     "packing": (
         _is_packed,
         "a packed row holds several examples, so that a person would be protected as a part of a row. Leave it out.",

@@ -6,8 +6,12 @@ alone. A rehearsal shows that for any code, without inspecting it:
 
 * **Replace** (tight). A random half of the batch is kept, and other examples take the places of the rest, at equal
   shapes and with the same random numbers. Loss, norm, fingerprint and clip factor of every kept example must stay.
-* **Remove** (loose). The kept half runs alone, without random numbers: the losses must stay, up to rounding. This finds
-  what equal shapes hide: a division by the size of the batch, padding that is not masked, an index in the batch.
+* **Remove** (loose). The kept half runs alone: the losses must stay, up to rounding. This finds what equal shapes hide:
+  a division by the size of the batch, padding that is not masked, an index in the batch. If random numbers are drawn,
+  both runs draw numbers that are equal for all examples (`support/draws.py`).
+
+Where the data decide how many numbers are drawn, or which example gets them, a difference may mean nothing. Then the
+comparison is made again with random numbers that do not move, and the difference counts if it shows there, too.
 
 Buffers and attributes are put back before every run. What a run changes in them must not depend on the examples.
 """
@@ -15,18 +19,16 @@ Buffers and attributes are put back before every run. What a run changes in them
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from ..support.draws import AS_DRAWN, Rule
 from ..support.model_state import ModelState, ParameterDigests, restore, same
 from ..support.validate import Refused
 from .comparison import (
-    REMOVED,
     REPEATED,
-    REPLACED,
     RULE_CURE,
     STATE_CURE,
     Comparison,
@@ -38,33 +40,10 @@ from .comparison import (
     quoted,
     written_into,
 )
-from .randomness import RandomNumbers
+from .redrawn import OtherRun, Redrawn, Run
 from .trace import Trace
 from .turns import Answers, Examples, Turn
 from .unrepeatable import not_compared, varying_names
-
-REDRAWS = 4  # other examples drawn, to see whether the number of random draws depends on them
-
-Run = Callable[[Turn], Generator[Turn, Answers, Answers]]
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """A run with other examples in some places."""
-
-    keep: np.ndarray
-    batch: Any
-    answers: Answers
-
-
-@dataclass(frozen=True)
-class _Removed:
-    """A run of a part of the batch alone."""
-
-    keep: np.ndarray
-    turn: Turn
-    whole: Answers | None  # of the whole batch with the same random numbers; None for those of the batch's usual run
-    answers: Answers
 
 
 class Rehearsal:
@@ -74,6 +53,7 @@ class Rehearsal:
         model: its buffers and attributes are put back before every run.
         examples: the batch.
         halves: for each replacement, which examples are kept (count,).
+        generator: chooses the random numbers that are compared where those of the batch cannot be.
         alone: for each removal, which examples are kept (count,).
         rows_alone: whether the rows of the first of these are compared too, and not its losses only.
         rows_once: compare rows in the first replacement only, and losses in the others.
@@ -94,6 +74,7 @@ class Rehearsal:
         model: nn.Module,
         examples: Examples,
         halves: Sequence[np.ndarray],
+        generator: np.random.Generator,
         *,
         alone: Sequence[np.ndarray] = (),
         rows_alone: bool = False,
@@ -106,7 +87,7 @@ class Rehearsal:
         notes: set[str] | None = None,
         keep_weights: bool = False,
     ):
-        self._model, self._examples, self._halves = model, examples, halves
+        self._model, self._examples, self._halves, self._generator = model, examples, halves, generator
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._comparison = Comparison(examples.count, units)
         self._whole_rows, self._rows_alone, self._rows_once = units is None or whole_units, rows_alone, rows_once
@@ -166,22 +147,23 @@ class Rehearsal:
             turn.prepare, turn.state = lambda: prepare(turn), before
             return (yield turn)
 
-        replaced = yield from self._replacements(run)
-        removed = yield from self._removals(run, replaced)
+        redrawn = Redrawn(
+            self._examples, self._comparison, self._generator, run, self._notes, thorough=len(self._halves) > 1
+        )
+        replaced = yield from self._replacements(run, redrawn)
+        removed = yield from self._removals(run, redrawn, replaced)
         original = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
         if moved:
             return moved, set()
         changed = marks.changed(self._model)
         if changed:
             raise Refused(written_into(changed))
-        took_data = {name for part in replaced for name in self._took_data(part.answers, original)}
+        took_data = {name for part in replaced for name in self._took_data(part.answers, part.whole or original)}
         by_loop = self._changed_by_loop(replaced, ended[1:])
         self._check_loop(by_loop - took_data - self._overwritten - self._varying)
-        findings = self._findings(replaced, removed, original)
-        if findings and (yield from self._draws_depend_on_data(run, replaced, original)):
-            findings = yield from self._without_random_numbers(run, replaced, removed, original)
-            if not findings:
-                original = yield from self._batch_again(run, original)
+        findings, are_doubtful = yield from self._findings(run, redrawn, [*replaced, *removed], original)
+        if are_doubtful and not findings:
+            original = yield from self._again(run, original, is_batch=True)
         if took_data and not findings and not took_data & self._expected.keys():
             original = yield from self._leave_out_varying(run, took_data, replaced, original)
         if took_data and not findings and not took_data & {name for name, _ in self._model.named_buffers()}:
@@ -218,7 +200,7 @@ class Rehearsal:
         return names - self._overwritten - self._varying
 
     def _leave_out_varying(
-        self, run: Run, took_data: set[str], replaced: Sequence[_Replaced], original: Answers
+        self, run: Run, took_data: set[str], replaced: Sequence[OtherRun], original: Answers
     ) -> Generator[Turn, Answers, Answers]:
         """Takes out of ``took_data`` what differs between two runs of the same batch as well, and is never read."""
         batch, count = self._examples.batch, self._examples.count
@@ -231,10 +213,10 @@ class Rehearsal:
             self._check_repeats(other, original, lambda what: depend(what, kept, STATE_CURE))
             took_data -= found
             self._notes.add(not_compared(quoted(sorted(found))))
-        return (yield from self._batch_again(run, original))
+        return (yield from self._again(run, original, is_batch=True))
 
     @staticmethod
-    def _changed_by_loop(replaced: Sequence[_Replaced], ended: list[dict[str, Any]]) -> set[str]:
+    def _changed_by_loop(replaced: Sequence[OtherRun], ended: list[dict[str, Any]]) -> set[str]:
         """Returns names of what the loop changed after ``training.step``, differently when the other half was kept."""
         if len(replaced) < 2:
             return set()
@@ -243,55 +225,45 @@ class Rehearsal:
 
     # The runs
 
-    def _replacements(self, run: Run) -> Generator[Turn, Answers, list[_Replaced]]:
+    def _replacements(self, run: Run, redrawn: Redrawn) -> Generator[Turn, Answers, list[OtherRun]]:
         """Runs the batch with other examples in some places."""
-        replaced = []
+        replaced: list[OtherRun] = []
         for keep in self._halves:
-            batch = self._examples.with_others(keep)
+            batch, rows = self._examples.with_others(keep), not (replaced and self._rows_once)
             if batch is not None:
-                turn = Turn(batch, self._examples.count, rows=not (replaced and self._rows_once))
-                replaced.append(_Replaced(keep, batch, (yield from run(turn))))
+                turn = Turn(batch, self._examples.count, rows=rows)
+                replaced.append(OtherRun(keep, turn, (yield from run(turn))))
+            elif self._examples.drawn_together:  # perhaps how many numbers collate_fn draws depends on the examples
+                for draws in redrawn.at_levels(by_row=True):
+                    other = yield from redrawn.other(keep, draws, rows=rows, is_part=False)
+                    replaced += [] if other is None else [other]
         if not replaced and self._examples.count > 1:
             self._notes.add("No examples were replaced by others, because none made a batch of equal shapes.")
         return replaced
 
-    def _removals(self, run: Run, replaced: Sequence[_Replaced]) -> Generator[Turn, Answers, list[_Removed]]:
-        """Runs every part alone; none if random numbers are drawn that cannot be turned off."""
+    def _removals(
+        self, run: Run, redrawn: Redrawn, replaced: Sequence[OtherRun]
+    ) -> Generator[Turn, Answers, list[OtherRun]]:
+        """Runs every part alone."""
+        if not self._alone:
+            return []
         rows = (not replaced or self._rows_alone) and self._whole_rows
-        draws = not replaced or replaced[0].answers.drew
-        modes = (RandomNumbers.EVAL_MODE, RandomNumbers.MEANS) if draws else (RandomNumbers.AS_DRAWN,)
-        for random in modes if self._alone else ():
-            whole = None  # the batch's usual run serves
-            if random is not RandomNumbers.AS_DRAWN:
-                whole = yield from run(Turn(self._examples.batch, self._examples.count, rows=rows, random=random))
-            if whole is None or not whole.drew:
-                some = len(self._alone) if not replaced else 1
-                return (yield from self._parts_alone(run, whole, some if rows else 0, random))
-        if self._alone:
-            if not replaced:
-                raise Refused(
-                    "rehearsal: no examples fit in the places of others, and the forward is random even in eval mode, "
-                    "so nothing can be shown about the examples' independence. Turn the random numbers off in eval "
-                    "mode, let collate_fn give batches of equal shapes, or pass assume_independent='reason'."
-                )
-            self._notes.add("Parts of the batch were not compared, because the forward is random even in eval mode.")
-        return []
-
-    def _parts_alone(
-        self, run: Run, whole: Answers | None, with_rows: int, random: RandomNumbers
-    ) -> Generator[Turn, Answers, list[_Removed]]:
-        """Runs the parts, of which the first ``with_rows`` are compared by their rows, too."""
+        is_random = not replaced or replaced[0].whole or replaced[0].answers.drew or self._examples.drawn_together
+        draws = redrawn.by_place if is_random else AS_DRAWN
+        whole = (yield from redrawn.whole(draws, rows=rows)) if is_random else None
         removed = []
         for number, keep in enumerate(self._alone):
-            part = self._examples.without(keep)
+            part = self._examples.without(keep, draws)
             if part is not None:
-                turn = Turn(part, int(keep.sum()), rows=number < with_rows, random=random, keep=keep)
-                removed.append(_Removed(keep, turn, whole, (yield from run(turn))))
+                with_rows = rows and (number == 0 or not replaced)
+                turn = Turn(part, int(keep.sum()), rows=with_rows, draws=draws, keep=keep)
+                removed.append(OtherRun(keep, turn, (yield from run(turn)), whole))
+        self._notes |= self._examples.notes
         return removed
 
-    def _batch_again(self, run: Run, original: Answers) -> Generator[Turn, Answers, Answers]:
-        """Runs the batch itself again, because it must come last; it must give the same answers."""
-        again = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
+    def _again(self, run: Run, original: Answers, *, is_batch: bool) -> Generator[Turn, Answers, Answers]:
+        """Runs the batch again, as a rehearsal or because it must come last; it must give the same answers."""
+        again = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=is_batch))
         self._check_repeats(again, original, not_repeating)
         return again
 
@@ -303,55 +275,38 @@ class Rehearsal:
 
     # What they show
 
-    def _findings(self, replaced: Sequence[_Replaced], removed: Sequence[_Removed], original: Answers) -> list[Finding]:
-        found: list[Finding] = []
-        for part in replaced:
-            turn = _again(part.batch, self._examples.count)
-            loose = part.answers.shapes != original.shapes
-            places = np.flatnonzero(part.keep)
-            found += self._comparison.compare(part.keep, part.answers, original, places, turn, REPLACED, loose=loose)
-        return found + self._removal_findings(removed, original)
+    def _findings(
+        self, run: Run, redrawn: Redrawn, others: Sequence[OtherRun], original: Answers
+    ) -> Generator[Turn, Answers, tuple[list[Finding], bool]]:
+        """Returns the first answer that changed because of other examples; and whether the batch must run again."""
+        doubtful = False
+        for other in others:
+            found = redrawn.compare(other, original)
+            if found and (original.drew or self._examples.drawn_together):
+                if not doubtful:
+                    yield from self._again(run, original, is_batch=False)
+                left, doubtful = (yield from redrawn.confirm(other, found, original)), True
+                if left is None and other.is_part:
+                    self._note_random(are_replaced=len(self._alone) < len(others))
+                    continue
+                found = found if left is None else left
+            if found:
+                return found, doubtful
+        return [], doubtful
 
-    def _removal_findings(self, removed: Sequence[_Removed], original: Answers) -> list[Finding]:
-        found: list[Finding] = []
-        for part in removed:
-            turn = _again(part.turn.batch, part.turn.count, part.turn.random)
-            places, whole = np.arange(part.turn.count), part.whole or original
-            found += self._comparison.compare(part.keep, part.answers, whole, places, turn, REMOVED, loose=True)
-        return found
-
-    def _draws_depend_on_data(
-        self, run: Run, replaced: Sequence[_Replaced], original: Answers
-    ) -> Generator[Turn, Answers, bool]:
-        """Returns whether the data determine how many random numbers are drawn.
-
-        Some replacements may leave that number unchanged by chance, so that more of them are tried.
-        """
-        if any(part.answers.random != original.random for part in replaced):
-            return True
-        for part in [*replaced] * REDRAWS if original.drew else ():
-            batch = self._examples.with_others(part.keep)
-            if batch is not None:
-                answers = yield from run(Turn(batch, self._examples.count, rows=False))
-                if answers.random != original.random:
-                    return True
-        return False
-
-    def _without_random_numbers(
-        self, run: Run, replaced: Sequence[_Replaced], removed: Sequence[_Removed], original: Answers
-    ) -> Generator[Turn, Answers, list[Finding]]:
-        """Compares again, loosely and without random numbers, because the data determine how many are drawn."""
-        found = self._removal_findings(removed, original)
-        for part in replaced:
-            for random in (RandomNumbers.EVAL_MODE, RandomNumbers.MEANS):
-                whole = yield from run(Turn(self._examples.batch, self._examples.count, random=random))
-                answers = yield from run(Turn(part.batch, self._examples.count, random=random))
-                if not (whole.drew or answers.drew):
-                    break
-            turn = _again(part.batch, self._examples.count, random)
-            places = np.flatnonzero(part.keep)
-            found += self._comparison.compare(part.keep, answers, whole, places, turn, REPLACED, loose=True)
-        return found
+    def _note_random(self, *, are_replaced: bool) -> None:
+        """Notes that parts could not be compared; raises if other examples could not either."""
+        if not are_replaced:
+            raise Refused(
+                "rehearsal: no examples fit in the places of others, and the forward draws random numbers that cannot "
+                "be replaced, even in eval mode, so nothing can be shown about the examples' independence. Draw them "
+                "by functions of torch, or by those of the modules numpy.random and random; or turn them off in eval "
+                "mode, let collate_fn give batches of equal shapes, or pass assume_independent='reason'."
+            )
+        self._notes.add(
+            "Parts of the batch were not compared, because the forward draws random numbers that cannot be replaced: "
+            "it is random even in eval mode."
+        )
 
     def _explain(self, run: Run, finding: Finding, original: Answers) -> Generator[Turn, Answers, None]:
         """Raises ``Refused``; names the module in which examples are mixed if two more runs can show it."""
@@ -363,10 +318,9 @@ class Rehearsal:
             once, again = Trace(self._model), Trace(self._model)
             turn = finding.turn(once)
             yield from run(turn)
-            repeated = yield from run(
-                Turn(self._examples.batch, self._examples.count, random=turn.random, rows=False, trace=again)
-            )
-            if turn.random is RandomNumbers.AS_DRAWN:
+            whole = self._examples.whole(turn.draws)
+            repeated = yield from run(Turn(whole, self._examples.count, draws=turn.draws, rows=False, trace=again))
+            if turn.draws.rule is Rule.AS_DRAWN:
                 alike = losses_repeat(repeated, original)
                 if alike:  # once more: a loop that alternates may have been in phase
                     again_once = yield from run(Turn(self._examples.batch, self._examples.count, rows=False))
@@ -377,7 +331,3 @@ class Rehearsal:
             places = np.arange(turn.count) if is_part else finding.kept
             where = again.first_difference(once, finding.kept, places, loose=is_part)
         raise Refused(depend(finding.what, "" if finding.cure else where, finding.cure))
-
-
-def _again(batch: Any, count: int, random: RandomNumbers = RandomNumbers.AS_DRAWN) -> Callable[[Trace], Turn]:
-    return lambda trace: Turn(batch, count, rows=False, random=random, trace=trace)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from ..support.draws import AS_DRAWN, Drawn, Draws
 from ..support.model_state import ModelState
-from .randomness import RandomNumbers
 from .row_answers import RowAnswers
 from .trace import Trace
 
@@ -22,11 +22,17 @@ class Examples(Protocol):
 
     batch: Any
     count: int
+    drawn_together: bool  # whether random numbers are drawn for the batch as a whole, as by collate_fn
+    drawn: Drawn | None  # what was drawn for the last ``whole`` batch as a whole
+    notes: set[str]  # what could not be compared, in words
 
-    def with_others(self, keep: np.ndarray) -> Any:
+    def whole(self, draws: Draws) -> Any:
+        """Returns the batch as it is with these random numbers."""
+
+    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Returns the batch with other examples where ``keep`` (count,) is false, at equal shapes; None if none fit."""
 
-    def without(self, keep: np.ndarray) -> Any:
+    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Returns a batch of the kept examples alone; None if they cannot be separated from the others."""
 
 
@@ -38,7 +44,8 @@ class Turn:
     count: int
     is_batch: bool = False  # True for the batch itself, which is released unless something was found
     rows: bool = True  # whether rows are compared, not the losses alone
-    random: RandomNumbers = RandomNumbers.AS_DRAWN
+    draws: Draws = AS_DRAWN
+    drawn: Drawn | None = None  # what was drawn in the run
     trace: Trace | None = None  # records what the modules return
     prepare: Callable[[], None] = lambda: None  # must be called right before the run
     around: Callable[[], AbstractContextManager[None]] | None = None  # entered for the run, and left in ``step``

@@ -18,12 +18,12 @@ from ..jacobian.independence import Rehearsal
 from ..jacobian.kept import draw_halves
 from ..jacobian.layout import Layouts
 from ..jacobian.operator import PlanRow
-from ..jacobian.randomness import without_random_numbers
 from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import Tape
 from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import CollatedExamples
+from ..support.fixed_draws import drawing_in
 from ..support.model_state import AttributeTensors, ModelTensors
 from ..support.normalization import SmallGroups
 from ..support.replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
@@ -197,7 +197,7 @@ class _Examination:
         kept = draw_halves(n, generator)
         first = np.arange(n) == 0
         notes: set[str] = set()
-        turns = Rehearsal(self._model, examples, kept, alone=[*kept, first], notes=notes).turns()
+        turns = Rehearsal(self._model, examples, kept, generator, alone=[*kept, first], notes=notes).turns()
         try:
             turn = next(turns)
             while True:
@@ -216,7 +216,7 @@ class _Examination:
         try:
             start = random_position()
             numbers.begin(b"check")
-            with without_random_numbers(self._model, turn.random), torch.enable_grad():
+            with drawing_in(self._model, turn.draws, turn.count) as turn.drawn, torch.enable_grad():
                 trace = nullcontext() if turn.trace is None else turn.trace.recording(turn.count)
                 with trace:
                     losses, rows, shapes = self._losses_and_rows(turn)

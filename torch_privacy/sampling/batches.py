@@ -17,6 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
+from ..support.fixed_draws import drawing
 from ..support.model_state import same
 from ..support.replay import SeededRandomNumbers, random_position
 from ..support.validate import Refused
@@ -66,6 +68,7 @@ class Batches:
         self._collate = collate_fn or default_collate
         self._tensors = tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers = num_workers
+        self.drawn: Drawn | None = None  # by collate_fn, for the last batch
 
     @property
     def holds_tensors(self) -> bool:
@@ -145,14 +148,15 @@ class Batches:
         """Returns the batch of these items."""
         return self.collate_and_end(items, request)[0]
 
-    def collate_and_end(self, items: Any, request: BatchRequest) -> tuple[Any, Any]:
+    def collate_and_end(self, items: Any, request: BatchRequest, draws: Draws = AS_DRAWN) -> tuple[Any, Any]:
         """Returns the batch of these items, and the position of the random numbers after collating them."""
         if self._tensors is not None:
             tensors, subset = self._tensors
             rows = torch.from_numpy(items if subset is None else subset[items])
             return [_rows_of(tensor, rows) for tensor in tensors], None
-        with _random_numbers(request, "collate") as position:
-            return self._collate(items), position()
+        with _random_numbers(request, "collate") as position, drawing(draws, len(items)) as drawn:
+            self.drawn = drawn
+            return self._collate(items if draws.rule is Rule.AS_DRAWN else _Items(items, drawn.restart)), position()
 
 
 @dataclass
@@ -196,6 +200,24 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
+class _Items(list):
+    """Lets random numbers begin anew when ``collate_fn`` takes the next item, so that those of an item are its own."""
+
+    def __init__(self, items: Iterable[Any], begin_anew: Callable[[], None]):
+        super().__init__(items)
+        self._begin_anew = begin_anew
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self._begin_anew()
+            yield item
+        self._begin_anew()
+
+    def __getitem__(self, place: Any) -> Any:
+        self._begin_anew()
+        return super().__getitem__(place)
+
+
 @contextmanager
 def _random_numbers(request: BatchRequest, purpose: str) -> Iterator[Callable[[], Any]]:
     """Seeds the random numbers for a request; yields a function that returns their position, or None without a seed."""
@@ -224,48 +246,76 @@ class DatasetExamples:
     def __init__(self, batches: Batches, request: BatchRequest, fetched: Fetched):
         self._batches, self._request, self._fetched = batches, request, fetched
         self.batch, self.count, self.indices = fetched.batch, len(request.indices), request.indices
+        self._whole: tuple[Draws, Any] = AS_DRAWN, fetched.batch  # the last one that was asked for
+        self.drawn: Drawn | None = None
+        self.notes: set[str] = set()
 
     @cached_property
     def generator(self) -> np.random.Generator:
         """Returns the generator that chooses the kept examples and the replacements."""
         return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._request.seed_for("others"), "big")))
 
-    def with_others(self, keep: np.ndarray) -> Any:
+    @cached_property
+    def drawn_together(self) -> bool:
+        """Implements `Examples`."""
+        return self._drew("collate", self._fetched.ends[1])
+
+    def whole(self, draws: Draws) -> Any:
+        """Implements `Examples`; returns the batch as it was drawn if collate_fn draws what cannot be replaced."""
+        if draws.rule is Rule.AS_DRAWN or not self.drawn_together:
+            return self.batch
+        if self._whole[0] != draws:
+            batch = self._collated_with(self._items(), draws)
+            self._whole, self.drawn = (draws, self.batch if batch is None else batch), self._batches.drawn
+        return self._whole[1]
+
+    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Implements `Examples`: replaces items before collation or, if that fails, rows of the collated tensors.
 
         If whole batches of other items never have equal shapes, each item is replaced by one of its own shapes.
         """
+        whole = self.whole(draws)
         places = np.flatnonzero(~keep)
         pool: dict[str, list[tuple[int, Any]]] = {}  # shapes -> indices and items of other examples
         for _ in range(MAX_TRIES):
             indices = self._batches.draw(self.generator, len(places), self._request.indices[keep])
-            batch = self._fetched_together(places, indices)
+            batch = self._fetched_together(places, indices) if draws.rule is Rule.AS_DRAWN else None
             if batch is None:
                 others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))
-                batch = self._collated(_mixed(self._items(), others, places, self._request.views))
+                batch = self._collated(_mixed(self._items(), others, places, self._request.views), draws, whole)
                 for index, other in zip(indices.tolist(), _by_example(others, self._request.views), strict=False):
                     pool.setdefault(repr(_shapes(other)), []).append((index, other))
             if batch is not None:
                 return batch
-        batch = self._replaced_by_shape(places, pool)
-        if batch is None:
-            batch = self._collated_examples().with_others(keep)
+        batch = self._replaced_by_shape(places, pool, draws, whole)
+        if batch is None and (draws.rule is not Rule.AS_DRAWN or not self.drawn_together):
+            batch = self._collated_examples(whole).with_others(keep)
         return batch
 
-    def without(self, keep: np.ndarray) -> Any:
+    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Implements `Examples`."""
         items, kept, fetched = self._items(), np.repeat(keep, self._request.views), self._fetched
-        if self._drew("collate", fetched.ends[1]):  # collating a part alone would draw other random numbers
-            return self._collated_examples().without(keep)
+        if self.drawn_together:  # a part alone would draw other random numbers
+            whole = self.whole(draws)
+            batch = (
+                None if whole is self.batch else self._collated_with([items[k] for k in np.flatnonzero(kept)], draws)
+            )
+            if batch is not None:
+                return batch
+            self.notes.add(
+                "What collate_fn makes of a part of the batch was not compared, because it draws random numbers that "
+                "could not be replaced: padding or a division there may depend on other examples."
+            )
+            return self._collated_examples(whole).without(keep)
         if self._batches.fetches_together and not self._drew("items", fetched.ends[0]):
             items = self._batches.items(replace(self._request, indices=self._request.indices[keep]))
             return self._batches.collate(items, self._request)
         kept_items = items[kept] if isinstance(items, np.ndarray) else [items[k] for k in np.flatnonzero(kept)]
         return self._batches.collate(kept_items, self._request)
 
-    def _collated_examples(self) -> CollatedExamples:
+    def _collated_examples(self, batch: Any) -> CollatedExamples:
         """Returns the same batch, to be changed after collation."""
-        return CollatedExamples(self.batch, self.count, self.generator, self._request.views, only_if_sure=True)
+        return CollatedExamples(batch, self.count, self.generator, self._request.views, only_if_sure=True)
 
     def _drew(self, purpose: str, end: Any) -> bool:
         """True if random numbers were drawn to fetch the items, or to collate them."""
@@ -293,15 +343,23 @@ class DatasetExamples:
             return None
         return again.batch if again.ends == self._fetched.ends and _shapes(again.batch) == _shapes(self.batch) else None
 
-    def _collated(self, items: Any) -> Any:
+    def _collated(self, items: Any, draws: Draws, whole: Any) -> Any:
         """Returns the batch of these items; None if its shapes, or the random numbers that it draws, differ."""
+        batch = self._collated_with(items, draws)
+        return batch if batch is not None and _shapes(batch) == _shapes(whole) else None
+
+    def _collated_with(self, items: Any, draws: Draws) -> Any:
+        """Returns the batch of these items; None if other random numbers are drawn than should be."""
         try:
-            batch, end = self._batches.collate_and_end(items, self._request)
+            batch, end = self._batches.collate_and_end(items, self._request, draws)
         except Exception:  # for example, if items of two fetches were padded to different lengths
             return None
-        return batch if end == self._fetched.ends[1] and _shapes(batch) == _shapes(self.batch) else None
+        expected = self._fetched.ends[1] if draws.consumes else _start(self._request, "collate")
+        return batch if end is None or end == expected else None
 
-    def _replaced_by_shape(self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]]) -> Any:
+    def _replaced_by_shape(
+        self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]], draws: Draws, whole: Any
+    ) -> Any:
         """Returns the batch with each of these examples replaced by one of equal shapes, if the pool has one."""
         items, views, changed = self._items(), self._request.views, False
         if isinstance(items, np.ndarray):
@@ -314,7 +372,7 @@ class DatasetExamples:
             if others:
                 items[span] = others[int(self.generator.integers(len(others)))]
                 changed = True
-        return self._collated(items) if changed else None
+        return self._collated(items, draws, whole) if changed else None
 
     def _items(self) -> Any:
         """Returns the items of the batch; fetches them again, with the same seed, if a worker kept them."""
@@ -358,15 +416,21 @@ class CollatedExamples:
     ):
         self.batch, self.count, self._generator, self._views = batch, count, generator, views
         self._only_if_sure = only_if_sure
+        self.drawn_together, self.notes = False, set[str]()
+        self.drawn: Drawn | None = None
 
-    def with_others(self, keep: np.ndarray) -> Any:
+    def whole(self, draws: Draws) -> Any:
+        """Implements `Examples`."""
+        return self.batch
+
+    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Implements `Examples`."""
         indices = np.arange(self.count)
         shift = self._generator.integers(1, max(2, self.count), size=self.count)
         replaced = self._selected(np.where(keep, indices, (indices + shift) % self.count))
         return replaced if replaced is not None and _shapes(replaced) == _shapes(self.batch) else None
 
-    def without(self, keep: np.ndarray) -> Any:
+    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Implements `Examples`."""
         return self._selected(np.flatnonzero(keep))
 

@@ -72,8 +72,9 @@ def seed_random_numbers(seed: bytes) -> int:
 
 
 # In numpy since 1.24, but missing from its type stubs.
-_get_bit_generator: Any = vars(np.random)["get_bit_generator"]
-_set_bit_generator: Any = vars(np.random)["set_bit_generator"]
+numpy_generator: Any = vars(np.random)["get_bit_generator"]
+set_numpy_generator: Any = vars(np.random)["set_bit_generator"]
+_numpy_bytes, _python_bits = np.random.bytes, random.getrandbits  # rehearsals replace those of the modules
 _STATE_WORDS = 624  # size of the state of a Mersenne Twister
 _STATE = torch.Generator().manual_seed(0).get_state()  # nothing has been drawn yet; seeds write into it
 _SEED = _STATE[:8].numpy().view(np.int64)
@@ -124,7 +125,7 @@ class RandomState:
 def random_position() -> tuple[Any, ...]:
     """Returns a value that identifies the generators' positions; draws from those of numpy and Python."""
     states = [state.numpy().tobytes() for _, state in torch_generators()]
-    return *states, np.random.bytes(8), random.getrandbits(64)
+    return *states, _numpy_bytes(8), _python_bits(64)
 
 
 class _OneThread:
@@ -184,9 +185,9 @@ class SeededRandomNumbers:
     def __init__(self, seed: bytes):
         _ONE_THREAD.enter(self)
         self._torch = torch_generators()
-        self._numpy = _get_bit_generator()
+        self._numpy = numpy_generator()
         self._python = random.getstate()
-        _set_bit_generator(_FREE_GENERATORS.pop() if _FREE_GENERATORS else np.random.MT19937(0))
+        set_numpy_generator(_FREE_GENERATORS.pop() if _FREE_GENERATORS else np.random.MT19937(0))
         self._mark: int | None = seed_random_numbers(seed)
 
     @property
@@ -205,8 +206,8 @@ class SeededRandomNumbers:
         self._mark = None
         for generator, state in self._torch:
             generator.set_state(state)
-        _FREE_GENERATORS.append(_get_bit_generator())
-        _set_bit_generator(self._numpy)
+        _FREE_GENERATORS.append(numpy_generator())
+        set_numpy_generator(self._numpy)
         random.setstate(self._python)
         _ONE_THREAD.leave(self)
 

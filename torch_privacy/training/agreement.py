@@ -113,7 +113,7 @@ def _rank_that_differs(told: Sequence[bytes]) -> int | None:
 
 def kind_of_turn(turn: Turn, placement: Placement) -> bytes:
     """Returns 6 bytes: the number of this rank's part of the batch, and what kind of run of it comes next."""
-    kind = turn.count, turn.is_batch, turn.is_idle, turn.rows, turn.random.value, turn.trace is not None
+    kind = turn.count, turn.is_batch, turn.is_idle, turn.rows, turn.draws, turn.trace is not None
     return placement.part.to_bytes(2, "big") + zlib.crc32(repr(kind).encode()).to_bytes(4, "big")
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..clipping import MicroBatches
-from ..jacobian.randomness import RandomNumbers
 from ..jacobian.tape import Tape
 from ..jacobian.turns import Turn
 from ..mechanism import Mechanism, Recording, Summation, added
 from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
 from ..sampling.canaries import WithCanaries
+from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .rehearsals import Part, one_turn
@@ -328,7 +328,7 @@ class Observation:
         seed = releases.secret(b"observed", step, int(indices[0]))
         request = BatchRequest(indices, self._settings.views, seed)
         examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
-        turn = Turn(examples.batch, examples.count, rows=rows, random=RandomNumbers.EVAL_MODE, take=take)
+        turn = Turn(examples.batch, examples.count, rows=rows, draws=IN_EVAL, take=take)
         share = Share(indices, np.arange(len(indices)))
         return Part(examples, share, 0, is_last=False, script=one_turn(turn), rehearsed=False, thorough=False)
 

@@ -27,7 +27,6 @@ from ..gep import BGEP, GEP
 from ..jacobian.code_path import CodePath
 from ..jacobian.compiled.actions import ActionTape, Unfit
 from ..jacobian.compiled.recording import CompiledRecording
-from ..jacobian.randomness import RandomNumbers, without_random_numbers
 from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
@@ -43,6 +42,7 @@ from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..sampling.item_check import item_check
 from ..sampling.owners import owners_of
 from ..sampling.poisson import Poisson
+from ..support.fixed_draws import drawing_in
 from ..support.model_state import AttributeTensors, ModelTensors, MutationGuard
 from ..support.normalization import SmallGroups
 from ..support.replay import SeededRandomNumbers, random_position
@@ -1236,8 +1236,7 @@ class PrivateTraining:
         if part.rehearsed and self._start is None:
             self._start = random_position()  # the same before every turn
             numbers.begin(seed)
-        if turn.random is not RandomNumbers.AS_DRAWN:
-            contexts.enter_context(without_random_numbers(self._model, turn.random))
+        turn.drawn = contexts.enter_context(drawing_in(self._model, turn.draws, turn.count * self.settings.views))
         if turn.trace is not None:
             contexts.enter_context(turn.trace.recording(size))
         if turn.around is not None:

@@ -222,6 +222,7 @@ class Rehearsals:
             self.model,
             examples,
             kept if thorough else kept[:1],
+            examples.generator,
             alone=alone,
             rows_alone=thorough,
             rows_once=True,

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces what torch draws by quantiles, as `Draws` asks for, and sets up such a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .draws import GOLDEN, MOST_CALLS, Drawn, Draws, Rule, is_time_first
+from .plain_draws import fixed_plain_draws
+from .replay import in_eval, torch_generators
+
+Arguments = dict[str, Any]  # of a call of torch, by their names in its schema
+
+_STEPS = [GOLDEN, *(math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11, 13, 17))]  # between places, for each dimension
+
+
+@contextmanager
+def drawing(draws: Draws, count: int) -> Iterator[Drawn]:
+    """Draws random numbers of torch, numpy and Python as ``draws`` asks for, in a run of ``count`` examples."""
+    drawn = Drawn(count)
+    with ExitStack() as stack:
+        if draws.rule is not Rule.AS_DRAWN:
+            stack.enter_context(FixedDraws(draws, drawn))
+            stack.enter_context(fixed_plain_draws(draws, drawn))
+        yield drawn
+
+
+@contextmanager
+def drawing_in(model: nn.Module, draws: Draws, count: int) -> Iterator[Drawn]:
+    """Draws random numbers as ``draws`` asks for, and puts the model in eval mode if it asks for that."""
+    with ExitStack() as stack:
+        if draws.in_eval:
+            stack.enter_context(in_eval([*model.modules()]))
+        yield stack.enter_context(drawing(draws, count))
+
+
+class FixedDraws(TorchDispatchMode):
+    """Replaces the results of torch's random functions; its generators do not advance, unless numbers are as drawn."""
+
+    def __init__(self, draws: Draws, drawn: Drawn):
+        super().__init__()
+        self._draws, self._drawn, self._calls, self._total = draws, drawn, 0, 0
+        drawn.on_restart.append(self._restart)
+
+    def _restart(self) -> None:
+        self._calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names:  # in fused attention
+            return func(*args[: names.index("dropout_p")], **_without_dropout(names, args, kwargs))
+        replace = _REPLACEMENTS.get(func.overloadpacket.__name__)
+        self._total += 1
+        if replace is None or self._total > MOST_CALLS:
+            return func(*args, **kwargs)
+        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        given |= dict(zip(names, args, strict=False)) | kwargs
+        before = torch_generators()
+        result = func(*args, **kwargs)
+        if not self._draws.consumes:
+            for generator, state in before:
+                generator.set_state(state)
+        shape = tuple(result.shape if isinstance(result, Tensor) else result[0].shape)
+        self._drawn.note(shape)
+        if self._draws.consumes and math.prod(shape) <= self._drawn.count:
+            return result
+        return replace(self, result, given)
+
+    def permutation(self, length: int) -> Tensor:
+        """Returns a permutation (length,) that leaves nothing in its place: the successors in one cycle of all."""
+        order = torch.from_numpy(np.random.Generator(np.random.PCG64(self._draws.key)).permutation(length))
+        return torch.empty_like(order).scatter_(0, order, order.roll(-1))
+
+    def is_true(self, result: Tensor, p: Any) -> Tensor:
+        """Returns which entries of a result are true, each with probability p.
+
+        At a level all of many are true if that is likely: else dropout would drop all, and nothing could be seen.
+        """
+        found = self.quantiles(result) < p
+        is_mask = self._draws.rule is Rule.AT_LEVEL and result.numel() > self._drawn.count
+        return found | torch.as_tensor(p >= 0.5) if is_mask else found
+
+    def quantiles(self, result: Tensor) -> Tensor:
+        """Returns numbers between 0 and 1 for the entries of a result, as floating-point numbers.
+
+        Places in an example are those along all dimensions but the first, and but the second if it is as long as the
+        batch. Entries whose numbers should be equal differ by what rounding explains, so that sorting them is a
+        permutation, too.
+        """
+        dtype = torch.float64 if result.dtype == torch.float64 and result.device.type != "mps" else torch.float32
+        draws, shape = self._draws, tuple(result.shape)
+        start = draws.start if draws.rule is Rule.AT_LEVEL else draws.start + self._calls * GOLDEN
+        self._calls += 1
+        spread = self._spread(shape, dtype, result.device, self._dimensions(shape))
+        found = 0.001 + 0.998 * ((start + spread) % 1)
+        first = self._spread(shape, dtype, result.device, [0])
+        later = self._spread(shape, dtype, result.device, range(1, len(shape)))
+        slight = 1e-10 if dtype == torch.float64 else 4e-6
+        return (found + slight * (first % 1 + later % 1)).expand(shape)
+
+    def _dimensions(self, shape: tuple[int, ...]) -> list[int]:
+        """Returns the dimensions along which numbers differ."""
+        if self._draws.rule is Rule.AT_LEVEL:
+            return [0] if self._draws.by_row and math.prod(shape) == self._drawn.count else []
+        if len(shape) == 1:
+            return [] if self._draws.by_row or shape[0] == self._drawn.count else [0]
+        return list(range(2 if is_time_first(shape, self._drawn.count) else 1, len(shape)))
+
+    def _spread(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, dimensions: Sequence[int]) -> Tensor:
+        """Returns a number for each entry that depends on its place along some dimensions; others have length 1."""
+        total = torch.zeros([1] * len(shape), dtype=dtype, device=device)
+        for d in dimensions:
+            if d < len(shape):
+                places = torch.arange(shape[d], dtype=torch.float64)
+                places = (places.flip(0) if d and self._draws.from_end else places) * _STEPS[min(d, 7)] % 1
+                total = total + places.to(device, dtype).view(*[1] * d, -1, *[1] * (len(shape) - d - 1))
+        return total
+
+
+def _without_dropout(names: list[str], args: tuple, kwargs: Arguments) -> Arguments:
+    given = dict(zip(names, args, strict=False))
+    later = {name: given[name] for name in names[names.index("dropout_p") :] if name in given}
+    return later | kwargs | {"dropout_p": 0.0}
+
+
+def _normal_quantile(u: Tensor) -> Tensor:
+    return math.sqrt(2) * torch.erfinv(2 * u - 1)
+
+
+def _by_quantile(value: Callable[[Tensor, Arguments], Tensor]) -> Callable[[FixedDraws, Tensor, Arguments], Tensor]:
+    """Returns the replacement for a function whose entries are independent."""
+    return lambda draws, result, given: result.copy_(value(draws.quantiles(result), given))
+
+
+def _whole_numbers(u: Tensor, given: Arguments) -> Tensor:
+    low = given.get("low", given.get("from", 0)) or 0
+    high = given.get("high", given.get("to"))
+    return (low + u.double() * ((2**24 if high is None else high) - low)).floor()
+
+
+def _binomial(u: Tensor, given: Arguments) -> Tensor:
+    n, p = given["count"], given["prob"]
+    return (n * p + (n * p * (1 - p)).sqrt() * _normal_quantile(u)).round().clamp(min=0).minimum(n)
+
+
+def _gamma(u: Tensor, shape: Tensor) -> Tensor:
+    """Returns quantiles of gamma variables, nearly (Wilson & Hilferty, 1931)."""
+    return shape * (1 - 1 / (9 * shape) + _normal_quantile(u) / (3 * shape.sqrt())).clamp(min=0.1) ** 3
+
+
+def _dropout(draws: FixedDraws, result: tuple[Tensor, Tensor], given: Arguments) -> tuple[Tensor, Tensor]:
+    x, p = given["input"], given["p"]
+    if given["train"] is False:
+        return result
+    kept = draws.is_true(x, 1 - p)
+    return (x * kept / max(1 - p, 1e-9)).to(x.dtype), kept
+
+
+def _bernoulli(draws: FixedDraws, result: Tensor, given: Arguments) -> Tensor:
+    return result.copy_(draws.is_true(result, given.get("p", given["self"])))
+
+
+def _chosen(draws: FixedDraws, result: Tensor, given: Arguments) -> Tensor:
+    """Returns numbers of categories; with replacement by the distribution function, else by a race between them."""
+    weights = given["self"].detach()
+    if given["replacement"] or result.shape[-1] == 1:
+        sums = weights.double().cumsum(-1)
+        return result.copy_(torch.searchsorted(sums, draws.quantiles(result).double() * sums[..., -1:]))
+    times = -draws.quantiles(weights).log() / weights
+    return result.copy_(times.argsort(-1)[..., : result.shape[-1]])
+
+
+def _dirichlet(draws: FixedDraws, result: Tensor, given: Arguments) -> Tensor:
+    parts = _gamma(draws.quantiles(result), given["self"])
+    return result.copy_(parts / parts.sum(-1, keepdim=True))
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like"), _by_quantile(lambda u, _: u)),
+    **dict.fromkeys(("randn", "randn_like"), _by_quantile(lambda u, _: _normal_quantile(u))),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _by_quantile(_whole_numbers)),
+    "uniform_": _by_quantile(lambda u, a: a["from"] + (a["to"] - a["from"]) * u),
+    **dict.fromkeys(("normal_", "normal"), _by_quantile(lambda u, a: a["mean"] + a["std"] * _normal_quantile(u))),
+    "exponential_": _by_quantile(lambda u, a: -u.log() / a["lambd"]),
+    **dict.fromkeys(("bernoulli_", "bernoulli"), _bernoulli),
+    "poisson": _by_quantile(lambda u, a: (a["self"] + a["self"].sqrt() * _normal_quantile(u)).round().clamp(min=0)),
+    "binomial": _by_quantile(_binomial),
+    "_standard_gamma": _by_quantile(lambda u, a: _gamma(u, a["self"])),
+    "_sample_dirichlet": _dirichlet,
+    "multinomial": _chosen,
+    "native_dropout": _dropout,
+    "randperm": lambda draws, result, _: result.copy_(draws.permutation(len(result))),
+}
