@@ -22,9 +22,13 @@ class Examples(Protocol):
 
     batch: Any
     count: int
-    drawn_together: bool  # whether random numbers are drawn for the batch as a whole, as by collate_fn
     drawn: Drawn | None  # what was drawn for the last ``whole`` batch as a whole
     notes: set[str]  # what could not be compared, in words
+
+    @property
+    def drawn_together(self) -> bool:
+        """Whether random numbers are drawn for the batch as a whole, as by collate_fn."""
+        ...
 
     def whole(self, draws: Draws) -> Any:
         """Returns the batch as it is with these random numbers."""
