@@ -35,18 +35,24 @@ class FirstRun:
     """Holds what a batch that was set aside ran and gave; it must give the same when it comes again."""
 
     features: frozenset[Any]
-    digest: Tensor
+    losses: Tensor
+    sizes: Mapping[str, Tensor]  # of the clipped sums
 
     @classmethod
     def of(cls, code: CodePath, losses: Tensor, sums: Mapping[str, Tensor]) -> FirstRun:
         """Takes the losses of a batch, and the sizes of its clipped sums."""
-        sizes = [part for t in sums.values() for part in (t.double().norm().cpu(), t.double().sum().cpu())]
-        return cls(frozenset(code.features), torch.stack([*losses.detach().double().flatten().cpu(), *sizes]))
+        sizes = {name: torch.stack([t.double().norm(), t.double().sum()]).cpu() for name, t in sums.items()}
+        return cls(frozenset(code.features), losses.detach().double().cpu(), sizes)
 
     def check_repeated(self, again: FirstRun) -> None:
-        """Refuses a loop that gave other answers when it ran code that it did not run again."""
+        """Refuses a loop that gave other answers when it ran code that it did not run again.
+
+        Sums are compared for the parameters that are trained both times.
+        """
         missing = self.features - again.features
-        if missing and not torch.allclose(self.digest, again.digest, rtol=1e-5, atol=0, equal_nan=True):
+        pairs = [(self.losses, again.losses)]
+        pairs += [(size, again.sizes[name]) for name, size in self.sizes.items() if name in again.sizes]
+        if missing and not all(torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True) for a, b in pairs):
             named = {getattr(feature[0], "__name__", "") for feature in missing if isinstance(feature, tuple)}
             raise Refused(not_repeated(sorted(name for name in named if name)))
 
