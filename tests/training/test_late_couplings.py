@@ -17,9 +17,9 @@ LATE = 5  # neither one of the first steps nor a power of two
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, drop):
         super().__init__()
-        self.f, self.g, self.factor = nn.Linear(3, 4), nn.Linear(4, 2), 0.0
+        self.f, self.g, self.drop, self.factor = nn.Linear(3, 4), nn.Linear(4, 2), nn.Dropout(drop), 0.0
         self.register_buffer("gates", torch.zeros(2))
         self.plain = torch.zeros(())
 
@@ -27,10 +27,10 @@ class Net(nn.Module):
         return self.g(h)
 
 
-def training_of(losses, after=lambda training: None, *, num_steps=8, count=40, seed=1, **settings):
+def training_of(losses, after=lambda training: None, *, num_steps=8, count=40, seed=1, drop=0.0, **settings):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(count, 3), torch.randint(2, (count,)))
-    model = Net()
+    model = Net(drop)
     settings = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0, "delta": 1e-3, "test_seed": seed} | settings
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = tp.PrivateTraining(model, optimizer, data, expected_batch_size=8, num_steps=num_steps, **settings)
@@ -218,3 +218,61 @@ def test_a_log_that_is_written_once_for_each_step_trains():
     run()
     assert training.step_count == 40
     assert len(turns) < 100
+
+
+# Settings that the loop switches
+
+
+def once(switch):
+    done = []
+
+    def losses(t, m, h):
+        if t.step_count >= t.at and not done:
+            done.append(switch(m))
+        return m.drop(h)
+
+    return losses
+
+
+def by_step(switch):
+    def losses(t, m, h):
+        if t.step_count >= t.at:
+            switch(m)
+        return m.drop(h)
+
+    return losses
+
+
+SWITCHES = {
+    "unfrozen": lambda m: m.f.requires_grad_(True),
+    "another dropout": lambda m: setattr(m.drop, "p", 0.5),
+    "in eval mode": lambda m: m.eval(),
+}
+
+
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("how", [once, by_step])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_the_loop_switches_trains_in_rehearsed_steps_and_others(name, how, at):
+    training, run = training_of(how(SWITCHES[name]), drop=0.1)
+    vars(training)["at"] = at
+    training.model.f.requires_grad_(name != "unfrozen")
+    run()
+    assert training.step_count == 8
+    assert training.model.f.weight.requires_grad
+    assert not name.startswith("another") or training.model.drop.p == 0.5
+    assert training.model.training == (name != "in eval mode")
+
+
+@pytest.mark.parametrize("alternate", [lambda m, on: m.f.requires_grad_(on), lambda m, on: m.train(on)])
+def test_what_the_loop_switches_in_every_turn_is_refused(alternate):
+    turns = []
+
+    def losses(t, m, h):
+        turns.append(t)
+        alternate(m, len(turns) % 2 == 0)
+        return m.drop(h)
+
+    _, run = training_of(losses, drop=0.5)
+    with pytest.raises(tp.Refused, match=r"training\.step_count"):
+        run()

@@ -795,7 +795,14 @@ class PrivateTraining:
             pending.turn.state.restore()
             self._turn, self._pending = None, None
             return
+        if self._rehearsals.has_switched(part):
+            self._meet()
+            pending.close()
+            self._rehearsals.restart(part, None)
+            self._turn, self._pending = next(part.script), None
+            return
         try:
+            self._check_still_trained(pending)
             sums, summation, answers = self._answers(pending, part, losses)
             pending.close()
             if pending.turn.state is not None:
@@ -829,6 +836,17 @@ class PrivateTraining:
             assert pending.turn.is_batch, "the batch itself comes last"
             assert pending.tape is not None
             self._answered_batch = sums, summation, pending.tape.code, answers.losses
+
+    def _check_still_trained(self, pending: Pending) -> None:
+        """Refuses a loop that freezes or unfreezes parameters in every turn of a batch."""
+        tape = pending.tape
+        frozen = [] if tape is None else [name for name, p in tape.parameters.items() if not p.requires_grad]
+        if frozen:
+            raise Refused(
+                f"PrivateTraining: the loop switches requires_grad of {', '.join(map(repr, frozen))} in every turn of "
+                "a batch, so that its rehearsals train other parameters than the batch. Let it depend on "
+                "training.step_count, which is the same in all turns, or switch where training.step returned True."
+            )
 
     def _end_part(self, part: Part) -> bool:
         """Adds the sums of a part, after the last turn of all ranks; makes the release after the last part."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,55 @@ class FirstRun:
     def check_repeated(self, again: FirstRun) -> None:
         """Refuses a loop that gave other answers when it ran code that it did not run again.
 
-        Sums are compared for the parameters that are trained both times.
+        Sums are compared if the same parameters are trained.
         """
         missing = self.features - again.features
         pairs = [(self.losses, again.losses)]
-        pairs += [(size, again.sizes[name]) for name, size in self.sizes.items() if name in again.sizes]
+        if self.sizes.keys() == again.sizes.keys():
+            pairs += [(size, again.sizes[name]) for name, size in self.sizes.items()]
         if missing and not all(torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True) for a, b in pairs):
             named = {getattr(feature[0], "__name__", "") for feature in missing if isinstance(feature, tuple)}
             raise Refused(not_repeated(sorted(name for name in named if name)))
+
+
+class Settings:
+    """Holds the modes of modules, the numbers of torch's own layers, and which parameters require a gradient."""
+
+    def __init__(self, model: nn.Module):
+        self._before: dict[str, Any] | None = _settings_of(model)
+        self._switched: dict[str, Any] = {}
+
+    def switched(self, model: nn.Module) -> Collection[str]:
+        """Returns the names of those that have changed since; none when asked again."""
+        before, self._before = self._before, None
+        if before is not None:
+            now = _settings_of(model)
+            self._switched = {name: value for name, value in now.items() if before.get(name, value) != value}
+            return self._switched
+        return ()
+
+    def keep(self, model: nn.Module) -> None:
+        """Makes the changes again, if they were put back."""
+        for name, value in self._switched.items():
+            module, _, key = name.rpartition(".")
+            if key != TRAINED:
+                vars(model.get_submodule(module))[key] = value
+
+
+TRAINED = "requires_grad"
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return not key.startswith("_") and type(value) in (bool, int, float)
+
+
+def _settings_of(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[f"{name}.training"] = module.training
+        if type(module).__module__.startswith("torch."):
+            found.update((f"{name}.{key}", v) for key, v in vars(module).items() if _is_setting(key, v))
+    return found | {f"{name}.{TRAINED}": p.requires_grad for name, p in model.named_parameters()}
 
 
 @dataclass
@@ -71,6 +112,7 @@ class Part:
     before: ModelState | None = None  # the model's, to be put back if the part is restarted
     first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
     step: int = 0
+    settings: Settings | None = None  # when it began
 
 
 @dataclass(frozen=True)
@@ -167,7 +209,18 @@ class Rehearsals:
         )
         before = ModelState(self.model) if self.keeps_state is not False and not rehearsed else None
         is_last, thorough = number == count - 1, rehearsed and thorough
-        return Part(examples, share, number, is_last, script, rehearsed, thorough, before, step=step)
+        return Part(
+            examples,
+            share,
+            number,
+            is_last,
+            script,
+            rehearsed,
+            thorough,
+            before,
+            step=step,
+            settings=Settings(self.model),
+        )
 
     def restart(self, part: Part, first: FirstRun | None) -> None:
         """Restarts a part with a full rehearsal, from the model's state before its first turn."""
@@ -175,8 +228,19 @@ class Rehearsals:
         part.first = part.first or first
         if part.before is not None:
             part.before.restore()
+        if part.settings is not None:
+            part.settings.keep(self.model)
         part.script = self._script(part.examples, part.share, part.step, thorough=True)
         part.rehearsed = part.thorough = True
+
+    def has_switched(self, part: Part) -> bool:
+        """True if the first turn of a part switched settings, so that it is to be restarted with these.
+
+        Otherwise they would be put back in some turns, and a loop that switches them once would not switch them again.
+        """
+        if part.settings is None or not part.share.counts or self.assumed:
+            return False
+        return any([part.rehearsed or name.endswith(TRAINED) for name in part.settings.switched(self.model)])
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
