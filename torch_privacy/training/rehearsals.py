@@ -61,41 +61,46 @@ class FirstRun:
 class Settings:
     """Holds the modes of modules, the numbers of torch's own layers, and which parameters require a gradient."""
 
-    def __init__(self, model: nn.Module):
-        self._before: dict[str, Any] | None = _settings_of(model)
-        self._switched: dict[str, Any] = {}
+    def __init__(self, places: SettingPlaces):
+        self._places = places
+        self._before: list[Any] | None = places.values()
+        self._switched: list[tuple[dict[str, Any], str, Any]] = []
 
-    def switched(self, model: nn.Module) -> Collection[str]:
-        """Returns the names of those that have changed since; none when asked again."""
+    def switched(self) -> Collection[str]:
+        """Returns the keys of those that have changed since; none when asked again."""
         before, self._before = self._before, None
-        if before is not None:
-            now = _settings_of(model)
-            self._switched = {name: value for name, value in now.items() if before.get(name, value) != value}
-            return self._switched
-        return ()
+        if before is None or before == (now := self._places.values()):
+            return ()
+        changed = zip(self._places.all, before, now, strict=True)
+        self._switched = [(holder, key, value) for (holder, key), old, value in changed if old != value]
+        return [key for _, key, _ in self._switched]
 
-    def keep(self, model: nn.Module) -> None:
+    def keep(self) -> None:
         """Makes the changes again, if they were put back."""
-        for name, value in self._switched.items():
-            module, _, key = name.rpartition(".")
-            if key != TRAINED:
-                vars(model.get_submodule(module))[key] = value
+        for holder, key, value in self._switched:
+            holder[key] = value
+
+
+class SettingPlaces:
+    """Knows where a model has its settings."""
+
+    def __init__(self, model: nn.Module):
+        self._holders = [
+            (vars(module), key)
+            for module in model.modules()
+            for key, value in vars(module).items()
+            if key == "training"
+            or (type(module).__module__.startswith("torch.") and key[0] != "_" and type(value) in (bool, int, float))
+        ]
+        self._parameters = [*model.parameters()]
+        self.all: list[tuple[dict[str, Any], str]] = self._holders + [({}, TRAINED)] * len(self._parameters)
+
+    def values(self) -> list[Any]:
+        """Returns the settings, in a fixed order."""
+        return [holder.get(key) for holder, key in self._holders] + [p.requires_grad for p in self._parameters]
 
 
 TRAINED = "requires_grad"
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    return not key.startswith("_") and type(value) in (bool, int, float)
-
-
-def _settings_of(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        found[f"{name}.training"] = module.training
-        if type(module).__module__.startswith("torch."):
-            found.update((f"{name}.{key}", v) for key, v in vars(module).items() if _is_setting(key, v))
-    return found | {f"{name}.{TRAINED}": p.requires_grad for name, p in model.named_parameters()}
 
 
 @dataclass
@@ -170,6 +175,9 @@ class Rehearsals:
     coupled: Coupled | None = None  # releases that may leak, if a rehearsal has failed
     code: RehearsedCode = field(default_factory=RehearsedCode)  # the paths through the code that were rehearsed
 
+    def __post_init__(self) -> None:
+        self._places = SettingPlaces(self.model)
+
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
         """Returns whether microbatch ``number`` of ``count`` is to be rehearsed, and whether in full."""
         if self.assumed:
@@ -219,7 +227,7 @@ class Rehearsals:
             thorough,
             before,
             step=step,
-            settings=Settings(self.model),
+            settings=Settings(self._places),
         )
 
     def restart(self, part: Part, first: FirstRun | None) -> None:
@@ -229,7 +237,7 @@ class Rehearsals:
         if part.before is not None:
             part.before.restore()
         if part.settings is not None:
-            part.settings.keep(self.model)
+            part.settings.keep()
         part.script = self._script(part.examples, part.share, part.step, thorough=True)
         part.rehearsed = part.thorough = True
 
@@ -240,7 +248,7 @@ class Rehearsals:
         """
         if part.settings is None or not part.share.counts or self.assumed:
             return False
-        return any([part.rehearsed or name.endswith(TRAINED) for name in part.settings.switched(self.model)])
+        return any([part.rehearsed or key == TRAINED for key in part.settings.switched()])
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
