@@ -10,6 +10,7 @@ may move. ``change`` is the largest movement of the clipped sum over the rule's 
 for a coupling that no rehearsal can refuse, because it may be harmless: the statement names it, and a warning is given.
 """
 
+import json
 import random
 import sys
 import time
@@ -937,7 +938,6 @@ def generator(training: tp.PrivateTraining, model: nn.Module, optimizer: SGD, lo
             other.step()
 
 
-NAMED = {"a second network learns the batch size"}
 add("other optimizers", {"a second network learns the batch size": lambda: Setup(Net(), loop=generator)})
 
 
@@ -968,13 +968,17 @@ def largest_change(scenario: Scenario) -> tuple[float, str]:
 def judge(scenario: Scenario, seeds: int) -> Any:
     """Adds the verdict "named": the statement names what a rehearsal found and cannot refuse."""
     row = USUAL_JUDGE(scenario, seeds)
-    if row.verdict == "leaks" and row.step is None:
-        said = independence.run(scenario, rate=0.05, noise=0.5, steps=STEPS).says
-        usual = independence.run(PLAIN, rate=0.05, noise=0.5, steps=STEPS).says
-        count = [text.count('", "') for text in (said, usual)]
-        if "NOT PRIVATE" not in said and count[0] > count[1]:
-            row.verdict = "named"
+    if row.verdict in ("leaks", "harmless") and row.step is None:
+        said = [independence.run(one, rate=0.05, noise=0.5, steps=STEPS).says for one in (scenario, PLAIN)]
+        new = not_covered(said[0]) - not_covered(said[1])
+        if new:
+            row.verdict, row.message = "named", " ".join(new)
     return row
+
+
+def not_covered(says: str) -> set[str]:
+    """Returns what a statement names, behind the training's epsilon."""
+    return set(json.loads(says[says.index(" {") :])["not_covered"])
 
 
 PLAIN = Scenario("plain", "honest", False, lambda: Setup(Net()))
