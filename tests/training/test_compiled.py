@@ -52,6 +52,9 @@ LEFT_TO_TAPE = {  # case -> a part of the reason
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:PrivateTraining.*Normalize at least")  # of tiny cases
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()

@@ -32,7 +32,7 @@ def stranger():
         (lambda: {"dataset": DataLoader(data(), shuffle=True)}, r"DataLoader: its shuffled batches.*loader\.dataset"),
         (lambda: {"dataset": Stream()}, r"type Stream cannot be sampled"),
         (lambda: {"dataset": TensorDataset(torch.zeros(0, 3))}, r"dataset is empty"),
-        (lambda: {"model": batch_norm_network()}, r"module '1' \(use nn\.GroupNorm\(2, 6\)\)"),
+        (lambda: {"model": batch_norm_network()}, r"module '1' \(use nn\.LayerNorm\(6\)"),
         (lambda: {"optimizer": stranger()}, r"1 parameter\(s\) that are not the model's"),
         (lambda: {"model": network().requires_grad_(False)}, r"nothing to train"),
         (lambda: {"expected_batch_size": 41}, r"expected_batch_size=41 must be at most 40 examples"),
