@@ -14,7 +14,7 @@ from .comparison import REMOVED, REPLACED, Comparison, Finding
 from .trace import Trace
 from .turns import Answers, Examples, Turn
 
-LEVELS = 6  # quantiles at which random numbers are fixed in a full rehearsal
+LEVELS = 6  # quantiles at which random numbers are fixed in a full rehearsal, half of them for each doubtful run
 EXTREME = 0.02  # the first and the last of them lie this near to 0 and to 1
 
 Run = Callable[[Turn], Generator[Turn, Answers, Answers]]
@@ -45,7 +45,7 @@ class Redrawn:
         generator: chooses the random numbers.
         run: makes one turn.
         notes: receives, in words, what could not be compared.
-        thorough: compare at each level, so that each branch that a random number decides is taken.
+        thorough: compare at all levels, so that each branch that a random number decides is taken.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Redrawn:
         self._examples, self._comparison, self._run = examples, comparison, run
         self._generator, self._notes, self._thorough = generator, notes, thorough
         self._wholes: dict[tuple[Draws, bool], Answers] = {}
+        self._first_level = 0
         self._drawn: dict[Draws, list[Drawn | None]] = {}  # in the runs of the whole batch
 
     @cached_property
@@ -71,7 +72,8 @@ class Redrawn:
     def _levels(self) -> list[float]:
         levels = (np.arange(LEVELS) + self._generator.random(LEVELS)) / LEVELS
         levels[0], levels[-1] = EXTREME, 1 - EXTREME
-        return self._generator.permutation(levels).tolist()
+        self._generator.shuffle(levels)
+        return levels.tolist()
 
     @cached_property
     def by_place(self) -> Draws:
@@ -79,8 +81,14 @@ class Redrawn:
         return Draws(Rule.BY_PLACE, self._key)
 
     def at_levels(self, *, by_row: bool, in_eval: bool = False) -> list[Draws]:
-        """Returns random numbers that are equal in all places of a draw, once for each level."""
-        return [Draws(Rule.AT_LEVEL, self._key, level, by_row, in_eval=in_eval) for level in self._levels]
+        """Returns random numbers that are equal in all places of a draw, once for each level.
+
+        The next call begins with the other half of the levels.
+        """
+        levels, first = self._levels, self._first_level
+        self._first_level = (first + LEVELS // 2) % LEVELS
+        rotated = levels[first:] + levels[:first]
+        return [Draws(Rule.AT_LEVEL, self._key, level, by_row, in_eval=in_eval) for level in rotated]
 
     def whole(self, draws: Draws, *, rows: bool) -> Generator[Turn, Answers, Answers]:
         """Runs the whole batch with these random numbers, once."""
@@ -158,7 +166,7 @@ class Redrawn:
             if found:
                 return found
             shown |= not _are_alike(again.whole)
-            if shown and not self._thorough:
+            if shown and number + 1 >= (LEVELS // 2 if self._thorough else 1):
                 break
         return [] if shown else None
 
