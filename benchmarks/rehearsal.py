@@ -5,8 +5,8 @@
     python benchmarks/rehearsal.py adult mlp --steps 300
     python benchmarks/rehearsal.py --python adult mlp    # milliseconds of a whole step instead
 
-A complete training runs for some steps. Steps are of three kinds: not rehearsed, rehearsed (powers of two and
-one in 64), and rehearsed in full (steps 0 to 2). Prints the processor time that rehearsals add to a step that
+A complete training runs for some steps. Steps are of three kinds: not rehearsed, rehearsed (as often as the training
+decides), and rehearsed in full (steps 0 to 2). Prints the processor time that rehearsals add to a step that
 is not rehearsed, and their share of 1,000 steps. The time of the first three steps without rehearsals
 (layouts are measured, rows are checked) is excluded: it is timed in another training, with ``assume_independent``.
 Other programs on the machine hardly affect processor time in one thread.
@@ -27,7 +27,6 @@ import torch_privacy as tp
 NETWORKS = ["adult", "mnist_cnn", "gpt", "bilstm_imdb"]
 STEPS = 1000  # of the run for which the share is computed
 FIRST = 3  # steps that are rehearsed in full
-INTERVAL = 64  # on average one step in 64 is rehearsed, in addition to powers of two
 
 
 def training_of(problem: Problem, steps: int, seed: int, reason: str | None = None) -> tp.PrivateTraining:
@@ -68,11 +67,12 @@ def run(name: str, steps: int, seed: int, reason: str | None = None) -> tuple[fl
     return first, rehearsed, others
 
 
-def share(full: float, usual: float, step: float) -> float:
+def share(name: str, full: float, usual: float, step: float, seed: int) -> float:
     """Returns the share of rehearsals in 1,000 steps: ``full`` seconds for the first, ``usual`` for each later one."""
-    powers = sum(1 for k in range(2, 20) if 2**k < STEPS)
-    rehearsals = full + (powers + (STEPS - FIRST - powers) / INTERVAL) * usual
-    return rehearsals / (rehearsals + STEPS * step)
+    rehearsals = training_of(load(name), STEPS, seed)._rehearsals
+    later = sum(rehearsals.are_due(number, 0, 1)[0] for number in range(FIRST, STEPS))
+    spent = full + later * usual
+    return spent / (spent + STEPS * step)
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         without, _, _ = run(name, FIRST, arguments.seed, "a benchmark")
         full, usual = first - without, statistics.median(rehearsed) - step
         milliseconds = f"{1000 * step:8.2f} {1000 * full:17.2f} {1000 * usual:9.2f}"
-        print(f"{name:<14} {milliseconds} {share(full, usual, step):12.1%}", flush=True)
+        print(f"{name:<14} {milliseconds} {share(name, full, usual, step, arguments.seed):12.1%}", flush=True)
         if arguments.json:
             row = {"network": name, "first": full, "rehearsed": rehearsed, "others": others}
             with arguments.json.open("a") as file:
