@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 from trainings import data
 
 import torch_privacy as tp
@@ -287,7 +287,8 @@ def test_early_stopping_by_a_validation_metric_is_a_stop_that_costs_all_steps():
     from lightning.pytorch.callbacks import EarlyStopping
 
     stop = EarlyStopping("val_loss", stopping_threshold=100.0)
-    _, fit = fitted(Module(), val=DataLoader(data(8), batch_size=4), callbacks=[stop])
+    x, y = data(8).tensors
+    _, fit = fitted(Module(), val=DataLoader(TensorDataset(-x, y), batch_size=4), callbacks=[stop])
     assert fit.training.step_count == 5
     assert "after 5 of 10 steps" in str(fit.training.spent())
     fit.training.optimizer.step()  # the guard of the loop is off

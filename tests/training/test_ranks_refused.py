@@ -370,6 +370,7 @@ def not_finite(rank: int | None, how: str | None) -> Any:
     return whole_weights(training.model), training.num_non_finite
 
 
+@pytest.mark.filterwarnings("ignore:PrivateTraining. half of the examples")  # as every second has no gradient
 @SHARDED_OR_NOT
 def test_a_stand_in_without_a_gradient_counts_nowhere(ranks2, how):
     weights, expected = not_finite(None, None)
