@@ -112,6 +112,7 @@ def test_one_training_stepped_from_two_threads_adds_no_batch_twice(tally):
     assert refused
 
 
+@pytest.mark.filterwarnings("ignore:PrivateTraining. all 40 steps are made")  # where both loops went on to the end
 def test_two_loops_in_two_threads_are_refused_or_right():
     expected = training_of(num_steps=40)
     train(expected)

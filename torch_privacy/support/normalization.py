@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+
+from .torch_modes import OpMode
 
 FEWEST = 4  # values that are normalized together
 MOST_GROUPS = 32
@@ -80,7 +81,7 @@ _NAMES: Mapping[Callable, tuple[str, ...]] = {
 }
 
 
-class SmallGroups(TorchFunctionMode):
+class SmallGroups(OpMode):
     """Notes each normalization of fewer than 4 values that runs inside the ``with`` block.
 
     Args:

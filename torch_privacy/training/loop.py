@@ -1190,15 +1190,28 @@ class PrivateTraining:
             batch = self._hand_out(self._turn)
             place = f"begins turn {self._turns_made + 1} of part {part.number + 1} of step {self.step_count}"
             check_equal_turns(self.step_count, self._placement.meet(place, kind_of_turn(self._turn, self._placement)))
-            if self._pending is not None:
-                self._pending.start()
-            yield batch
+            with self._recorded(part):
+                yield batch
             if self._loops != loop:
                 raise Refused("a newer loop over the training has begun since this one. Go on with the newer one.")
             if self._pending is not None:
                 raise Refused(
                     "the loop went on without training.step(losses) for its batch. Call it once for every batch."
                 )
+
+    @contextmanager
+    def _recorded(self, part: Part) -> Iterator[None]:
+        """Records the user's code in this thread, also if another one answers the batch."""
+        pending, is_first = self._pending, self.step_count + part.number + self._turns_made == 0
+        if pending is None:
+            yield
+            return
+        pending.start()
+        try:
+            with SmallGroups(self._model, _warn_of_forward) if is_first and not self._compiled else nullcontext():
+                yield
+        finally:
+            pending.stop()
 
     def _requests(self, step: int, end: int) -> Iterator[BatchRequest]:
         """Yields a request for every (micro)batch from this step to the end."""
@@ -1247,8 +1260,6 @@ class PrivateTraining:
             tape = contexts.enter_context(
                 compiled.recording(tape, turn, part, groups, chance(b"compiled", step, part.number))
             )
-        if step + part.number + self._turns_made == 0 and compiled is None:
-            contexts.enter_context(SmallGroups(self._model, _warn_of_forward))
         seed = self._releases.own_secret(b"random numbers", step, part.number)
         numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
