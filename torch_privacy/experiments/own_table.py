@@ -139,7 +139,10 @@ def build_task(
         train_rows, test_rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
         if released and released["digest"] != digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
+    n = _num_units(owners, train_rows)
     if not released:
+        hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
+        _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
         of_rows = None if owners is None else owners[train_rows]
         with ranks.together("learns what the schema leaves open"):
             found = _learn(settings, frame.iloc[train_rows], of_rows, new_ledger) if ranks.is_first else None
@@ -156,7 +159,6 @@ def build_task(
         privacy.Release(privacy.event_from_dict(event), fingerprint)
         for event, fingerprint in zip(released["events"], released["fingerprints"], strict=True)
     ]
-    n = _num_units(owners, train_rows)
     found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
     rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
     private: dict[str, Any] = {"clipping": rule, "prior_releases": prior}
