@@ -19,6 +19,7 @@ from .turns import Answers, Turn
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks both are equal to the last bit
+ALIKE = 1e-5  # relative difference of answers that a compiled graph gave once and the tape the other time
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
 
@@ -154,6 +155,11 @@ def losses_repeat(again: Answers, original: Answers) -> bool:
     """True if the same batch gave the same losses twice."""
     a, b = again.losses.double().cpu(), original.losses.double().cpu()
     return _worst(a, b, b.abs().nan_to_num(0), _tolerance(_eps(original.losses.dtype), False)) is None
+
+
+def repeats(again: Tensor, first: Tensor, scale: Tensor) -> bool:
+    """True if numbers are equal up to the rounding of two ways to compute them, relative to ``scale``."""
+    return _worst(again, first, scale.nan_to_num(0), ALIKE) is None
 
 
 def _rounding(original: Answers, loose: bool) -> float:
