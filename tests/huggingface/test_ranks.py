@@ -5,13 +5,14 @@ import json
 import multiprocessing
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hugging import PRIVACY, arguments, bert, encoded, tokenizer
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorWithPadding, TrainerCallback
 
 from torch_privacy.huggingface import PrivateTrainer
 
@@ -28,7 +29,22 @@ SHARDED = {
 }
 
 
-def trained(folder: str, sharded: dict[str, Any] | None = None, resumed: bool = False) -> list[Any]:
+class LosesPower(TrainerCallback):
+    """Fails after this step, which keeps the keys."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            raise OSError("lost power")
+
+    on_step_end = on_step_begin
+
+
+def trained(
+    folder: str, sharded: dict[str, Any] | None = None, fails_at: int | None = None, checkpoint: str | None = None
+) -> list[Any]:
     """Returns weights, epsilon, number of ranks, the class of the model, and the files with the key."""
     torch.set_default_dtype(torch.float32)
     args = arguments(folder, max_steps=2, save_strategy="steps", save_steps=1, **sharded or {})
@@ -44,7 +60,10 @@ def trained(folder: str, sharded: dict[str, Any] | None = None, resumed: bool = 
         data_collator=DataCollatorWithPadding(tokenizer()),
         privacy=PRIVACY | {"test_seed": 1, "run_folder": f"{folder}-run", "assume_independent": "rehearsed elsewhere"},
     )
-    trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-1") if resumed else None)
+    if fails_at is not None:
+        trainer.add_callback(LosesPower(fails_at))
+    with nullcontext() if fails_at is None else pytest.raises(OSError, match="lost power"):
+        trainer.train(resume_from_checkpoint=checkpoint)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters()]
     weights = torch.cat([p.detach().flatten() for p in whole]).tolist()
     key = trainer.training.state_dict().get("noise_key", "on rank 0 only").encode()
@@ -58,7 +77,10 @@ def on_a_rank(rank: int, port: int) -> None:
     """Trains in a process that ``torchrun`` could have started; rank 0 writes what came out."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "localhost"}
-    of_ranks = [trained("ddp"), trained("fsdp", SHARDED), trained("fsdp", SHARDED, resumed=True)]
+    of_ranks = [trained("ddp"), trained("fsdp", SHARDED, fails_at=2)]
+    of_ranks.append(trained("fsdp", SHARDED, checkpoint="fsdp/checkpoint-1"))
+    trained("begun", SHARDED, fails_at=0)
+    of_ranks.append(trained("begun", SHARDED, checkpoint="begun-run/secret/start"))
     if rank == 0:
         Path("found.json").write_text(json.dumps(of_ranks))
     torch.distributed.barrier()
@@ -83,7 +105,7 @@ def test_ranks_train_as_one_process(tmp_path, monkeypatch):
     assert size == 1
     assert [kind for _, _, _, kind, _, _ in found] == [
         "DistributedDataParallel",
-        *["FSDPBertForSequenceClassification"] * 2,
+        *["FSDPBertForSequenceClassification"] * 3,
     ]
     for of_ranks in found:
         assert of_ranks[0] == pytest.approx(weights, abs=1e-6)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
@@ -16,7 +19,7 @@ from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining
-from .checkpoints import Secrets
+from .checkpoints import Secrets, saved_step
 
 WHERE = "PrivateTrainer"
 STATEMENT = "privacy.json"
@@ -29,6 +32,15 @@ CHOICE = (
 
 def _is_score(name: str, value: Any) -> bool:
     return isinstance(value, int | float) and not name.endswith(("runtime", "per_second", "preparation_time"))
+
+
+@contextmanager
+def _as_new(optimizer: Optimizer) -> Iterator[None]:
+    """Empties the state of an optimizer that had none: to save or load it under FSDP2, torch makes a step of zeros."""
+    is_new = not optimizer.state
+    yield
+    if is_new:
+        optimizer.state.clear()
 
 
 class Reporting(Trainer):
@@ -87,12 +99,25 @@ class Reporting(Trainer):
             return
         self._secrets.make()
         self.save_model(str(start), _internal_call=True)
-        self._save_optimizer_and_scheduler(str(start))
+        with _as_new(self._inner_optimizer()):
+            self._save_optimizer_and_scheduler(str(start))
         self._save_scaler(str(start))
         self._save_rng_state(str(start))
         if self.args.should_save:
             self.state.save_to_json(str(start / TRAINER_STATE_NAME))
         self._secrets.save(self._begun(), 0)  # last: it says that the checkpoint is complete
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        is_start = checkpoint is not None and not saved_step(Path(checkpoint))
+        with _as_new(self._inner_optimizer()) if is_start else nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _inner_optimizer(self) -> Optimizer:
+        """Returns the optimizer without Accelerate's wrapper, which may skip steps."""
+        optimizer: Any = self.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainingArguments
@@ -184,13 +183,6 @@ class PrivateTrainer(Reporting):
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
         )
-
-    def _inner_optimizer(self) -> torch.optim.Optimizer:
-        """Returns the optimizer without Accelerate's wrapper, which may skip steps."""
-        optimizer: Any = self.optimizer
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        return optimizer
 
     # The loop
 
