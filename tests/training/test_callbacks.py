@@ -71,9 +71,12 @@ def test_numbers_are_those_of_one_backward_per_example(rule):
     expected, parts, step = [], [], 0
     for x, y in own_batches(training, cross_entropy):
         rows = rows_of(training, x, y)
-        parts.append((x, cross_entropy(training.model, x, y).detach(), rows))
+        losses = cross_entropy(training.model, x, y)
         current = training.clipping
-        training.step(cross_entropy(training.model, x, y))
+        training.step(losses)
+        if training.rehearsing:  # it ran new code, and comes again
+            continue
+        parts.append((x, losses.detach(), rows))
         if training.step_count == step:
             continue
         losses, rows = (torch.cat([part[k] for part in parts]) for k in (1, 2))

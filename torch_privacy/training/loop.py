@@ -613,12 +613,12 @@ class PrivateTraining:
         check_still(self._ranks)
         self._loops += 1
         loop = self._loops
-        if self._has_ended and self.step_count >= self._account.steps_allowed:
-            warnings.warn(ALL_STEPS_MADE.format(self.step_count), stacklevel=4)
         self._forget_batch()
         self._ranks.begin("begins a loop")
         self._tensors = self._find_tensors()
         self._weight_guard.activate()
+        if self._has_ended and self.step_count >= self._account.steps_allowed:
+            warnings.warn(ALL_STEPS_MADE.format(self.step_count), stacklevel=4)
         self._rehearsals.watch.begin_loop()
         releases, batches = None, iter(())
         try:
