@@ -27,7 +27,7 @@ class Examples(Protocol):
 
     @property
     def drawn_together(self) -> bool:
-        """Whether random numbers are drawn for the batch as a whole, as by collate_fn."""
+        """True if random numbers are drawn for the batch as a whole, as by collate_fn."""
         ...
 
     def whole(self, draws: Draws) -> Any:

@@ -447,7 +447,7 @@ NAN = float("nan")
         (lambda: SubsampledJL(1.0, 16.0, 0.1), "num_projections=16.0 must be an integer"),
         (lambda: SubsampledJL(1.0, 10**8, 0.1), "must be at most 10000000"),
         (lambda: SubsampledJL(0.01, 16, 0.1), "noise_multiplier=0.01 must be at least 0.05"),
-        (lambda: SubsampledJL(1.0, 16, 0.1, 1.5), r"floor=1.5 must lie in \(0, 1\]"),
+        (lambda: SubsampledJL(1.0, 16, 0.1, 1.5), r"floor=1.5 must lie in \(1e-100, 1\]"),
         (lambda: SubsampledSketch(1.0, -3, 0.1), "num_directions=-3 must be an integer"),
         (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
         (lambda: privacy.RandomizedResponse(0.0), "epsilon=0.0 must be greater than 0"),
