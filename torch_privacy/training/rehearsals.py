@@ -106,12 +106,15 @@ class SettingPlaces:
             if key == "training"
             or (type(module).__module__.startswith("torch.") and key[0] != "_" and type(value) in (bool, int, float))
         ]
-        self._parameters = [*model.parameters()]
+        parts = [module._parameters for module in model.modules()]
+        self._parameters = [(part, name) for part in parts for name in part]  # FSDP2 puts whole ones into them
         self.all: list[tuple[dict[str, Any], str]] = self._holders + [({}, TRAINED)] * len(self._parameters)
 
     def values(self) -> list[Any]:
         """Returns the settings, in a fixed order."""
-        return [holder.get(key) for holder, key in self._holders] + [p.requires_grad for p in self._parameters]
+        return [holder.get(key) for holder, key in self._holders] + [
+            getattr(part.get(name), TRAINED, None) for part, name in self._parameters
+        ]
 
 
 TRAINED = "requires_grad"
