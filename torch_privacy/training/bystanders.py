@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..sampling.batches import Batches, BatchRequest
+from ..support.replay import is_recording_disabled
 from ..support.torch_modes import tensors_in
 from .loop_variables import Finder, frames_of_loop
 from .weights import WeightGuard, moves_nothing
@@ -113,7 +114,8 @@ class OutsideForwards:
     """Notes whether the model runs on rows of the private data outside of a batch, as to assign them to clusters.
 
     Some examples of the data set are compared with the rows of every such forward. A single forward on a few rows, or
-    on rows that were changed after they were fetched, may not be noted.
+    on rows that were changed after they were fetched, may not be noted. Forwards of this library on public examples are
+    compared before the first step alone, because the host waits for the rows.
     """
 
     def __init__(self, batches: Batches):
@@ -129,12 +131,13 @@ class OutsideForwards:
 
     def note(self, inputs: Any, steps_made: int) -> None:
         """Compares the rows of a forward's inputs."""
-        if self._first is not None:
+        if self._first is not None or (steps_made and is_recording_disabled()):
             return
         if self._probes is None:
             self._probes = self._fetched()
-        for tensor in tensors_in(inputs) if self._probes else ():
-            self._hits |= self._probes & _rows(tensor)
+        with torch._C.DisableTorchFunction():  # the tape of another forward may record
+            for tensor in tensors_in(inputs) if self._probes else ():
+                self._hits |= self._probes & _rows(tensor)
         if len(self._hits) >= min(FEWEST, len(self._probes)) > 0:
             self._first = steps_made
 
