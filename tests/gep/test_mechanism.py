@@ -102,6 +102,8 @@ def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share,
             expected = before - released(training, torch.cat(rows), v, step) / 8
             torch.testing.assert_close(parameters_of(training), expected, rtol=1e-7, atol=1e-7)  # the basis is float32
             rows = []
+        elif training.rehearsing:  # it ran new code, and comes again
+            rows.pop()
     assert training.step_count == 4
 
 

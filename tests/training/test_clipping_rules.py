@@ -63,7 +63,10 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
     for x, y in own_batches(training, cross_entropy):
         step, before = training.step_count, parameters_of(training).clone()
         rows.append(rows_of(training, x, y))
-        if not training.step(cross_entropy(training.model, x, y)):
+        stepped = training.step(cross_entropy(training.model, x, y))
+        if training.rehearsing:  # it ran new code, and comes again
+            rows.pop()
+        if not stepped:
             continue
         noise, everyone = noise_of(training, step), torch.cat(rows)
         groups = groups_of(training, step, len(everyone), 2)
