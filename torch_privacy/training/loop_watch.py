@@ -252,10 +252,12 @@ class _Runs:
                 break
         if exchanged is not None and self._moves(exchanged, answers):
             rows = not self._moves(Answers(exchanged.losses, None, {}, None), answers)
-            groups = [*_grouped(self._others).values()]
-            culprits = yield from self._search(groups, answers, rows=rows)
-            self._watch.suspects += [self._suspect(group) for group in culprits]
-            self._watch._observe(self._step)
+            control = yield self._turn([], rows=rows)  # a difference without other contents is none of the loop's
+            if not self._moves(control, answers):
+                groups = [*_grouped(self._others).values()]
+                culprits = yield from self._search(groups, answers, rows=rows)
+                self._watch.suspects += [self._suspect(group) for group in culprits]
+                self._watch._observe(self._step)
             turn = Turn(self._examples.batch, self._examples.count, is_batch=True, prepare=self._before.restore)
             yield self._after_exchange(turn)
 
