@@ -638,6 +638,15 @@ def test_a_forward_that_changes_its_input_is_projected_by_a_double_vjp():
     assert "projections by double vjp" in training.explain()
 
 
+def test_a_batch_is_released_as_it_was_though_earlier_turns_changed_it():
+    trained_weights = []
+    for forward in (lambda m, x: m.body(x.mul_(2)), lambda m, x: m.body(2 * x)):
+        torch.manual_seed(0)
+        model = Calls(forward, body=small())
+        trained_weights.append(train(training_of(model, test_seed=5)))
+    torch.testing.assert_close(*trained_weights)
+
+
 @pytest.mark.parametrize("functions", [(CubeWithJvp, TwiceDifferentiable), (TwiceDifferentiable, CubeWithJvp)])
 def test_a_batch_with_other_ops_is_refused_and_nothing_is_released(functions):
     model = Calls(lambda m, x: m.function(x, m.w), w=torch.rand(3))

@@ -21,6 +21,7 @@ from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
 from ..support.fixed_draws import drawing
 from ..support.model_state import same
 from ..support.replay import SeededRandomNumbers, random_position
+from ..support.torch_modes import tensors_in
 from ..support.validate import Refused
 
 Collate = Callable[[list[Any]], Any]
@@ -245,10 +246,19 @@ class DatasetExamples:
 
     def __init__(self, batches: Batches, request: BatchRequest, fetched: Fetched):
         self._batches, self._request, self._fetched = batches, request, fetched
-        self.batch, self.count, self.indices = fetched.batch, len(request.indices), request.indices
+        self.count, self.indices = len(request.indices), request.indices
+        self._versions = _versions(fetched.batch)
         self._whole: tuple[Draws, Any] = AS_DRAWN, fetched.batch  # the last one that was asked for
         self.drawn: Drawn | None = None
         self.notes: set[str] = set()
+
+    @property
+    def batch(self) -> Any:
+        """Returns the batch; fetches it again, with the same seed, if its tensors were written into since."""
+        if _versions(self._fetched.batch) != self._versions:
+            self._fetched = self._batches.fetch(self._request)
+            self._versions = _versions(self._fetched.batch)
+        return self._fetched.batch
 
     @cached_property
     def generator(self) -> np.random.Generator:
@@ -479,6 +489,11 @@ def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
             object.__setattr__(part, entry.name, _select(getattr(batch, entry.name), rows, n, found))
         return part
     return batch
+
+
+def _versions(batch: Any) -> list[int]:
+    """Returns how often the tensors of a batch were written into."""
+    return [t._version for t in tensors_in(batch) if not t.is_inference()]
 
 
 def _shapes(batch: Any) -> Any:

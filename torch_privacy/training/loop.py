@@ -1244,6 +1244,8 @@ class PrivateTraining:
                 "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
             )
         turn.prepare()
+        if turn.is_batch:
+            turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
         self._check_optimizer_settings()
         self._tensors, step = self._find_tensors(), self.step_count
         size, tape, compiled = turn.count * self.settings.views, None, self._compiled
