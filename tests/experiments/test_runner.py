@@ -256,7 +256,7 @@ def test_stopped_command_can_be_resumed(tmp_path, number, code):
     assert "Traceback" not in shown
     if number != signal.SIGKILL:
         assert re.search(
-            rf"stopped after step 51 of 137; continue with\n  torch-privacy train --resume {path}\n", shown
+            rf"stopped after step 51 of 138; continue with\n  torch-privacy train --resume {path}\n", shown
         )
     before = path.joinpath("ledger.jsonl").read_text().splitlines()
     shutil.copytree(path, tmp_path / "twin")
@@ -265,7 +265,7 @@ def test_stopped_command_can_be_resumed(tmp_path, number, code):
     after = path.joinpath("ledger.jsonl").read_text().splitlines()
     whole = before if before[-1].endswith("}") else before[:-1]
     assert after[: len(whole)] == whole
-    assert json.loads((path / "results.json").read_text())["privacy"]["num_steps"] == 137
+    assert json.loads((path / "results.json").read_text())["privacy"]["num_steps"] == 138
     twin = RunFolder(tmp_path / "twin")
     assert twin.ledger.read_text().splitlines() == after
     assert_equal_weights(*map(safetensors.torch.load_file, (path / "model.safetensors", twin.model)))

@@ -201,7 +201,7 @@ def test_own_images_can_be_trained_on_alone(fashion, tmp_path, capsys):
     options = ["--data", str(fashion), "--batch-size", "20", "--epochs", "0.3", "--run", str(tmp_path / "t")]
     assert command(["train", "best-mnist", *options, "--quiet"]) == 0
     settings = RunFolder(tmp_path / "t").read_settings()
-    assert (settings["recipe"], settings["data"]) == ("scattering, linear", str(fashion))
+    assert (settings["recipe"], settings["data"]) == ("scattering, linear", "fashion")
 
 
 def test_published_images_are_mnist_and_others_are_named_after_their_folder(fashion, monkeypatch):

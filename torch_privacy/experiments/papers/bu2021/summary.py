@@ -44,7 +44,7 @@ NOTES = (
     "eps: of the training of jl-mnist. x time, x memory: of a step of its network, relative to non-private; processor "
     "time if torch has one thread. Outer product is Opacus, with its own layer for the LSTM.",
     "networks: dense layers, convolutions, a bidirectional LSTM, a derivative inside the forward, and an "
-    "autograd.Function of its own, without a rule for vmap. Exact norms by the recorded ops refuse the last two. "
+    "autograd.Function of its own, without a rule for vmap. Exact norms train all five. "
     "Multiple and outer product fail at the last.",
     "The paper's marks. Privacy: all but non-private. Speed: all but vanilla. Memory: all but multiple. Generality: "
     "all but outer product. Privacy is not confirmed for JL(1) and JL(10): their epsilon is far above that of exact "
