@@ -808,7 +808,9 @@ class PrivateTraining:
             if pending.turn.state is not None:
                 self._rehearsals.keeps_state = bool(self._rehearsals.keeps_state or answers.changes)
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
-                is_first = pending.turn.is_batch and part.share.counts
+                is_first = (
+                    pending.turn.is_batch and part.share.counts and not self._compiled
+                )  # a graph rounds otherwise
                 first = FirstRun.of(pending.tape.code, answers.losses, sums) if is_first else None
                 self._rehearsals.restart(part, first)
                 self._turn, self._pending = next(part.script), None

@@ -55,7 +55,8 @@ class ActionTape(Tape):
     ) -> Any:
         out = super()._run_without_data(step, args, kwargs, tensors, weights)
         if weights and not self.is_inside:
-            self.unfit = OUTSIDE
+            if any(t.requires_grad for t in tensors_among((out,))):  # not a copy, or an evaluation
+                self.unfit = OUTSIDE
         elif weights and step.func not in PASSED:
             if step.traits.in_place:
                 self.unfit = f"a tensor made of parameters is changed in place by {step.func.__name__!r}"
