@@ -135,7 +135,7 @@ def _without_dropout(names: list[str], args: tuple, kwargs: Arguments) -> Argume
 
 
 def _normal_quantile(u: Tensor) -> Tensor:
-    """Returns normal numbers without tails, which would turn the slight differences of ``quantiles`` into large ones."""
+    """Returns normal numbers without tails, where the slight differences of ``quantiles`` would become large."""
     return math.sqrt(2) * torch.erfinv(0.96 * (2 * u - 1))
 
 
