@@ -319,7 +319,7 @@ class Scan(torch.autograd.Function):
             return _run(ctx, cells, steps, h0, c0, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         if torch.is_grad_enabled():  # once_differentiable would drop a part of the second derivative without a word
             raise Refused(
                 "ops.recurrent: a gradient through nn.LSTM, nn.GRU or nn.RNN was asked for with create_graph=True. Its "
