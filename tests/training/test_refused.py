@@ -175,13 +175,12 @@ def test_a_forward_that_writes_data_into_the_model_is_refused(write, without_gra
 
 def test_interrupted_forward_leaves_no_recording_behind():
     model = network()
-    interrupted = [True]
 
     def interrupt(*_):
-        if interrupted and interrupted.pop():
-            raise KeyboardInterrupt
+        handle.remove()  # a flag in a closure would be put back, as all that the model holds
+        raise KeyboardInterrupt
 
-    model[2].register_forward_pre_hook(interrupt)
+    handle = model[2].register_forward_pre_hook(interrupt)
     training = training_of(model)
     with pytest.raises(KeyboardInterrupt):
         train(training)
