@@ -658,3 +658,20 @@ def test_variables_are_put_back_when_the_loop_is_left_in_an_exchanged_turn(leave
     assert training.step_count == 1
     assert total == 1.5
     assert values == [0.0, 1.5]
+
+
+def test_a_teacher_in_the_model_that_every_turn_moves_is_not_blamed_on_the_loop():
+    model = network()
+    model.add_module("teacher", network().requires_grad_(False))
+    body = model[:3]
+    training = training_of(model, optimizer=torch.optim.SGD(body.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y, _ in training:
+            out = body(x)
+            training.step(F.cross_entropy(out, y, reduction="none") + (out - model.teacher(x)).square().sum(1))
+            with torch.no_grad():
+                for slow, fast in zip(model.teacher.parameters(), body.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+    assert training.step_count == STEPS
+    assert not any("variable" in text for text in training.statement()["not_covered"])
