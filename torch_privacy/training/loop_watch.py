@@ -253,7 +253,9 @@ class _Runs:
         if exchanged is not None and self._moves(exchanged, answers):
             rows = not self._moves(Answers(exchanged.losses, None, {}, None), answers)
             control = yield self._turn([], rows=rows)  # a difference without other contents is none of the loop's
-            if not self._moves(control, answers):
+            if self._moves(control, answers):
+                self._watch._earlier = self._earlier  # the next rehearsal judges what this one could not
+            else:
                 groups = [*_grouped(self._others).values()]
                 culprits = yield from self._search(groups, answers, rows=rows)
                 self._watch.suspects += [self._suspect(group) for group in culprits]
