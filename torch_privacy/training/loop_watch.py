@@ -70,7 +70,7 @@ class LoopWatch:
         self.moving: set[str] = set()  # frozen parameters of the model that the loop changes, such as a teacher's
         self.suspects: list[Suspect] = []
         self.others = others
-        self._earlier: dict[_Key, Any] | None = None  # contents at an earlier rehearsed batch
+        self._earlier: Mapping[_Key, Any] | None = None  # contents at an earlier rehearsed batch
         self._counts: dict[_Key, list[tuple[int, int]]] = {}  # whole numbers at steps
 
     @property
