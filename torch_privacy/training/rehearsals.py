@@ -19,6 +19,7 @@ from ..jacobian.turns import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState
+from ..support.script_modules import registries_of
 from ..support.validate import Refused
 from .loop_watch import LoopWatch
 from .release import Releases, Share
@@ -106,7 +107,7 @@ class SettingPlaces:
             if key == "training"
             or (type(module).__module__.startswith("torch.") and key[0] != "_" and type(value) in (bool, int, float))
         ]
-        parts = [module._parameters for module in model.modules()]
+        parts = [registries_of(module)[0] for module in model.modules()]
         self._parameters = [(part, name) for part in parts for name in part]  # FSDP2 puts whole ones into them
         self.all: list[tuple[dict[str, Any], str]] = self._holders + [({}, TRAINED)] * len(self._parameters)
 
