@@ -10,9 +10,12 @@ import re
 import time
 import warnings
 from collections import Counter, deque
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -306,6 +309,64 @@ def attribute_of_a_function(training, model):
             loss_of.scale = float(losses.detach().mean())
 
 
+def class_in_the_loop(training, model):
+    class Stats:
+        mean = 1.0
+
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * Stats.mean):
+            Stats.mean = float(losses.detach().mean())
+
+
+def imported_in_a_function(training, model):
+    import fixed_state
+
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * getattr(fixed_state, "mean", 1.0)):
+            fixed_state.mean = float(losses.detach().mean())
+
+
+def generator_that_was_sent_losses(training, model):
+    def averages():
+        average = 1.0
+        while True:
+            number = yield average
+            average = average if number is None else 0.5 * (average + number)
+
+    average_of = averages()
+    next(average_of)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * next(average_of)):
+            average_of.send(float(losses.detach().mean()))
+
+
+def context_variable(training, model):
+    context = ContextVar("mean", default=1.0)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * context.get()):
+            context.set(float(losses.detach().mean()))
+
+
+def object_of_a_library(training, model):
+    args = SimpleNamespace(mean=1.0)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * args.mean):
+            args.mean = float(losses.detach().mean())
+
+
+def table_of_losses(training, model):
+    log = pandas.DataFrame({"loss": [1.0]})
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * log.loss.iloc[-1]):
+            log.loc[len(log)] = float(losses.detach().mean())
+
+
 def scale_of_gradients_alone(training, model):
     scale = 1.0
     for x, y, _ in training:
@@ -324,6 +385,12 @@ NAMED = {  # loop -> the variable that warning and statement name
     clusters_after_the_step: "assignments",
     slots: "state.scale",
     attribute_of_a_function: "loss_of.scale",
+    class_in_the_loop: "Stats.mean",
+    imported_in_a_function: "fixed_state.mean",
+    generator_that_was_sent_losses: "average",
+    context_variable: "context",
+    object_of_a_library: "args.mean",
+    table_of_losses: "log",
     scale_of_gradients_alone: "scale",
     two_tasks_weighted_by_the_last_losses: "ratio",
     center_of_a_teacher: "center",

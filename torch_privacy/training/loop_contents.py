@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..sampling.stored_rows import kind_of
 from ..support.model_state import MAX_ENTRIES, same
-from .loop_variables import MISSING, Variable, is_cached, is_flat
+from .loop_variables import MISSING, Variable, is_cached, is_flat, is_table
 
 MOST_NUMBERS = 2**22  # of a tensor or array that is copied; of a larger one some numbers are compared
 SAMPLED = 4096  # numbers of a larger one
@@ -53,6 +54,8 @@ def content_of(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value.copy()
     if is_cached(value):
         return value.cache_info()[1::2]  # misses and present size
+    if is_table(value):
+        return rows_of(value, np.arange(len(value)))
     if isinstance(value, (*_SEQUENCES, Mapping)) and len(value) <= MAX_ENTRIES and not is_flat(value):
         return _rebuilt(value, [content_of(part) for part in _values(value)])
     return copy(value) if isinstance(value, (set, list, dict, deque)) else value
@@ -94,6 +97,8 @@ def alike(value: Any, content: Any) -> bool:
         return content == value.cache_info()[1::2]
     if type(value) is not type(content) and not isinstance(value, Tensor):
         return False
+    if is_table(value):
+        return same_table(value, content)
     if isinstance(value, Mapping):
         return value.keys() == content.keys() and all(alike(v, content[key]) for key, v in value.items())
     if isinstance(value, _SEQUENCES):
@@ -115,6 +120,8 @@ def other_content(value: Any, old: Any) -> Any:
         return _other_numbers(value, old)
     if isinstance(value, (*_SEQUENCES, dict)):
         return _other_parts(value, old)
+    if is_table(value):
+        return _other_rows(value, old)
     if type(value) is type(old) and not isinstance(value, Mapping):
         return content_of(old)
     return type(value)(value * SMALLER) if isinstance(value, (float, np.floating)) else MISSING
@@ -129,6 +136,26 @@ def _other_numbers(value: Tensor | np.ndarray, old: Any) -> Any:
         return MISSING
     other = old.clone() if _fits(value, old) else _rolled(value.detach())
     return other.requires_grad_() if value.requires_grad and value.is_leaf else other
+
+
+def rows_of(value: Any, rows: np.ndarray) -> Any:
+    """Returns an object of the same type with these rows of a table, a tensor, an array or a list."""
+    kind = kind_of(value)
+    assert kind is not None
+    return kind.take(value, rows)
+
+
+def same_table(value: Any, other: Any) -> bool:
+    """True if two tables of one type have equal rows."""
+    return bool(value.equals(other))
+
+
+def _other_rows(value: Any, old: Any) -> Any:
+    """Returns the old table if it has as many rows; else the same rows in another order."""
+    if is_table(old) and len(old) == len(value):
+        return rows_of(old, np.arange(len(old)))
+    other = rows_of(value, np.roll(np.arange(len(value)), 1))
+    return MISSING if same_table(value, other) else other
 
 
 def _rolled(value: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..sampling.stored_rows import kind_of
 from ..support.script_modules import registries_of
 
 MISSING: Any = object()  # content of a variable that has no value
@@ -31,6 +33,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 _NUMBERS = (int, float, str, bytes, complex, np.generic, type(None))
 _SIMPLE = (Tensor, np.ndarray, *_NUMBERS)
 _DATA = (*_SIMPLE, *_CONTAINERS)
+_OF_OPTIMIZER = ("defaults", "param_groups", "state")  # made of settings, and of released gradients
 
 
 class Access(NamedTuple):
@@ -112,8 +115,15 @@ def is_cached(function: Any) -> bool:
     return hasattr(function, "cache_clear") and isinstance(getattr(function, "__wrapped__", None), FunctionType)
 
 
+def is_table(value: Any) -> bool:
+    """True for a table of pandas or polars."""
+    return type(value).__module__.partition(".")[0] in ("pandas", "polars") and kind_of(value) is not None
+
+
 class Finder:
     """Walks over the variables of the loop once.
+
+    Of modules and objects of libraries, it looks at those attributes alone that the user's code names.
 
     Args:
         excluded: objects that are not the loop's own, such as the model that is trained.
@@ -123,25 +133,30 @@ class Finder:
         self._excluded = {id(value) for value in excluded}
         self._seen = set(self._excluded)
         self._names: set[tuple[int, str]] = set()
+        self._named: set[str] = set()  # in the user's code, as far as it was seen
         self._found: dict[tuple[str, str], Variable] = {}
         self._kept: list[Any] = []  # what was seen, so that no other object gets its id
 
     def variables(self, frames: Collection[FrameType]) -> list[Variable]:
         """Returns the variables of these frames, and of what they name."""
+        self._named.update(*(_names(frame.f_code) for frame in frames))
         for frame in frames:
-            if frame.f_locals is not frame.f_globals:
-                scope = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-                for key in list(frame.f_locals):
-                    self._visit(scope, key, LOCAL, frame, key)
-            self._visit_names(frame.f_code, frame.f_globals)
+            self._visit_frame(frame)
         return [*self._found.values()]
+
+    def _visit_frame(self, frame: FrameType) -> None:
+        if frame.f_locals is not frame.f_globals:
+            scope = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+            for key in list(frame.f_locals):
+                self._visit(scope, key, LOCAL, frame, key)
+        self._visit_names(frame.f_code, frame.f_globals)
 
     def _visit(self, scope: str, name: str, access: Access, holder: Any, place: Any, group: str = "") -> None:
         """Notes the variable, if it holds data, and walks over what its value holds."""
         value = access.read(holder, place)
         if value is MISSING or len(self._found) >= MOST or id(value) in self._excluded:
             return
-        if isinstance(value, _DATA) or is_cached(value):
+        if isinstance(value, _DATA) or is_cached(value) or is_table(value):
             self._found.setdefault((scope, name), Variable(scope, name, group or name, access, holder, place))
         self._descend(scope, name, value, group)
 
@@ -149,6 +164,8 @@ class Finder:
         """Walks over the parts of a container, and over what a module, an object, a function or a class holds."""
         if isinstance(value, _SIMPLE) or id(value) in self._seen:
             return
+        if isinstance(value, type):
+            return self._visit_class(value)
         self._seen.add(id(value))
         self._kept.append(value)
         if isinstance(value, _CONTAINERS):
@@ -163,14 +180,27 @@ class Finder:
             self._descend(scope, name, [value.func, value.args, value.keywords])
         elif isinstance(value, FunctionType):
             self._visit_function(name, value)
-        elif isinstance(value, type):
-            self._visit_class(value)
         elif is_cached(value):
             self._descend(scope, name, value.__wrapped__)
-        elif not isinstance(value, (ModuleType, Optimizer)) and (_is_users(type(value)) or hasattr(value, "fit")):
+        elif isinstance(value, ContextVar):
+            self._visit(scope, name, CONTEXT, value, None, group)
+        elif isinstance(value, GeneratorType):
+            if value.gi_frame is not None and not value.gi_running and not _is_library(value.gi_code.co_filename):
+                self._visit_frame(value.gi_frame)
+        else:
+            self._visit_object(scope, name, value, group)
+
+    def _visit_object(self, scope: str, name: str, value: Any, group: str) -> None:
+        is_module = isinstance(value, ModuleType)
+        if is_module and _is_library(getattr(value, "__file__", None) or "<frozen"):
+            return
+        is_whole = not is_module and (_is_users(type(value)) or hasattr(value, "fit"))
+        if is_whole:
             self._visit_class(type(value))
-            for key, access, holder in _attributes(value):
-                self._visit(scope, f"{name}.{key}", access, holder, key, group)
+        left_out = _OF_OPTIMIZER if isinstance(value, Optimizer) else ()
+        for key, access, holder in _attributes(value):
+            if (is_whole or key in self._named) and key not in left_out:
+                self._visit(value.__name__ if is_module else scope, f"{name}.{key}", access, holder, key, group)
 
     def _visit_module(self, scope: str, name: str, module: nn.Module, group: str) -> None:
         for registry in registries_of(module):
@@ -211,16 +241,10 @@ class Finder:
     def _visit_names(self, code: CodeType, namespace: dict[str, Any]) -> None:
         """Walks over the globals that the code names, and those that functions within it name."""
         names = _names(code)
+        self._named.update(names)
         for key in names:
-            if key not in namespace or (id(namespace), key) in self._names:
-                continue
-            self._names.add((id(namespace), key))
-            value = namespace[key]
-            if isinstance(value, ModuleType):
-                if not _is_library(getattr(value, "__file__", None) or "<frozen"):
-                    for inner in (name for name in names if name in vars(value)):
-                        self._visit(value.__name__, f"{key}.{inner}", ENTRY, vars(value), inner)
-            else:
+            if key in namespace and (id(namespace), key) not in self._names:
+                self._names.add((id(namespace), key))
                 self._visit(str(namespace.get("__name__")), key, ENTRY, namespace, key)
 
 
@@ -279,6 +303,7 @@ def _write_local(frame: FrameType, key: str, value: Any) -> None:
 ENTRY = Access(lambda holder, key: holder.get(key, MISSING), lambda holder, key, value: holder.__setitem__(key, value))
 LOCAL = Access(lambda frame, key: frame.f_locals.get(key, MISSING), _write_local)
 CELL = Access(_of_cell, lambda cell, _, value: setattr(cell, "cell_contents", value))
+CONTEXT = Access(lambda variable, _: variable.get(MISSING), lambda variable, _, value: variable.set(value))
 SLOT = Access(lambda holder, key: getattr(holder, key, MISSING), object.__setattr__)
 OF_CLASS = Access(_class_attribute, setattr)
 ITEM = Access(lambda values, number: values[number], None)
