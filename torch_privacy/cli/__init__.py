@@ -9,13 +9,12 @@ from io import TextIOWrapper
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, audit, explain, from_opacus, predict, report, reproduce, schema, search, train
+from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train
 from torch_privacy.cli._shared import app, say
 from torch_privacy.cli.processes import ALONE, TOGETHER, ended, follow, is_first, lost_rank, num_launched
 
 __all__ = [
-    "accounting", "audit", "explain", "from_opacus", "main", "predict", "report", "reproduce", "run", "schema",
-    "search", "train",
+    "accounting", "audit", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search", "train",
 ]  # fmt: skip
 
 USER_MISTAKE = 2
