@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy import Refused
 from torch_privacy.opacus import ModuleValidator, PrivacyEngine, from_opacus, layers
+from torch_privacy.model_check.requirements import check_model
 from torch_privacy.opacus.checkpoints import load_optimizer
 from torch_privacy.support.normalization import SmallGroups
 
@@ -200,6 +201,18 @@ def test_fix_normalizes_at_least_four_values_together(channels: int) -> None:
         assert not told
         assert y[:, 0].std() > 0.1  # that of one value alone is 0 everywhere
     assert isinstance(ModuleValidator.fix(dense)[1], nn.LayerNorm)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_too_few_features_to_normalize_are_left_as_they_are(kind: type, channels: int) -> None:
+    with pytest.warns(UserWarning, match=rf"{kind.__name__}\({channels}\) after a linear layer became nn.Identity"):
+        fixed = ModuleValidator.fix(nn.Sequential(nn.Linear(5, channels), kind(channels)))
+    assert isinstance(fixed[1], nn.Identity)
+    with pytest.warns(UserWarning, match=rf"on inputs \(n, {channels}\) .* Replace it by nn.Identity\(\) if"):
+        ModuleValidator.fix(kind(channels))
+    with pytest.raises(Refused, match=rf"use nn.Identity\(\), or on inputs \(n, {channels}, ...\) with 4 or more"):
+        check_model(kind(channels), torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
 
 
 def test_few_values_in_a_group_of_ones_own_are_warned_about() -> None:

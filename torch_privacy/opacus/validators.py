@@ -60,8 +60,9 @@ class ModuleValidator:
     def fix(cls, module: nn.Module, *, replace_bn_with_in: bool = False, num_groups: int | None = None) -> nn.Module:
         """Returns a copy of the module with other normalization, with new weights, in place of BatchNorm.
 
-        BatchNorm1d after a linear layer of the same parent becomes LayerNorm, another BatchNorm1d GroupNorm with one
-        group, and other BatchNorm GroupNorm with 4 or more channels in each group. Opacus takes up to 32 groups,
+        BatchNorm1d after a linear layer of the same parent becomes LayerNorm (Identity, where it has fewer than 4
+        features), another BatchNorm1d GroupNorm with one group, and other BatchNorm GroupNorm with 4 or more channels
+        in each group, if it has as many. Opacus takes up to 32 groups,
         where a value that is normalized by itself is always 0; pass ``num_groups`` to get its model. Frozen BatchNorm
         stays, for its weights are meant to. InstanceNorm no longer tracks running statistics.
 
@@ -137,15 +138,28 @@ def _replacement(part: Any, replace_bn_with_in: bool, num_groups: int | None, is
                 "replace_bn_with_in out, for GroupNorm."
             )
         return kind(part.num_features, **options).train(part.training)
-    channels, is_1d = part.num_features, isinstance(part, nn.BatchNorm1d)
-    if num_groups is None and is_1d and is_flat:
+    channels, may_be_flat = part.num_features, isinstance(part, nn.BatchNorm1d | nn.SyncBatchNorm)
+    is_flat &= may_be_flat
+    if num_groups is None and is_flat and channels >= FEWEST:
         return nn.LayerNorm(channels, elementwise_affine=part.affine, **options).train(part.training)
-    groups = (1 if is_1d else groups_for(channels)) if num_groups is None else num_groups
-    if is_1d and channels // groups < FEWEST:
-        warnings.warn(
-            f"ModuleValidator.fix: GroupNorm({groups}, {channels}) on inputs (n, {channels}) normalizes "
-            f"{channels // groups} values at a time, of which little is left. Leave num_groups out, or take at most "
-            f"{groups_for(channels)}.",
-            stacklevel=4,
+    if num_groups is None and is_flat:
+        _warn(
+            f"{type(part).__name__}({channels}) after a linear layer became nn.Identity(): little is left of "
+            f"fewer than {FEWEST} values that are normalized together"
+        )
+        return nn.Identity().train(part.training)
+    usual = 1 if isinstance(part, nn.BatchNorm1d) else groups_for(channels)
+    groups = usual if num_groups is None else num_groups
+    if may_be_flat and channels // groups < FEWEST:
+        cure = "Replace it by nn.Identity() if the inputs are such"
+        if channels >= FEWEST:
+            cure = f"Leave num_groups out, or take at most {groups_for(channels)}"
+        _warn(
+            f"GroupNorm({groups}, {channels}) on inputs (n, {channels}) normalizes {channels // groups} "
+            f"value{'s' * (channels // groups != 1)} at a time, of which little is left. {cure}"
         )
     return nn.GroupNorm(groups, channels, affine=part.affine, **options).train(part.training)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"ModuleValidator.fix: {text}.", stacklevel=5)

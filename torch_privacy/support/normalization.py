@@ -36,9 +36,12 @@ def groups_for(channels: int) -> int:
 def advice(batch_norm: _BatchNorm) -> str:
     """Returns what can replace a batch normalization, by the shapes that it normalizes."""
     channels = batch_norm.num_features
+    groups = f"nn.GroupNorm({groups_for(channels)}, {channels})"
+    if channels < FEWEST:
+        return f"use nn.Identity(), or on inputs (n, {channels}, ...) with {FEWEST} or more positions {groups}"
     if isinstance(batch_norm, nn.BatchNorm1d):
         return f"use nn.LayerNorm({channels}), or on inputs (n, {channels}, length) nn.GroupNorm(1, {channels})"
-    return f"use nn.GroupNorm({groups_for(channels)}, {channels})"
+    return f"use {groups}"
 
 
 def values_together(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> int | None:
