@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from torch_privacy import Refused
-from torch_privacy.opacus import ModuleValidator, PrivacyEngine, from_opacus, layers
 from torch_privacy.model_check.requirements import check_model
+from torch_privacy.opacus import ModuleValidator, PrivacyEngine, from_opacus, layers
 from torch_privacy.opacus.checkpoints import load_optimizer
 from torch_privacy.support.normalization import SmallGroups
 

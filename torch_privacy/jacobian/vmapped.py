@@ -378,8 +378,8 @@ def _refuse_batch_norm(where: str, model: nn.Module) -> None:
     if offenders:
         raise Refused(
             f"{where}: batch normalization by the batch's own statistics mixes examples, in module "
-            f"{', '.join(map(repr, offenders))}. Replace it by GroupNorm or LayerNorm, or put it in eval mode, with running "
-            "statistics."
+            f"{', '.join(map(repr, offenders))}. Replace it by LayerNorm or GroupNorm, or put it in eval mode, with "
+            "running statistics."
         )
 
 
