@@ -288,3 +288,18 @@ def test_rare_sampling_is_bracketed_narrowly(noise, q, steps, delta):
     low, high = profile.epsilon(delta)
     assert 0 < low <= high <= low * 1.001
     assert profile.epsilon_high(delta) == high
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.01, 100), (20.0, 0.001, 1000)])
+@pytest.mark.parametrize("delta", [1e-100, 1e-300])
+def test_moments_bound_where_delta_is_tiny(sigma: float, q: float, steps: int, delta: float) -> None:
+    profile = privacy.compose([(privacy.SubsampledGaussian(sigma, q), steps)])
+    low, high = profile.epsilon(delta)
+    assert low < high < 2.5 * low
+    assert profile.epsilon_high(delta) == high
+    assert high < 1.01 * privacy.moments(sigma, q, steps, delta)
+
+
+def test_losses_beyond_floating_point_are_bounded() -> None:
+    high = privacy.compose([(privacy.SubsampledGaussian(0.05, 0.3), 3)]).epsilon(1e-40).high
+    assert 1_000 < high < 1_060  # 1 - Phi is 1e-40 at 13.3 deviations: 3 (20²) / 2 + 13.3 sqrt(3) 20 = 1,060

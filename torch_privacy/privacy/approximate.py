@@ -15,9 +15,10 @@ from ..support.validate import in_range, non_negative, plain_numbers, strictly_b
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import bisect, crossing
+from .engines.moment_bound import log_moments_of_gaussian
 from .events.base import PAIRS, Event, check_noise, checked_releases
 from .events.gaussian import SubsampledGaussian
-from .pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
+from .pairs.gaussian import SubsampledGaussianPair
 from .tradeoff import Gaussian
 
 
@@ -175,7 +176,7 @@ def moments_of(
         pair = PAIRS[type(event)](event)
         if not isinstance(pair, SubsampledGaussianPair):
             raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
-        total += count * _log_moments(pair.shift, pair.probability, values)
+        total += count * log_moments_of_gaussian(pair.shift, pair.probability, values)
     return float(((total - np.log(delta)) / values).min())
 
 
@@ -212,7 +213,7 @@ def rdp(
     _check("rdp", noise_multiplier, sampling_probability, num_steps)
     strictly_between("rdp", 0, 1, delta=delta)
     values = _check_orders("rdp", orders, above=1)
-    divergence = _log_moments(1 / noise_multiplier, sampling_probability, values - 1) / (values - 1)
+    divergence = log_moments_of_gaussian(1 / noise_multiplier, sampling_probability, values - 1) / (values - 1)
     candidates = num_steps * divergence + np.log1p(-1 / values) - np.log(delta * values) / (values - 1)
     return max(float(candidates.min()), 0.0)
 
@@ -293,24 +294,3 @@ def _check_orders(where: str, orders: Sequence[float] | Array, *, above: float) 
     if values.size == 0 or not ((values > above) & np.isfinite(values)).all():
         raise ValueError(f"{where}: orders={orders!r} must be one or more finite numbers greater than {above}.")
     return values
-
-
-def _log_moments(shift: float, probability: float, orders: Array) -> Array:
-    """Returns α(λ) by the trapezoid rule, which converges geometrically: branch points lie σπ off the axis."""
-    if shift > LARGEST_SHIFT:  # beyond floating point; without sampling α is larger, so it is still a bound
-        return orders * (orders + 1) / 2 * shift**2
-    step = min(0.1, 1 / (4 * shift))
-    x = np.arange(-12 - shift * orders.max(), 12 + shift * (orders.max() + 1), step)
-    log_q = -(x**2) / 2 + np.log(step / np.sqrt(2 * np.pi))
-    with np.errstate(divide="ignore"):  # log 0 = -∞ is right for q = 1
-        log_unsampled = np.log1p(-probability)
-    loss = np.logaddexp(log_unsampled, np.log(probability) + shift * x - shift**2 / 2)
-    add = [_log_sum(log_q - order * loss) for order in orders]
-    remove = [_log_sum(log_q + (order + 1) * loss) for order in orders]
-    return np.maximum(add, remove)
-
-
-def _log_sum(exponents: Array) -> float:
-    """Returns ``log Σ e^exponents``."""
-    largest = exponents.max()
-    return float(largest + np.log(np.exp(exponents - largest).sum()))

@@ -10,7 +10,8 @@ The first of these that can answer does:
 4. for Gaussian steps, a single step that dominates all (`dominating`);
 5. the sum of what the parts cost one by one (`combine.SumOfParts`).
 
-Where the bracket of 3. to 5. is wide, products of merged outcomes narrow it (`merged`).
+Where the bracket of 3. to 5. is wide, products of merged outcomes narrow it (`merged`). Where
+δ is tiny, moments bound Gaussian steps from above (`moment_bound`).
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from .curve import ClosedFormCurve, Curve, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
 from .merged import MergedEngine, SharpenedCurve
+from .moment_bound import BoundedByMoments
 
 Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
@@ -73,6 +75,9 @@ def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
         engines: tuple[Curve, ...] = tuple(Envelope([above], [below]) for above, below in enclosed)
     else:
         engines = _by_engines(steps, swaps, method)
+    gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
+    if method == "auto" and sum(count for _, count in steps) > 1 and len(gaussian) == len(steps) <= MOST_MERGED:
+        engines = tuple(BoundedByMoments(curve, gaussian) for curve in engines)
     return tuple(BoundedCurve(curve, steps, swapped=swapped) for curve, swapped in zip(engines, swaps, strict=True))
 
 

@@ -27,7 +27,7 @@ from ..bracket import Array, Bracket, inner, ordered
 from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.mixture import SubsampledMixturePair
-from .curve import Curve, crossing, trivial_delta
+from .curve import Curve, Unresolved, crossing, trivial_delta
 
 FURTHEST_REACH = 37.5  # standard deviations, beyond which no mass is left in floating point
 BASE_TAIL, LARGEST_BASE = 1e-33, 1e6  # mass of base losses that count as infinite, and base losses that do
@@ -135,6 +135,8 @@ def one_step(pair: DiscretizablePair, count: int, grid: Grid, *, above: bool, sw
         return _cells(pair, center + wide.cuts(bottom - center, top - center, scale), above=False, swapped=False)
 
     mean, scale = rough(center, scale).spread()  # how large typical losses are
+    if not math.isfinite(mean + scale):  # e^loss is beyond floating point
+        raise Unresolved
     found = rough(mean - pair.floor, scale)
     mean, scale = found.spread()
     center = mean - pair.floor
@@ -265,7 +267,8 @@ class MergedEngine:
         self._composed: dict[tuple[Grid, bool], Outcomes] = {}
         self._sizes, self._relative = 0.0, 1024 * UNIT  # of losses and of masses, for their rounding
         for pair, count in self._steps:
-            center, scale = one_step(pair, count, Grid(WIDEST, 0.0), above=False, swapped=swapped).spread()
+            with np.errstate(over="ignore", invalid="ignore"):
+                center, scale = one_step(pair, count, Grid(WIDEST, 0.0), above=False, swapped=swapped).spread()
             self._sizes += count * (abs(center) + scale)
             self._relative += count * (MASS_ROUNDING + pair.node_rounding)
 
@@ -303,14 +306,20 @@ class SharpenedCurve(Curve):
         known = self._engine.delta(epsilon)
         if known.high - known.low <= NARROW_DELTA * known.high:
             return known
-        sides = (self._delta(epsilon, Grid(WIDEST, NEGLIGIBLE), above) for above in (False, True))
+        try:
+            sides = [self._delta(epsilon, Grid(WIDEST, NEGLIGIBLE), above) for above in (False, True)]
+        except Unresolved:
+            return known
         return inner(known, ordered(*sides))
 
     def epsilon(self, delta: float) -> Bracket[float]:
         known, width = self._engine.epsilon(delta), WIDEST
         while delta > 0 and (share := _share(known)) > NARROW and width >= NARROWEST:
             grid = Grid(width, SHARE * 100.0 ** math.floor(math.log(delta, 100)))
-            low, high = (self._crossing(delta, grid, above) for above in (False, True))
+            try:
+                low, high = (self._crossing(delta, grid, above) for above in (False, True))
+            except Unresolved:
+                break
             known, share = inner(known, ordered(low, high)), _share(Bracket(low, high))
             width = min(width / 2, max(width * 2.0 ** math.floor(math.log2(NARROW / share) / 2), NARROWEST))
         return known
