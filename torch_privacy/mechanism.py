@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of sensitivities and events;
 ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped row may exceed its bound by both
 PRICED_ROUNDING = 1 + 2.1e-5  # smallest factor on the noise, so that its multiplier is that of rows that exceed it
 LAW_ERROR = 2e-7  # root mean square; measured 1.5e-7 at most, see noise/ziggurat.py
-Recorded = TypeVar("Recorded", bound=Tape)
 COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
 
 
@@ -246,9 +245,9 @@ class Mechanism(ABC):
         """Returns the recorder for one (micro)batch of ``size`` rows of inputs (examples times views)."""
         return self.exact_recorder(tensors, size)
 
-    def exact_recorder(self, tensors: ModelTensors, size: int, kind: type[Recorded] = Tape) -> Recorded:
-        """Returns a recorder (a tape of this kind) that computes exact norms, whatever the steps use."""
-        return kind(tensors.trained, tensors.constants, self._layouts, size)
+    def exact_recorder(self, tensors: ModelTensors, size: int) -> Tape:
+        """Returns a recorder that computes exact norms, whatever the steps use."""
+        return Tape(tensors.trained, tensors.constants, self._layouts, size)
 
     num_rows: int | None = None  # of a batch, if the mechanism itself lets several examples share a row
 

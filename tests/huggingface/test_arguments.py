@@ -36,7 +36,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {  # name -> (arguments, mess
     "batch size by trial": ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     "grouped by length": ({"train_sampling_strategy": "group_by_length"}, "batches are Poisson samples"),
     "in order": ({"train_sampling_strategy": "sequential"}, "batches are Poisson samples"),
-    "compiled outside": ({"torch_compile": True}, "privacy=dict\\(compile=True\\)"),
+    "compiled outside": ({"torch_compile": True}, "a private step runs uncompiled"),
     "noise by the padded length": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: its noise is scaled"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     "steps in the backward": ({"optim": "lomo"}, "updates weights during the backward"),

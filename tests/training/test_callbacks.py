@@ -152,12 +152,10 @@ def test_learning_rates_are_those_of_the_step_not_of_the_next():
     [
         {},
         {"jacobian": tp.Sketched(16), "noise_multiplier": 2.0},
-        pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.slow),
         {"expected_batch_size": 0.5, "num_steps": 12},
     ],
-    ids=["plain", "sketched", "compiled", "empty batches"],
+    ids=["plain", "sketched", "empty batches"],
 )
-@pytest.mark.filterwarnings("ignore:PrivateTraining.compile")
 def test_callbacks_change_no_release(settings):
     kept, alone, watched = Kept(), training_of(**settings), None
     train(alone)

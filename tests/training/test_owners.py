@@ -411,7 +411,6 @@ WRONG = {
     "no name": ({"owner_name": " "}, "owner_name=' ' must say in words"),
     "micro-batches": ({"clipping": tp.MicroBatches(0.5, 2)}, "MicroBatches.*Take Flat"),
     "estimated norms": ({"jacobian": tp.Sketched(32)}, "needs exact norms of means.*take per_owner=1"),
-    "compiled": ({"compile": True}, "Leave out compile=, or take per_owner=1"),
     "prior releases": (
         {"prior_releases": [privacy.Release(privacy.Gaussian(5.0), "f")]},
         "protects one example, and this training protects one customer",

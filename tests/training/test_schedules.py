@@ -3,7 +3,6 @@
 
 import json
 import math
-import warnings
 
 import pytest
 import torch
@@ -184,16 +183,10 @@ def test_a_rule_of_ones_own_must_say_how_it_is_scaled():
 
 
 @pytest.mark.slow
-def test_estimated_norms_and_compiled_graphs_follow_the_schedules():
+def test_estimated_norms_follow_the_schedules():
     more = {"noise_schedule": NOISE, "clip_schedule": NOISE, "test_seed": 1}
     sketched = train(training_of(jacobian=tp.Sketched(32), **more))
     assert [event.noise_multiplier for event, _ in sketched.ledger.events] == NOISE
-    plain = train(training_of(**more))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler
-        compiled = train(training_of(compile=True, **more))
-    for a, b in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize(

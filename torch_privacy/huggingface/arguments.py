@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # argument -> when it is refused, and w
     ),
     "torch_compile": (
         lambda args: args.torch_compile,
-        "a model compiled from outside hides its ops. Leave it out, and pass privacy=dict(compile=True).",
+        "a private step runs uncompiled, because per-example gradients come from its single ops. Leave it out.",
     ),
     "use_liger_kernel": (
         lambda args: args.use_liger_kernel,

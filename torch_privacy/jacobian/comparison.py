@@ -19,7 +19,7 @@ from .turns import Answers, Turn
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks both are equal to the last bit
-ALIKE = 1e-5  # relative difference of answers that a compiled graph gave once and the tape the other time
+ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
 

@@ -103,11 +103,6 @@ class Budget:
         """True if one backward exceeds the limit, and two, which need the activations to their end, need less."""
         return self._least > max(self._limit, self._activations)
 
-    def left_for_rows(self) -> Budget | None:
-        """Returns a budget for rows of calls that are all in memory at once; None if these exceed the limit."""
-        left = self._limit - self.call_bytes
-        return Budget(max(left, 101), 0, 0, self.call_bytes, 0) if left > 0 else None
-
     def passed(self, size: int) -> None:
         """Notes that the backward has passed an op with ``size`` bytes of inputs and outputs."""
         self._passed += size

@@ -25,7 +25,7 @@ from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
 from .stand_ins import KeptLogs, PrivateOptimization, Source, let_steps_pass
 
-TAKEN = ("model", "optimizer", "dataset", "num_steps", "epochs", "scheduler", "collate_fn", "num_workers", "compile")
+TAKEN = ("model", "optimizer", "dataset", "num_steps", "epochs", "scheduler", "collate_fn", "num_workers")
 
 
 class PrivateFit(Callback):

@@ -20,7 +20,6 @@ OURS = (  # arguments of PrivateTraining that a loop written for Opacus may add
     "budget",
     "callbacks",
     "clip_schedule",
-    "compile",
     "delta",
     "memory_budget",
     "noise_schedule",

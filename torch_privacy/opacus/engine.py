@@ -127,7 +127,7 @@ class PrivacyEngine(Checkpointing):
             rand_on_empty: accepted; the loop does not see empty batches.
             epochs: number of passes that will be made, if known: ``engine.training.spent()`` then shows their epsilon
                 as planned, and further passes are refused. Without it up to 10,000 may be made.
-            **kwargs: for `PrivateTraining`: ``run_folder``, ``budget``, ``delta``, ``compile``, ``memory_budget``,
+            **kwargs: for `PrivateTraining`: ``run_folder``, ``budget``, ``delta``, ``memory_budget``,
                 ``prior_releases``, ``assume_independent``, ``num_workers``, ``noise_schedule``, ``clip_schedule``,
                 ``callbacks``, ``test_seed``.
 

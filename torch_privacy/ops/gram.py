@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,40 +43,12 @@ def checked_sums(squares: Tensor, size: Tensor, lost: Tensor | float, op: Op) ->
     wait for the device, inaccurate ones become NaN, and the caller recomputes those.
     """
     inaccurate = ~(torch.finfo(squares.dtype).eps * size + lost <= GRAM_TOLERANCE * squares)  # also where NaN
-    if _DOUBTS:
-        _DOUBTS[-1].append((inaccurate & _has_gradient(op)).any())
-        return squares
     if squares.device.type != "cpu":
         return torch.where(inaccurate, torch.nan, squares)
     for some in inaccurate.nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
         if len(some):
             squares[some] = Rows(op.select(some).rows()).squared_norms()
     return squares
-
-
-_DOUBTS: list[list[Tensor]] = []
-
-
-@contextmanager
-def doubts_noted() -> Iterator[list[Tensor]]:
-    """Notes, within the ``with`` block, whether sums are inaccurate, in place of computing them in another way.
-
-    Yields a list of tensors, each true if some sum is. For graphs, in which the data cannot determine what is computed.
-    """
-    _DOUBTS.append([])
-    try:
-        yield _DOUBTS[-1]
-    finally:
-        _DOUBTS.pop()
-
-
-def _has_gradient(op: Op) -> Tensor:
-    """Returns whether each example has a gradient b that is not zero; a row of zeros has the norm 0 exactly."""
-    parts = [getattr(op, field.name) for field in fields(op)]  # pyright: ignore[reportArgumentType]
-    found = [_has_gradient(part) for part in parts if isinstance(part, Op)]
-    if not found:
-        found = [(op.b != 0).flatten(1).any(1)]  # type: ignore[attr-defined]
-    return torch.stack(found).any(0)
 
 
 def lost_to_underflow(t: int, traces: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

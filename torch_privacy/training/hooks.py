@@ -84,7 +84,7 @@ class ForwardHooks:
         model.register_forward_hook(self.after, always_call=True)
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling():  # the compiled forward is recorded otherwise
+        if torch.compiler.is_compiling():  # an evaluation: from a batch to its step, nothing is compiled
             return
         if is_transformed():  # the recorder is on already, and tensors stand for others
             self._running.recordings.append(None)

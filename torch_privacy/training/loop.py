@@ -25,8 +25,6 @@ from ..clipping import ClippingRule
 from ..estimated_norms import Sketched
 from ..gep import BGEP, GEP
 from ..jacobian.code_path import CodePath
-from ..jacobian.compiled.actions import ActionTape, Unfit
-from ..jacobian.compiled.recording import CompiledRecording
 from ..jacobian.reach import check_losses
 from ..jacobian.row_answers import RowAnswers
 from ..jacobian.tape import MEMORY_BUDGET, Tape
@@ -62,7 +60,6 @@ from .agreement import (
 from .bystanders import OtherOptimizers, OutsideForwards
 from .callbacks import Callback, Callbacks
 from .canaries import Observation, Take
-from .compiled import CompiledBatches, unwrapped
 from .finite import FiniteRows
 from .hooks import ForwardHooks, Pending
 from .loop_watch import LoopWatch
@@ -176,11 +173,6 @@ class PrivateTraining:
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
         callbacks: `Callback` objects that are told of every step, such as ``LoggingCallback()``: loss, share of clipped
             examples, norms (not private) and epsilon so far. They change no release.
-        compile: True, or arguments of ``torch.compile`` such as ``{"mode": "max-autotune"}``: batches that are not
-            rehearsed run as compiled graphs, from which norms and clipped sums come, too. Each graph is compared with
-            the ordinary computation before it is used, and so is one batch in 64; what does not fit runs uncompiled,
-            and a warning says why (docs/compile.md). It changes releases by rounding only, and holds inputs and
-            gradients of all layers at once, so that it may need a larger ``memory_budget``.
         after_update: a function of the model, called with gradients off after every optimizer step, those of empty
             batches included: to clamp weights (WGAN), bound their norms, or shrink them towards zero (proximal L1). It
             may read the weights alone, so that it costs no privacy. That it reads no data is its author's promise,
@@ -282,7 +274,6 @@ class PrivateTraining:
         owner_name: str | None = None,
         assume_independent: str | None = None,
         callbacks: Sequence[Callback] = (),
-        compile: bool | Mapping[str, Any] = False,
         after_update: Callable[[Any], Any] | None = None,
         test_seed: int | None = None,
     ):
@@ -310,7 +301,6 @@ class PrivateTraining:
                 scheduler,
                 run_folder,
                 canaries,
-                compile,
                 TrainingSettings(
                     num_examples=len(dataset),  # type: ignore[arg-type]
                     num_canaries=0 if canaries is None else canaries.num_canaries,
@@ -366,21 +356,18 @@ class PrivateTraining:
         scheduler: LRScheduler | None,
         run_folder: Path | str | RunFolder | None,
         canaries: WithCanaries | None,
-        compile: bool | Mapping[str, Any],
         settings: TrainingSettings,
     ) -> None:
         """Checks the arguments and makes the parts of the training, before the ranks agree."""
         optimizer, scheduler = without_accelerate(optimizer, scheduler)
-        if self._ranks.size > 1 and (compile or canaries is not None):
+        if self._ranks.size > 1 and canaries is not None:
             raise Refused(
-                f"PrivateTraining: {'compile=' if compile else 'an audit'} works in one process, and there are "
-                f"{self._ranks.size}. Leave it out."
+                f"PrivateTraining: an audit works in one process, and there are {self._ranks.size}. Leave it out."
             )
-        inner = self._placement.model
-        self._model = inner = unwrapped(inner) if compile else inner
+        self._model = inner = self._placement.model
         check_model(inner, optimizer)
         check_scheduler(scheduler)
-        self.model, self.optimizer, self.scheduler = inner if compile else model, optimizer, scheduler
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         of_optimizer = self._placement.of_optimizer
         self._tensors_of = TensorsOf(inner, optimizer, AttributeTensors(inner), of_optimizer)
         self._tensors = self._find_tensors()
@@ -419,7 +406,6 @@ class PrivateTraining:
         self._date: str | None = None  # of the last step in this process
         self._loops = 0  # iterations begun; only the latest may go on
         self._in_use = threading.RLock()  # not held while the user's loop runs
-        self._compiled = CompiledBatches.of(inner, compile, self.settings, self._mechanism) if compile else None
 
     def _opened(self, run_folder: Path | str | RunFolder | None) -> tuple[privacy.Ledger, RunFiles | None]:
         """Returns the ledger and the other files of the run; no files if whoever made a `RunFolder` writes them."""
@@ -808,9 +794,7 @@ class PrivateTraining:
             if pending.turn.state is not None:
                 self._rehearsals.keeps_state = bool(self._rehearsals.keeps_state or answers.changes)
             if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
-                is_first = (
-                    pending.turn.is_batch and part.share.counts and not self._compiled
-                )  # a graph rounds otherwise
+                is_first = pending.turn.is_batch and part.share.counts
                 first = FirstRun.of(pending.tape.code, answers.losses, sums) if is_first else None
                 self._rehearsals.restart(part, first)
                 self._turn, self._pending = next(part.script), None
@@ -821,12 +805,6 @@ class PrivateTraining:
                 self._turn = None
                 if part.first is not None and pending.tape is not None:
                     part.first.check_repeated(FirstRun.of(pending.tape.code, answers.losses, sums))
-        except Unfit:  # the turn is handed out again, for the tape
-            assert self._compiled is not None
-            pending.close()
-            self._compiled.leave_to_tape(pending.turn)
-            self._pending = None
-            return
         except BaseException as error:
             pending.close()
             part.script.close()
@@ -1210,7 +1188,7 @@ class PrivateTraining:
             return
         pending.start()
         try:
-            with SmallGroups(self._model, _warn_of_forward) if is_first and not self._compiled else nullcontext():
+            with SmallGroups(self._model, _warn_of_forward) if is_first else nullcontext():
                 yield
         finally:
             pending.stop()
@@ -1250,7 +1228,7 @@ class PrivateTraining:
             turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
         self._check_optimizer_settings()
         self._tensors, step = self._find_tensors(), self.step_count
-        size, tape, compiled = turn.count * self.settings.views, None, self._compiled
+        size, tape = turn.count * self.settings.views, None
         if turn.take is not None and turn.rows:
             tape = self._mechanism.exact_recorder(self._tensors, size)
         elif turn.rows or turn.is_batch:
@@ -1258,12 +1236,6 @@ class PrivateTraining:
         contexts = ExitStack()
         contexts.enter_context(uncompiled())
         contexts.enter_context(self._placement.running())
-        if compiled is not None and turn.take is None and tape is not None:
-            groups, chance = self._mechanism.groups(list(tape.parameters)), self._releases.secret
-            tape = self._mechanism.exact_recorder(self._tensors, size, ActionTape)
-            tape = contexts.enter_context(
-                compiled.recording(tape, turn, part, groups, chance(b"compiled", step, part.number))
-            )
         seed = self._releases.own_secret(b"random numbers", step, part.number)
         numbers = SeededRandomNumbers(seed)
         if part.rehearsed and self._start is None:
@@ -1347,7 +1319,7 @@ class PrivateTraining:
                 observe=None if rows is None else rows.take,
             )
         summation.check_bound()
-        known = isinstance(tape, Tape | CompiledRecording)
+        known = isinstance(tape, Tape)
         self._reached.note(tape.reached, tape.used_otherwise if known else self._reached.padding.keys())
         return sums
 
