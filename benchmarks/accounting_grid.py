@@ -90,13 +90,7 @@ class Draws:
 
     def _sketched(self) -> Releases:
         noise, r, q = self._between(0.5, 15), self._count(500) + 15, self._between(1e-5, 0.3)
-        floor = float(self._generator.uniform(0.3, 1))
-        kinds = [
-            privacy.SubsampledJL(noise, r, q),
-            privacy.SubsampledJL(noise, r, q, floor=floor),
-            privacy.SubsampledSketch(noise, r, q),
-        ]
-        return [(kinds[self._generator.integers(3)], self._count(1e4))]
+        return [(privacy.SubsampledJL(noise, r, q), self._count(1e4))]
 
     def _group(self) -> Releases:
         size = 1 + self._count(30)

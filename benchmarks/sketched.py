@@ -2,15 +2,13 @@
 """Measures a clipped sum by estimated norms: time and peak memory, as ratios to a non-private gradient.
 
     python benchmarks/sketched.py mnist_cnn cifar_cnn bilstm_imdb mlp --contenders exact jl:1 jl:10 jl:10:2
-    python benchmarks/sketched.py gpt --positions 2048 --layers 2 --contenders exact gram factored:32
-    python benchmarks/sketched.py mlp --contenders exact floored:4
+    python benchmarks/sketched.py gpt --positions 2048 --layers 2 --contenders exact gram
 
 Contenders: ``exact`` is the tape; ``gram`` the tape with the norms of linear maps by Gram matrices only; ``jl:r``,
-``jl:r:group_size``, ``vjp:r`` (by double vjp), ``factored:k`` and ``floored:r`` (floor 0.8) are described in
-docs/sketched.md, with fresh directions in every step. All take turns in one process; times are the smaller of the
-ratios of medians and of minima, memory is the peak of torch's allocations beyond the model. With one thread, processor
-time is measured, which other programs disturb less. Goals stand beside the figures, and the script exits with 1 if one
-is missed.
+``jl:r:group_size`` and ``vjp:r`` (by double vjp) are described in docs/sketched.md, with fresh directions in every
+step. All take turns in one process; times are the smaller of the ratios of medians and of minima, memory is the peak
+of torch's allocations beyond the model. With one thread, processor time is measured, which other programs disturb less.
+Goals stand beside the figures, and the script exits with 1 if one is missed.
 """
 
 import argparse
@@ -31,7 +29,7 @@ from memory import peak
 
 import torch_privacy as tp
 from torch_privacy.estimated_norms.directions import Directions
-from torch_privacy.estimated_norms.mechanism import norm_estimator
+from torch_privacy.estimated_norms.projected import Projector
 from torch_privacy.jacobian.layout import Layouts
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops.linear import Linear
@@ -63,7 +61,7 @@ def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
     trained, others = dict(model.named_parameters()), dict(model.named_buffers())
     layouts, key, numbers = Layouts(), secrets.token_bytes(32), count()
     tensors = ModelTensors(trained, others)
-    estimator = None if setting is None else norm_estimator(setting, layouts)
+    estimator = None if setting is None else Projector(setting)
 
     def step() -> None:
         if estimator is None:
@@ -102,13 +100,8 @@ def contender(name: str, problem: models.Problem) -> Step:
     if kind in ("exact", "gram"):
         step = private(problem, None)
         return step if kind == "exact" else by_gram(step)
-    options: dict[str, Any] = {
-        "jl": {},
-        "vjp": {"method": "double vjp"},
-        "factored": {"kind": "factored"},
-        "floored": {"floor": 0.8},
-    }[kind]
-    return private(problem, tp.Sketched(*map(int, numbers), **options))
+    method = {"jl": None, "vjp": "double vjp"}[kind]
+    return private(problem, tp.Sketched(*map(int, numbers), method=method))
 
 
 def compare(label: str, problem: models.Problem, names: list[str], repeats: int) -> bool:

@@ -38,7 +38,7 @@ SECTIONS = (
         "The estimate of a norm from one projection is sometimes far too small, and then a large gradient is hardly"
         " clipped. That happens with a probability of about 0.8 / (sigma z) for a z times too large gradient, so "
         "epsilon has a tail without end. The printed numbers are those of the opposite direction at best, in which "
-        "an example is added. At least 16 projections are needed, or [a floor](sketched.md) under the estimate: 30 "
+        "an example is added. At least [16 projections](sketched.md) are needed: 30 "
         "cost epsilon 0.955 on MNIST, exact norms 0.865. The first version also says that epsilon is not monotone in "
         "the number of projections; it falls with more of them, as the second version says. Code: "
         "`privacy.SubsampledJL(1.3, num_projections=1, sampling_probability=256 / 60000)`.",

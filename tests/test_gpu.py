@@ -104,8 +104,6 @@ def gep(name):
 
 SKETCHES = {
     "sketched": tp.Sketched(16),
-    "sketched factors": tp.Sketched(16, kind="factored"),
-    "sketched with a floor": tp.Sketched(4, floor=0.8),
 }
 
 
@@ -245,11 +243,6 @@ WAITS = {  # name -> (settings, places at which a settled step waits, besides no
     "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanism.py": 2, "training/release.py": 1}),
     "microbatches": ("mlp", {"microbatch_size": 100}, {"mechanism.py": 1, "training/release.py": 1}),
     "sketched": ("mlp", {"jacobian": tp.Sketched(16)}, {"mechanism.py": 1, "training/release.py": 1}),
-    "sketched factors": (
-        "mlp with positions",
-        {"jacobian": tp.Sketched(16, kind="factored")},
-        {"mechanism.py": 1, "training/release.py": 1},
-    ),
     "gep": ("cnn", {"gep": True}, {"gep/mechanism.py": 1, "gep/orthonormal.py": 2, "training/release.py": 1}),
 }
 
@@ -466,7 +459,6 @@ TWO = {
     "adaptive": {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
     "gep": {"gep": True},
     "sketched": {"jacobian": SKETCHES["sketched"]},
-    "sketched with a floor": {"jacobian": SKETCHES["sketched with a floor"], "positions": True},
 }
 
 

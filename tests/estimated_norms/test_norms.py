@@ -135,7 +135,3 @@ def test_what_cannot_be_estimated_is_refused_in_words():
         tp.estimate_norms(model, losses_of, x, num_projections=0)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         tp.estimate_norms(model.requires_grad_(False), losses_of, x)
-    others: list[Any] = [{"floor": 0.5}, {"kind": "factored"}]
-    for other in others:
-        with pytest.raises(ValueError, match="only for projections without a floor"):
-            tp.Sketched(32, method="double vjp", **other)

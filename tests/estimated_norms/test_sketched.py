@@ -2,6 +2,7 @@
 """Tests random projections: their distribution, agreement of all strategies, black boxes, and refusals."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch_privacy.estimated_norms.directions import Directions
 from torch_privacy.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
 from torch_privacy.estimated_norms.projected import ProjectedRecording, Projector
 from torch_privacy.mechanism import PRICED_ROUNDING
+from torch_privacy.privacy import SubsampledGaussian, SubsampledJL, compose
 from torch_privacy.support.replay import RandomState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
@@ -357,6 +359,24 @@ def test_a_run_cannot_go_on_with_other_projections():
         training_of(small(), tp.Sketched(32)).load_state_dict(state)
 
 
+def test_a_run_whose_estimates_changed_is_refused():
+    """Nothing is released that the ledger would call something else."""
+    training = training_of(small())
+    train(training, steps=2)
+    training._mechanism._estimator.setting = tp.Sketched(3)
+    with pytest.raises(tp.Refused, match="changed since the start"):
+        train(training)
+    assert training.step_count == 2
+    assert [count for _, count in training.ledger.events] == [2]
+
+
+@pytest.mark.parametrize("changed", ["jacobian", "noise_multiplier", "sampling_probability"])
+def test_settings_cannot_be_changed_on_the_way(changed):
+    training = training_of(small())
+    with pytest.raises(AttributeError, match=f"PrivateTraining.{changed} cannot be set"):
+        setattr(training, changed, {"jacobian": tp.Sketched(3)}.get(changed, 0.1))
+
+
 def test_an_early_state_can_still_be_loaded():
     model = small()
     training = tp.PrivateTraining(
@@ -378,6 +398,18 @@ def test_few_projections_are_refused_unless_nothing_is_released():
     train(training)
     assert str(training.spent()).startswith("NOT PRIVATE (made with not_for_release=True")
     assert not training.statement()["private"]
+
+
+def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
+    training = training_of(small(), delta=1e-3)
+    train(training)
+    assert training.spent().epsilon.high > compose([(SubsampledGaussian(1.0, 0.2), 4)]).epsilon(1e-3).high
+    relation = training.settings.neighboring_relation
+    assert training.event == replace(tp.Sketched(16).event(1.0, 0.2), neighboring_relation=relation)
+    exact = compose([(SubsampledGaussian(1.0, 0.01), 2000)]).epsilon(1e-5).high
+    away = [compose([(SubsampledJL(1.0, r, 0.01), 2000)]).epsilon(1e-5).high - exact for r in (32, 1000)]
+    assert 0 < away[1] < 0.05
+    assert away[1] < away[0] / 8
 
 
 def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():

@@ -4,14 +4,12 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-import pytest
 import torch
 import torch.nn.functional as F
 from contract import OpContract
 from torch import Tensor
 
 import torch_privacy  # noqa: F401  (registers the ops)
-from torch_privacy.estimated_norms.factored import Factored, matrix
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import Rows
@@ -187,62 +185,6 @@ class TestRows(OpContract):
 
     def spelled_out(self, op: Rows) -> Tensor:
         return op.values.clone()
-
-
-class TestFactored(OpContract):
-    """With orthogonal directions that span the space, a sketch has the norm of the row."""
-
-    kind = Factored
-    uses: ClassVar = {
-        "linear, from the left": lambda n: [Linear(torch.randn(n, 5, 3), torch.randn(n, 5, 4))],
-        "linear, from the right": lambda n: [Linear(torch.randn(n, 5, 4), torch.randn(n, 5, 3))],
-        "matrices, from the left": lambda n: [TestGroupedLinear().make(n, "several positions")],
-        "matrices, from the right": lambda n: [
-            GroupedLinear(
-                torch.randn(n, 2, 3, 8),
-                torch.randn(n, 2, 3, 2),
-                Arrangement((2, 2, 8), (1, 2, 0), torch.Size((2, 8, 2))),
-            )
-        ],
-        **{
-            f"{form}, {channels[0]} channels": lambda n, form=form, channels=channels: [conv(n, form, *channels)]
-            for form in ("all options", "depthwise", "volume", "signal")
-            for channels in ((4, 4), (8, 64))
-        },
-        "look-ups in a small table": lambda n: [TestEmbedding().make(n, "small table")],
-        "tied": lambda n: [TestTiedEmbedding().make(n, "several of each")],
-        "two sizes of image": lambda n: [conv(n, "signal", 3, 4), conv(n, "signal", 3, 4, longer=2)],
-        "rows beside": lambda n: [Linear(torch.randn(n, 5, 3), torch.randn(n, 5, 4)), Rows(torch.randn(n, 4, 3))],
-    }
-    forms: ClassVar = list(uses)
-
-    def make(self, n: int, form: str) -> Factored:
-        uses = self.uses[form](n)
-        seen = matrix(uses[0])
-        assert seen is not None
-        size = max(seen.rows, seen.columns)
-        return Factored(tuple(uses), torch.linalg.qr(torch.randn(size, size))[0] * size**0.5, seen)
-
-    def spelled_out(self, op: Factored) -> Tensor:
-        return torch.stack([use.rows() for use in op.uses]).sum(0)
-
-    def partners(self, n: int, form: str) -> list[Op]:
-        return []  # uses are merged before
-
-    def test_a_wrong_sketch_is_not_true(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        op = self.make(3, form)
-        t = torch.randn(len(op.directions), min(op.matrix[:2]))
-        assert op.is_true(t)
-        monkeypatch.setattr(Factored, "summed_sketch", lambda op, right=Factored.summed_sketch: 1.001 * right(op))
-        assert not op.is_true(t)
-
-
-def conv(n: int, form: str, d: int, e: int, longer: int = 0) -> Conv:
-    images, _, _, size, geometry = TestConv.geometries[form]
-    size = (size[0] + longer, *size[1:])
-    x, weight = torch.randn(n, images, d, *size), torch.zeros(e, d // geometry.groups, *geometry.kernel)
-    places = convolved(torch.zeros(1, d, *size), weight, geometry).shape[2:]
-    return Conv(x, torch.randn(n, images, e, *places), geometry)
 
 
 def kinds_of(kind: type) -> Iterator[type]:

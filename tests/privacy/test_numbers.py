@@ -22,7 +22,7 @@ HALVES = {  # exact in float32
     "Gaussian": lambda n: privacy.Gaussian(n(0.5)),
     "SubsampledGaussian": lambda n: privacy.SubsampledGaussian(n(0.5), sampling_probability=n(0.25)),
     "SubsampledBlocks": lambda n: privacy.SubsampledBlocks((n(0.5), n(1.0)), n(0.25)),
-    "SubsampledJL": lambda n: privacy.SubsampledJL(n(0.5), 32, n(0.25), floor=n(0.5)),
+    "SubsampledJL": lambda n: privacy.SubsampledJL(n(0.5), 32, n(0.25)),
     "Laplace": lambda n: privacy.Laplace(n(0.5)),
     "RandomizedResponse": lambda n: privacy.RandomizedResponse(n(0.5)),
     "KnownProfile": lambda n: privacy.KnownProfile((n(0.5),), (n(0.25),)),

@@ -224,7 +224,6 @@ def test_losses_are_those_before_and_after_training():
         {"clipping": tp.Adaptive(0.3)},
         {"views": 2},
         {"jacobian": tp.Sketched(16)},
-        {"jacobian": tp.Sketched(4, floor=0.8), "not_for_release": True},
         {"num_workers": 1},
         {"perturbation": "GEP"},
     ],

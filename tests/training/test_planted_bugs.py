@@ -112,10 +112,6 @@ def shuffled_batches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Poisson, "indices", indices)
 
 
-def no_floor(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Jacobian, "squared_bounds", lambda self, bounds: torch.zeros(self.num_examples))
-
-
 def residuals_are_not_clipped(patch: pytest.MonkeyPatch) -> None:
     factors = _EmbeddingAndResidual._factors
 
@@ -162,17 +158,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
         lambda: trainer(in_parallel, full_batches=True, num_steps=4, noise_multiplier=3.5),
         tp.GradientCanaries(3600),
         clip_norm_for_each_layer,
-    ),
-    "no floor of estimated norms": (
-        lambda: trainer(
-            full_batches=True,
-            num_steps=24,
-            noise_multiplier=16.0,
-            jacobian=tp.Sketched(1, floor=0.8),
-            not_for_release=True,
-        ),
-        examples(2000),
-        no_floor,
     ),
     "residuals not clipped": (
         lambda: trainer(expected_batch_size=440, num_steps=10, noise_multiplier=1.0, perturbation=embedded()),

@@ -27,7 +27,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.estimated_norms.estimates import TapeEstimator
 from torch_privacy.jacobian.clipped_sum import DeferredSum
 from torch_privacy.training.placement import base, buckets
 
@@ -156,14 +155,6 @@ def updates_differ(rank: int) -> None:
                 state["momentum_buffer"].mul_(2)
 
 
-def forms_differ(rank: int) -> None:
-    jacobian = tp.Sketched(16, kind="factored")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank:
-            patch.setattr(TapeEstimator, "learned", property(lambda self: {"0.weight": "another form"}))
-        go(start(case(clipping=tp.Flat(0.5), jacobian=jacobian), "ddp"), of_pair)
-
-
 def data_differ(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     own = TensorDataset(torch.randn(40, 3, generator=generator), torch.rand(40, generator=generator))
@@ -177,7 +168,6 @@ def data_differ(rank: int) -> None:
         (directions_differ, "the ranks have computed other directions from the auxiliary data in step 0"),
         (learning_rates_differ, "before step 1 the optimizer of rank 1 has other settings than that of rank 0"),
         (updates_differ, "has other weights than a rank with the same shard"),
-        (forms_differ, "and now is another form"),
         (data_differ, "the ranks hold different data"),
     ],
 )

@@ -48,9 +48,3 @@ class Directions:
         size = math.ceil(count / math.ceil(count / size))
         for start in range(0, count, size):
             yield self.draw(range(start, min(start + size, count)), parameters)
-
-    def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Returns the block of directions with this index, with the type and device of ``like``."""
-        drawn = like.new_empty(shape, dtype=torch.float32)
-        self._noise.fill(number, {"": drawn})
-        return drawn.to(like.dtype)

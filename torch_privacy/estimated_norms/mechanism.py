@@ -9,15 +9,11 @@ from typing import Any
 
 from .. import privacy
 from ..clipping import ClippingRule, Flat
-from ..jacobian.layout import Layouts
 from ..mechanism import ClippedSum, Recording
 from ..support.model_state import ModelTensors
 from ..support.units import ONE_EXAMPLE
 from ..support.validate import Refused
 from .directions import Directions
-from .estimates import TapeEstimator
-from .factored import FactoredNorms
-from .floored import FlooredNorms
 from .projected import Projector
 from .settings import Sketched
 
@@ -52,11 +48,9 @@ class SketchedSum(ClippedSum):
             )
         super().__init__(rule, names, expected_batch_size, clip_schedule=clip_schedule, unit=unit)
         self._not_for_release = not_for_release
-        self._estimator = norm_estimator(setting, self._layouts)
+        self._estimator = Projector(setting)
 
-    def event(
-        self, noise_multiplier: float, sampling_probability: float
-    ) -> privacy.SubsampledJL | privacy.SubsampledSketch:
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledJL:
         return replace(self._estimator.setting.event(noise_multiplier, sampling_probability), unit=self.unit)
 
     def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
@@ -88,33 +82,15 @@ class SketchedSum(ClippedSum):
         self._estimator.learned = state["projections"]
 
 
-def norm_estimator(setting: Sketched, layouts: Layouts) -> Projector | TapeEstimator:
-    """Returns the estimator for a setting, which learns from batch to batch; ``layouts`` are shared by its tapes."""
-    k = setting.num_projections
-    if setting.kind == "factored":
-        return TapeEstimator(setting, FactoredNorms, layouts, f"norms by sketches of the factors with {k} directions")
-    if setting.floor is not None:
-        text = f"norms by {k} projections on the tape, at least {setting.floor:g} times a bound"
-        return TapeEstimator(setting, FlooredNorms, layouts, text)
-    return Projector(setting)
-
-
-def _check_price(event: privacy.SubsampledJL | privacy.SubsampledSketch, num_steps: int, delta: float) -> None:
+def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> None:
     """Raises if there are too few projections for a useful epsilon; the message states the epsilon."""
-    if isinstance(event, privacy.SubsampledSketch):
-        count, quick = event.num_directions, replace(event, num_directions=max(event.num_directions, QUICKLY_PRICED))
-        setting, alternative = f"Sketched({count}, kind='factored')", ""
-    elif event.floor is None:
-        count = event.num_projections
-        quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
-        setting, alternative = f"Sketched({count})", f" give Sketched({count}, floor=0.8);"
-    else:
-        return
+    count = event.num_projections
     if count < MIN_PROJECTIONS:
+        quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
         low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
         raise Refused(
-            f"PrivateTraining: jacobian={setting} would cost an epsilon of {low:.4g} or more "
+            f"PrivateTraining: jacobian=Sketched({count}) would cost an epsilon of {low:.4g} or more "
             f"at delta = {delta:g}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
-            f"often. Take at least {MIN_PROJECTIONS}, better 32;{alternative} or, on data that need no protection, "
-            "pass not_for_release=True."
+            f"often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
+            "not_for_release=True."
         )

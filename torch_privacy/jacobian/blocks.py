@@ -65,7 +65,6 @@ class Block:
     norms: Tensor | None = None  # squared norms (n,) of the rows, if they are known already
     native: NativeSum | None = None  # gives the sum if no op was kept
     held: int = 0  # bytes counted by a budget
-    estimated: bool = False  # the norms are estimates
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
     plan_of_op: Plan | None = None  # of the op that its rows replaced
     keeps: object = None  # something that must exist as long as the block
@@ -91,7 +90,7 @@ class Block:
     @property
     def answers_jointly(self) -> bool:
         """True if it is cheaper to answer for it together with other blocks: few rows, or outer products."""
-        if len(self.ops) != 1 or not self.direct or self.rounds or self.estimated:
+        if len(self.ops) != 1 or not self.direct or self.rounds:
             return False
         op: Any = self.ops[0]  # compared by type, because isinstance is slow for abstract classes
         kind = type(op)
@@ -191,8 +190,7 @@ class Block:
         """Computes the norms of a block that stands alone again where they are NaN, from the rows."""
         if self.dropped:
             raise NothingKept
-        if not self.estimated:
-            self.norms = settled(self.ops[0], self.first_squared_norms())
+        self.norms = settled(self.ops[0], self.first_squared_norms())
 
     def rows(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (n, *shape), the rows in the parameters behind the weight."""

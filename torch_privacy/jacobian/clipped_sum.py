@@ -39,18 +39,6 @@ Clip = Callable[[Jacobian, str], dict[str, Tensor]]
 Observe = Callable[[Jacobian, str], None]
 
 
-class NormEstimates(Protocol):
-    """Estimates of the rows' norms, which take the place of the exact ones."""
-
-    block_by_block: bool  # True if estimates add up over the blocks, so that each block may be freed
-
-    def prepare(self, block: Block, *, alone: bool) -> None:
-        """Receives a block with all of its uses; ``alone`` if no other block has its parameter."""
-
-    def squared_norms(self, jacobian: Jacobian) -> Tensor | None:
-        """Returns estimates (n,) for whole rows; None if those of the blocks add up."""
-
-
 class GradientSink(Protocol):
     """Receives the gradients of a backward."""
 
@@ -86,7 +74,6 @@ class Collector:
         budget: decides what may be kept; None keeps everything, for any question.
         native: computes the sum of blocks of which nothing is kept; with a budget only.
         frees_inputs: whether the calls' inputs may be freed.
-        estimates: take the place of exact norms.
         precision: of the products for norms and sums.
     """
 
@@ -99,11 +86,9 @@ class Collector:
         native: NativeSum | None = None,
         *,
         frees_inputs: bool = False,
-        estimates: NormEstimates | None = None,
         precision: AbstractContextManager = NORMAL,
     ):
-        self._native, self._frees_inputs, self._estimates = native, frees_inputs, estimates
-        self._precision = precision
+        self._native, self._frees_inputs, self._precision = native, frees_inputs, precision
         self.blocks: list[Block] = []
         self._calls, self._layouts, self._sources = calls, layouts, sources
         self._budget = budget
@@ -150,12 +135,10 @@ class Collector:
         if len(block.ops) > 1:
             block.merge()
         alone = self._sharing[block.names[0]] == 1
-        if self._estimates is not None:
-            self._estimates.prepare(block, alone=alone)
         if self._budget is None:
             if block.stands_alone and alone:
                 block.keep_smaller_rows()
-        elif block.stands_alone and alone and (self._estimates is None or self._estimates.block_by_block):
+        elif block.stands_alone and alone:
             assert self._native is not None
             block.reduce(self._budget, self._native)
         else:
@@ -210,7 +193,6 @@ class GroupSums:
         blocks: the parameters' names of each block to come.
         budget: is given back the bytes that are no longer held.
         check: receives every group's rows.
-        estimates: take the place of exact norms.
         observe: also receives the rows, with the label.
         confirm: raises unless the layouts hold, before anything is computed from the blocks.
         parallel: adds up norms over tensor-parallel ranks.
@@ -227,15 +209,13 @@ class GroupSums:
         blocks: Sequence[tuple[str, ...]],
         budget: Budget,
         check: RowCheck | None = None,
-        estimates: NormEstimates | None = None,
         observe: Observe | None = None,
         confirm: Callable[[], None] | None = None,
         parallel: TensorParallel | None = None,
         native: NativeSum | None = None,
     ):
         self._parallel, self._native = parallel, native
-        self._budget, self._check, self._estimates = budget, check, estimates
-        self._observe, self._confirm = observe, confirm
+        self._budget, self._check, self._observe, self._confirm = budget, check, observe, confirm
         self.sums: dict[str, Tensor] = {}
         self._groups, self._clip, self._parameters = groups, clip, parameters
         self._num_rows, self._dtype = num_rows, dtype
@@ -267,8 +247,6 @@ class GroupSums:
         jacobian = whole.restricted(self._groups[label])
         if self._check is not None:
             self._check.add(jacobian)
-        if self._estimates is not None:
-            jacobian = jacobian.estimated(self._estimates.squared_norms(jacobian))
         if self._observe is not None:
             self._observe(jacobian, label)
         self.sums |= self._clip(jacobian, label)
@@ -382,7 +360,6 @@ class StreamedRows:
         sources: weight's id -> its source.
         parameters: all recorded ones.
         merging: examples whose mean is one row.
-        estimates: take the place of exact norms.
         leaves: the parameters in the graph, if ``parameters`` are this rank's parts of them.
         parallel: the ranks that have the other parts.
     """
@@ -394,11 +371,10 @@ class StreamedRows:
         sources: Mapping[int, Source],
         parameters: Mapping[str, Tensor],
         merging: Merging | None,
-        estimates: NormEstimates | None = None,
         leaves: Mapping[str, Tensor] | None = None,
         parallel: TensorParallel | None = None,
     ):
-        self._estimates, self._parallel = estimates, parallel
+        self._parallel = parallel
         self._leaves = parameters if leaves is None else leaves
         self._reached, self._sources, self._parameters, self._merging = reached, sources, parameters, merging
         self._layouts, self._predicted = layouts_by(layouts, merging), None
@@ -459,7 +435,6 @@ class StreamedRows:
             budget,
             native,
             frees_inputs=not retain_graph,
-            estimates=self._estimates,
             precision=full_precision(losses.device),
         )
         sums = GroupSums(
@@ -471,7 +446,6 @@ class StreamedRows:
             collector.names,
             budget,
             check,
-            self._estimates,
             observe,
             None if predicted is None else predicted.conclude,
             self._parallel,

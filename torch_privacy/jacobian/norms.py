@@ -30,7 +30,7 @@ def squared_norms(op: Op, method: Method | None = None) -> Tensor:
 def first_squared_norms(op: Op, method: Method | None = None) -> Tensor:
     """Returns the same without waiting for a GPU: NaN where a Gram matrix is inaccurate, until they are `settled`."""
     method = method or cheapest(op)
-    parts = [_norms_of(part, method, method.compute(part)) for part in _chunks(op, method)]
+    parts = [_norms_of(method, method.compute(part)) for part in _chunks(op, method)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -40,7 +40,7 @@ def settled(op: Op, norms: Tensor) -> Tensor:
     if not len(unknown):
         return norms
     size = chunk_size(len(unknown), len(unknown) * op.shape.numel())
-    found = [_norms_from(op, op.select(some).rows()) for some in unknown.split(size)]
+    found = [Rows(op.select(some).rows()).squared_norms() for some in unknown.split(size)]
     return norms.index_copy(0, unknown, torch.cat(found))
 
 
@@ -49,14 +49,14 @@ def rows_and_norms(op: Op, method: Method) -> tuple[Rows, Tensor]:
     n = op.num_examples
     size = chunk_size(n, method.floats - n * op.shape.numel())  # the rows of all examples are held in any case
     if size >= n:
-        rows = method.compute(op)
-        return Rows(rows), _norms_from(op, rows)
+        rows = Rows(method.compute(op))
+        return rows, rows.squared_norms()
     values = torch.empty(n, *op.shape, dtype=op.dtype, device=op.device)
     norms = []
     for i in range(0, n, size):
         part = method.compute(op.select(slice(i, i + size)))
         values[i : i + size] = part
-        norms.append(_norms_from(op, part))
+        norms.append(Rows(part).squared_norms())
     return Rows(values), torch.cat(norms)
 
 
@@ -82,13 +82,8 @@ def chunk_size(num_examples: int, floats: float) -> int:
     return max(1, num_examples // max(1, math.ceil(floats / CHUNK_FLOATS)))
 
 
-def _norms_of(op: Op, method: Method, answer: Tensor) -> Tensor:
-    return _norms_from(op, answer) if method.rows else answer
-
-
-def _norms_from(op: Op, rows: Tensor) -> Tensor:
-    estimated = op.norms_from(rows)
-    return Rows(rows).squared_norms() if estimated is None else estimated
+def _norms_of(method: Method, answer: Tensor) -> Tensor:
+    return Rows(answer).squared_norms() if method.rows else answer
 
 
 def _chunks(op: Op, method: Method) -> list[Op]:

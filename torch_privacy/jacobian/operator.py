@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -11,7 +11,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..ops import Op
 from ..ops._base import in_sum_dtype
 from ..ops.dense import Rows
 from ..support.torch_modes import exact
@@ -52,7 +51,6 @@ class Jacobian:
         self._parameters = parameters
         self._blocks = blocks
         self._joined_blocks: JoinedBlocks | None = None
-        self._estimates: Tensor | None = None  # squared norms (n,) of whole rows, in place of the exact ones
 
     @property
     def depends_on_graph(self) -> bool:
@@ -69,7 +67,7 @@ class Jacobian:
     def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
         total = self.first_squared_norms(names)
-        if total.device.type != "cpu" and self._estimates is None and total.isnan().any():
+        if total.device.type != "cpu" and total.isnan().any():
             self._settle(names)
             total = self.first_squared_norms(names)
         return total
@@ -77,9 +75,6 @@ class Jacobian:
     @exact
     def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
-        if self._estimates is not None:
-            assert names is None
-            return self._estimates
         wanted = set(self._parameters if names is None else names)
         if self._parallel is not None:
             return self._parallel.squared_norms(self._squared_norms_here, wanted)
@@ -167,15 +162,6 @@ class Jacobian:
             total = total + part.to(total.device)
         return total
 
-    @exact
-    def squared_bounds(self, bounds: Callable[[Op], Tensor]) -> Tensor:
-        """Returns bounds (n,) on the rows' squared norms, from ``bounds`` on the norms of ops that stand alone."""
-        separate, joint = self._split(set(self._parameters))
-        squares = [bounds(block.ops[0]).square().to(self._device) for block in separate]
-        if joint:
-            squares.append(self._joint_squared_norms(joint, set(self._parameters)))
-        return torch.stack(squares).sum(0)
-
     def rounding(self, names: Iterable[str]) -> float:
         """Returns the coarsest relative rounding of lengths, products and sums in these columns."""
         names = set(names)
@@ -198,8 +184,7 @@ class Jacobian:
     def select(self, index: Tensor | slice) -> Jacobian:
         """Returns the rows of some of the examples only."""
         num_examples = len(torch.arange(self.num_examples, device=self._device)[index])
-        some = self._with(num_examples, self._parameters, [block.select(index) for block in self._blocks])
-        return some.estimated(None if self._estimates is None else self._estimates[index])
+        return self._with(num_examples, self._parameters, [block.select(index) for block in self._blocks])
 
     def restricted(self, names: Iterable[str]) -> Jacobian:
         """Returns the columns of some of the parameters only."""
@@ -209,14 +194,6 @@ class Jacobian:
         kept = {name: p for name, p in self._parameters.items() if name in names}
         blocks = [block for block in self._blocks if not names.isdisjoint(block.names)]
         return self._with(self.num_examples, kept, blocks)
-
-    def estimated(self, squared_norms: Tensor | None) -> Jacobian:
-        """Returns the same rows with these estimates (n,) as their squared norms; None changes nothing."""
-        if squared_norms is None:
-            return self
-        other = self._with(self.num_examples, self._parameters, self._blocks)
-        other._estimates = squared_norms
-        return other
 
     def _with(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
         other = Jacobian(num_examples, self._dtype, self._all, blocks, self._parallel)

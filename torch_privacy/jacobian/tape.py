@@ -24,7 +24,6 @@ from .clipped_sum import (
     AT_ONCE,
     Clip,
     Collector,
-    NormEstimates,
     Observe,
     StreamedRows,
     backward_into,
@@ -66,7 +65,6 @@ class Tape(Recorder):
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         layouts: of earlier batches, by path.
         num_examples: size of the batch, if it is known in advance; shows which tensors can have a part per example.
-        estimates: take the place of exact norms in the clipped sum.
     """
 
     def __init__(
@@ -75,11 +73,9 @@ class Tape(Recorder):
         constants: Iterable[Tensor] = (),
         layouts: Layouts | None = None,
         num_examples: int | None = None,
-        estimates: NormEstimates | None = None,
     ):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
-        self._estimates = estimates
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
         self.measured = False  # whether layouts had to be measured, by additional backwards
@@ -216,7 +212,6 @@ class Tape(Recorder):
                     self._sources,
                     self._parts,
                     merging,
-                    self._estimates,
                     self.parameters,
                     self._parallel,
                 )
@@ -273,7 +268,7 @@ class Tape(Recorder):
         """Notes which ranks have parts of this model, and this rank's part of every parameter.
 
         Raises:
-            Refused: every rank has only some positions of an example; norms are to be estimated.
+            Refused: every rank has only some positions of an example.
         """
         if not self._may_be_parallel:
             return
@@ -282,11 +277,6 @@ class Tape(Recorder):
         self._peers = peers_of(self._meshes)
         if self._peers.size == 1:
             return
-        if self._estimates is not None:
-            raise Refused(
-                "tape: norms cannot be estimated for a tensor-parallel model, because each rank has parts of the rows "
-                "only. Use exact norms, which is the default."
-            )
         self._parts = {name: self._piece(p) for name, p in self.parameters.items()}
         self._parallel = TensorParallel(self._peers, self.parameters)
 
@@ -307,7 +297,7 @@ class Tape(Recorder):
         known = self.layouts.footprint(reached.path, len(reached.losses))
         activations = known.activations if known is not None else self._activations(reached)
         size = activations + sum([call.size for call in reached.calls])
-        return self._estimates is None and size < MAX_UNCONFIRMED_BYTES
+        return size < MAX_UNCONFIRMED_BYTES
 
     def _budget(self, reached: Reached, limit: float) -> Budget:
         known = self.layouts.footprint(reached.path, len(reached.losses)) or Footprint(self._activations(reached), 0)

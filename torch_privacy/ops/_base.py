@@ -69,10 +69,6 @@ class Op(ABC):
         """Cost of one kept row entry: it is written once and read twice, for its norm and for the sum."""
         return 80
 
-    def norms_from(self, rows: Tensor) -> Tensor | None:
-        """Returns estimated squared norms (n,) from the op's own rows; None if norms are exact."""
-        return None
-
     @abstractmethod
     def rows(self) -> Tensor:
         """Returns the rows themselves, (n, *shape)."""

@@ -72,8 +72,3 @@ def squares_of_factor(factor: Tensor) -> Tensor:
     """
     flat = factor.flatten(1)
     return squared_lengths(flat) + flat.shape[1] * torch.finfo(flat.dtype).tiny
-
-
-def lengths(vectors: Tensor) -> Tensor:
-    """Returns upper bounds (..) on the norms of (.., d), tight up to underflow."""
-    return squares_of_factor(vectors.flatten(0, -2)).sqrt().view(vectors.shape[:-1])

@@ -34,7 +34,6 @@ from .events.counts import RandomizedResponse as RandomizedResponse
 from .events.custom import FinitePair as FinitePair
 from .events.custom import KnownProfile as KnownProfile
 from .events.estimated_norms import SubsampledJL as SubsampledJL
-from .events.estimated_norms import SubsampledSketch as SubsampledSketch
 from .events.gaussian import FixedSizeGaussian as FixedSizeGaussian
 from .events.gaussian import Gaussian as Gaussian
 from .events.gaussian import NoisyCovariance as NoisyCovariance

@@ -59,7 +59,7 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
         "losses": LOSS_LOG,
         "data": STATE_FINGERPRINT,
         "clipping": {"type": "object"},
-        "projections": {"type": ["object", "string", "null"], "additionalProperties": {"type": "string"}},
+        "projections": {"type": ["string", "null"]},
     },
 }
 

@@ -20,7 +20,7 @@ from torch_privacy.privacy.engines.fft import LatticeEngine
 from torch_privacy.privacy.engines.tilt import refined, term, tilted
 from torch_privacy.privacy.pairs.base import UNIT
 from torch_privacy.privacy.pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair
-from torch_privacy.privacy.pairs.mixture import Estimate, SubsampledMixturePair
+from torch_privacy.privacy.pairs.mixture import SubsampledMixturePair
 from torch_privacy.privacy.pairs.subsampled import log_mixture
 
 MNIST = 256 / 60000
@@ -62,9 +62,7 @@ def test_full_batches_match_their_closed_form(delta):
 PAIRS = {
     "Gaussian": lambda noise, q, r: SubsampledGaussianPair(1 / noise, q),
     "replace": lambda noise, q, r: ReplaceOneGaussianPair(1 / noise, q),
-    "JL": lambda noise, q, r: SubsampledMixturePair(Estimate.PLAIN, r, noise, q),
-    "floored": lambda noise, q, r: SubsampledMixturePair(Estimate.FLOORED, r, noise, q, 0.7),
-    "envelope": lambda noise, q, r: SubsampledMixturePair(Estimate.ENVELOPE, r, noise, q),
+    "JL": lambda noise, q, r: SubsampledMixturePair(r, noise, q),
 }
 
 

@@ -23,7 +23,6 @@ from ..bracket import Array
 from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from ..pairs.group import GroupPair
-from ..pairs.mixture import SubsampledMixturePair
 from . import contour
 from .combine import (
     BoundedCurve,
@@ -136,28 +135,16 @@ def _curve(steps: Steps, engine: LatticeEngine, swapped: bool, cap: Curve | None
         return RaisedLowerBound(curve, some_parts) if len(steps) > 1 else curve
 
     def finite(curve: Curve) -> Curve:
-        bounded = _with_largest_shifts(steps)
-        if bounded is None:
+        dominating = [(pair.dominating() if isinstance(pair, GroupPair) else pair, count) for pair, count in steps]
+        if dominating == list(steps):
             return curve
-        return FiniteCurve(curve, lambda: _by_engines(bounded, (swapped,), method)[0])
+        return FiniteCurve(curve, lambda: _by_engines(dominating, (swapped,), method)[0])
 
     heavy = any(pair.heavy for pair, _ in steps if isinstance(pair, DiscretizablePair))
     truncated = [lambda: add_curve(steps) if swapped else TruncatedLatticeCurve(steps, raised)] if heavy else []
     rough = [lambda: HeavyTailCurve(steps)] if heavy and not swapped else []
     one_step = [lambda: Envelope([cap])] if cap is not None and len(steps) == 1 else []
     return FallbackChain([*truncated, lambda: finite(raised(capped())), *rough, *one_step, in_parts])
-
-
-def _with_largest_shifts(steps: Steps) -> Steps | None:
-    """Returns steps that dominate those with bounded random shifts, by the largest one; None if there are none."""
-    bounded = [(_with_largest_shift(pair), count) for pair, count in steps]
-    return None if bounded == list(steps) else bounded
-
-
-def _with_largest_shift(pair: DominatingPair) -> DominatingPair:
-    if isinstance(pair, SubsampledMixturePair) and not pair.heavy:
-        return SubsampledGaussianPair(pair.largest_shift, pair.probability)
-    return pair.dominating() if isinstance(pair, GroupPair) else pair
 
 
 def _in_parts(steps: Steps, swapped: bool) -> Curve:

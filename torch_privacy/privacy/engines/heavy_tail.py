@@ -166,7 +166,7 @@ def _truncated(steps: Steps, end: float, rare: float) -> Steps:
     """
     return [
         (replace(pair, largest=min(end - float(np.log(pair.probability)), pair.quantile(rare))), times)
-        if isinstance(pair, SubsampledMixturePair) and pair.heavy and pair.edge
+        if isinstance(pair, SubsampledMixturePair) and pair.edge
         else (pair, times)
         for pair, times in steps
     ]

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the pairs of Gaussian releases with clip factors from random projections: scale mixtures of normals.
+"""Provides the pair of a Gaussian release with clip factors from random projections: a scale mixture of normals.
 
 With r projections the squared norm is estimated up to a factor ``s = χ²_r / r``, so one example enters with
 ``Z = 1 / (σ sqrt(s))`` standard deviations of the noise, Z known to the attacker: the base pair is (Z, N(Z, 1)) against
-(Z, N(0, 1)). Its base loss ``u = Z x - Z²/2`` has densities ``e^(±u/2) E(u)`` under the two, with E even. Three
-distributions of Z share this form (`Estimate`). Everything is integrated over ``u = a sinh(w)``, ``a = sqrt(r) / σ``,
-in which E is smooth to rounding accuracy on a grid of a few hundred points.
+(Z, N(0, 1)). Z is heavy-tailed, P(Z > z) ~ z^-r. The base loss ``u = Z x - Z²/2`` has densities ``e^(±u/2) E(u)``
+under the two, with E even. Everything is integrated over ``u = a sinh(w)``, ``a = sqrt(r) / σ``, in which E is smooth
+to rounding accuracy on a grid of a few hundred points.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property, lru_cache
 
 import numpy as np
-from scipy.special import gammainc, gammaincc, gammaln, kve
+from scipy.special import gammaln, kve
 
 from ..bracket import Array
 from .base import UNIT, Nodes, Tails
@@ -26,19 +25,6 @@ LARGEST_LOSS = 3e4  # the lattice counts larger losses as infinite
 FURTHEST = 600.0  # largest w; losses there are e^600
 MOST_PANELS = 8000  # of width `BaseDensities.panel`, on either side
 LATTICE_TAIL = 1e-9  # mass that the lattice may count as infinite, per sampled step
-
-
-class Estimate(Enum):
-    """The distribution of Z, which depends on how the estimated norm enters the clip factor."""
-
-    PLAIN = "plain"
-    """``Z = 1 / (σ sqrt(s))``: heavy-tailed, P(Z > z) ~ z^-r."""
-
-    FLOORED = "floored"
-    """``Z = 1 / (σ sqrt(max(s, floor²)))``: the estimate is at least ``floor`` times a bound on the norm."""
-
-    ENVELOPE = "envelope"
-    """``Z = 1 / (σ sqrt(min(s, 1)))``: dominates every sketch whose estimates are less than 1 at most as often as s."""
 
 
 def log_bessel(order: float, x: Array) -> Array:
@@ -87,12 +73,10 @@ def _debye(order: float, x: Array) -> Array:
 class BaseDensities:
     """Densities, masses and tails of one base pair, under B (without the example) and A (with it)."""
 
-    def __init__(self, estimate: Estimate, projections: int, noise: float, floor: float):
+    def __init__(self, projections: int, noise: float):
         self.r, self.noise = projections, noise
         self.scale = math.sqrt(projections) / noise
         self.correction = 0.0  # log of the total mass lost to rounding, at most 1e-9
-        self._bounded = self._bounded_parts(estimate, floor)
-        self._estimate = estimate
         self.panel = 0.25 / math.sqrt(projections + 4)
         log_mass, u = self._until_negligible()
         while not _resolved(log_mass, u):
@@ -114,34 +98,9 @@ class BaseDensities:
                 return log_mass[: beyond[0] + 2], u[: beyond[0] + 2]
         return log_mass, u
 
-    def _bounded_parts(self, estimate: Estimate, floor: float) -> tuple[Array, Array]:
-        """Returns points Z and weights to add to the closed form; if floored, they are the whole distribution."""
-        lowest = floor**2 if estimate is Estimate.FLOORED else 1.0
-        if estimate is Estimate.PLAIN:
-            return np.empty(0), np.empty(0)
-        s, weights = _upper_part(self.r, lowest)
-        half = self.r / 2
-        if estimate is Estimate.FLOORED:
-            below = float(gammainc(half, half * lowest))  # 1 - gammaincc would be 0 where it is small
-            return np.append(1 / np.sqrt(s), 1 / floor) / self.noise, np.append(weights, below)
-        return np.append(1 / np.sqrt(s), 1.0) / self.noise, np.append(-weights, float(gammaincc(half, half)))
-
     def smooth(self, u: Array) -> Array:
         """Returns ``log E(u) + hypot(a, u) / 2``, which is smooth and even."""
-        if self._estimate is Estimate.FLOORED:
-            exponents = self._bounded_exponents(u)
-            largest = exponents.max(1)
-            return np.log(np.exp(exponents - largest[:, None]) @ self._bounded_weights) + largest + self.correction
-        plain = self._closed_form(u)
-        if self._estimate is Estimate.PLAIN:
-            return plain + self.correction
-        share = np.exp(self._bounded_exponents(u) - plain[:, None]) @ self._bounded_weights
-        return plain + np.log1p(np.maximum(share, -1 + 1e-15)) + self.correction
-
-    def _bounded_exponents(self, u: Array) -> Array:
-        """Returns ``-u²/(2 z²) - z²/8 + hypot(a, u)/2`` for each u, and each z of the part with bounded Z."""
-        z = self._bounded[0]
-        return np.hypot(self.scale, u)[:, None] / 2 - u[:, None] ** 2 / (2 * z**2) - z**2 / 8
+        return self._closed_form(u) + self.correction
 
     @property
     def rounding(self) -> float:
@@ -149,21 +108,6 @@ class BaseDensities:
         order = self.r / 2 + 0.5
         bessel = float(log_bessel(order, np.array([self.scale / 2]))[0])
         return 2.0**-53 * (64 + order * abs(math.log(2 * self.scale)) + abs(bessel) + self.scale / 2)
-
-    def equal_steps(self, step: float) -> tuple[float, float]:
-        """Returns a scale b and a spacing h of w with which ``b sinh(w)`` takes nearly equal steps wherever Z can be.
-
-        Each is ``step`` times the smallest deviation Z that matters, for outcomes up to 40 deviations.
-        """
-        z, weights = self._bounded
-        largest = float(z.max())
-        scale = max(self.scale, largest**2 / 2 + 40 * largest)
-        return scale, 2 * step * float(z[np.abs(weights) > 1e-15].min()) / scale
-
-    @cached_property
-    def _bounded_weights(self) -> Array:
-        z, weights = self._bounded
-        return weights / (z * math.sqrt(2 * math.pi))
 
     def _closed_form(self, u: Array) -> Array:
         """Returns ``E(u) = b^a / Γ(a) * 2 / sqrt(2π) * (2 q)^-(a + 1/2) K_{a+1/2}(q / 2)``, a = r/2, b = r / (2 σ²)."""
@@ -257,26 +201,10 @@ def _resolved(log_mass: Array, u: Array) -> bool:
     return abs(2 * _both_sides(log_mass[::2], u[::2]) / _both_sides(log_mass, u) - 1) < 1e-10 or len(u) >= MOST_PANELS
 
 
-def _upper_part(r: int, lowest: float) -> tuple[Array, Array]:
-    """Returns quadrature points s > lowest and weights of χ²_r / r, by Gauss' rule on panels of log s."""
-    width = math.sqrt(2 / r)
-    start, end = math.log(lowest), math.log(1 + 14 * width + 100 / r)
-    start = max(start, -14 * width - 80 / r) if lowest < 1 else start
-    edges = np.linspace(start, end, max(math.ceil((end - start) / (1.5 * width)), 4) + 1)
-    finer = start + (edges[1] - start) * 2.0 ** np.arange(-6, 0)  # far out in the tails the first s decide
-    edges = np.sort(np.append(edges, finer))
-    points, weights = np.polynomial.legendre.leggauss(16)
-    half = np.diff(edges)[:, None] / 2
-    y = (edges[:-1, None] + half * (1 + points)).ravel()
-    log_density = r / 2 * (y + math.log(r / 2)) - float(gammaln(r / 2)) - r / 2 * np.exp(y)
-    mass = (half * weights).ravel() * np.exp(log_density)
-    return np.exp(y[mass > 1e-40]), mass[mass > 1e-40]
-
-
 @lru_cache(maxsize=64)
-def base_densities(estimate: Estimate, projections: int, noise: float, floor: float) -> BaseDensities:
+def base_densities(projections: int, noise: float) -> BaseDensities:
     """Returns the base pair, cached: pairs that differ in their sampling probability share it."""
-    return BaseDensities(estimate, projections, noise, floor)
+    return BaseDensities(projections, noise)
 
 
 @dataclass(frozen=True)
@@ -284,38 +212,28 @@ class SubsampledMixturePair(SubsampledPair):
     """The pair of a Poisson-sampled release with a random, public shift Z.
 
     Args:
-        estimate: the distribution of Z.
         projections: r.
         noise: σ, the noise multiplier if norms were exact.
         probability: q, in (0, 1].
-        floored_at: the floor of `Estimate.FLOORED`, in (0, 1]; else 0.
         largest: base loss beyond which a lattice counts losses as infinite; by default one that is rare.
     """
 
-    estimate: Estimate
     projections: int
     noise: float
     probability: float
-    floored_at: float = 0.0
     largest: float | None = None
 
     @property
     def _base(self) -> BaseDensities:
-        return base_densities(self.estimate, self.projections, self.noise, self.floored_at)
+        return base_densities(self.projections, self.noise)
 
     @property
     def heavy(self) -> bool:
-        return self.estimate is not Estimate.FLOORED
-
-    @property
-    def largest_shift(self) -> float:
-        """The largest shift Z; infinite if heavy-tailed."""
-        return np.inf if self.heavy else 1 / (self.floored_at * self.noise)
+        return True
 
     @property
     def base_ends(self) -> tuple[float, float]:
-        rare = LATTICE_TAIL if self.heavy else 1e-24
-        top = min(self._base.quantile(rare), LARGEST_LOSS) if self.largest is None else self.largest
+        top = min(self._base.quantile(LATTICE_TAIL), LARGEST_LOSS) if self.largest is None else self.largest
         return (-top if self.probability == 1 else -self._base.quantile(1e-24)), top
 
     def quantile(self, mass: float) -> float:
@@ -352,19 +270,17 @@ class SubsampledMixturePair(SubsampledPair):
 
     def nodes(self, step: float) -> Nodes | None:
         one = self._base
-        scale, spacing = one.scale, min(step / math.sqrt(self.projections), step / 0.2 * one.panel)  # in w
-        if self.estimate is Estimate.FLOORED:  # a tilt may move narrow normals with the largest Z far out
-            scale, spacing = one.equal_steps(step)
-        last = math.ceil(math.asinh(one.scale * math.sinh(one.w_end) / scale) / spacing)
+        spacing = min(step / math.sqrt(self.projections), step / 0.2 * one.panel)  # in w
+        last = math.ceil(one.w_end / spacing)
         if last > MOST_PANELS:
             return None
         w = np.arange(-last, last + 1) * spacing
-        u = scale * np.sinh(w)
+        u = one.scale * np.sinh(w)
         root = np.hypot(one.scale, u)
         losses = self.loss_at(u)
         near, far = one.scale**2 / (2 * (root + np.abs(u))), (root + np.abs(u)) / 2  # -log of e^(±u/2 - root/2)
         half = one.smooth(np.abs(u[len(u) // 2 :]))
-        between = spacing * np.hypot(scale, u)
+        between = spacing * root
         smooth = np.concatenate([half[:0:-1], half]) + np.log(between)
         sampled = np.log(self.probability) + np.log1p((1 / self.probability - 1) * np.exp(-np.maximum(u, 1.0)))
         log_mass = smooth + np.where(u < 1, losses - np.where(u < 0, near, far), sampled - near)
