@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .gep.settings import GEP as GEP
     from .jacobian.operator import Jacobian as Jacobian
     from .jacobian.recording import record as record
-    from .jacobian.vmapped import vmapped_jacobian as vmapped_jacobian
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
@@ -91,7 +90,6 @@ _HOME = {
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",
-    "vmapped_jacobian": "jacobian",
 }
 __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]
 

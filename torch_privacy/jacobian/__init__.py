@@ -3,4 +3,3 @@
 
 from .operator import Jacobian as Jacobian
 from .recording import record as record
-from .vmapped import vmapped_jacobian as vmapped_jacobian

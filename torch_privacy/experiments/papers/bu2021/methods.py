@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.experiments.papers.bu2021.measure import Step, memory_bytes
+from torch_privacy.experiments.papers.bu2021.vmapped import vmapped_jacobian
 from torch_privacy.experiments.task import trainable
 
 CHUNK_BYTES = 2**28  # of rows that vmap holds at once
@@ -87,7 +88,7 @@ def multiple(problem: Problem, *, at_once: bool = False) -> Step:
         total = [torch.zeros_like(p) for p in parameters]
         for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
             with _without_warnings():  # by torch, about layers without a batching rule
-                rows = tp.vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
+                rows = vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
             norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
             c = clip_factors(norms, problem.clip_norm)
             for name, sum_ in zip(list(rows), total, strict=True):

@@ -9,7 +9,7 @@ from oracle import assert_jacobian_equals_rows, flat, one_backward_per_example
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian import vmapped_jacobian
+from torch_privacy.experiments.papers.bu2021.vmapped import vmapped_jacobian
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),

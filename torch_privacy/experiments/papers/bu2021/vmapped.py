@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the rows themselves by ``vmap(grad)``, a chunk of examples at a time: a second method beside the tape.
+"""Computes the rows themselves by ``vmap(grad)``, a chunk of examples at a time: the paper's "multiple" method.
 
 It is exact for everything that ``torch.func`` can differentiate and batch, whether or not the ops have a rule on the
 tape. It is slower than the tape, and needs the memory of the model for each example of a chunk.
@@ -18,8 +18,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops._base import in_sum_dtype
-from ..support.validate import Refused, whole
+from torch_privacy.ops._base import in_sum_dtype
+from torch_privacy.support.validate import Refused, whole
 
 LossesOf = Callable[[nn.Module, Any], Tensor]
 CHUNK_ROW_FLOATS = 2**26  # rows made at a time: 256 MiB of float32
