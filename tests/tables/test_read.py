@@ -6,6 +6,8 @@ import datetime
 import decimal
 import io
 import math
+import os
+from pathlib import Path
 from time import process_time
 
 import numpy as np
@@ -238,3 +240,11 @@ def test_a_long_cell_is_no_number_and_takes_no_time(text):
     start = process_time()
     assert math.isnan(parse_number(text))
     assert process_time() - start < 1
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "huge.csv").write_bytes(b"a,b\n")
+    os.truncate(path, read.LARGEST + 1)
+    monkeypatch.setattr(read, "read_at_most", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(ValueError, match=r"too large .it has more than 4294967296 bytes"):
+        read.read_table(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -122,6 +123,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _content(path: Path, file: BinaryIO) -> bytes:
     try:
+        if os.fstat(file.fileno()).st_size > LARGEST:  # before the first 4 GiB are in memory
+            raise ValueError(f"it has more than {LARGEST} bytes")
         return read_at_most(file, LARGEST)
     except ValueError as error:
         raise ValueError(f"{path}: is too large ({error}). {SPLIT}") from None
