@@ -130,6 +130,16 @@ def test_cli_refuses_a_folder_in_use(tmp_path, capsys):
     assert "is not a folder" in second
 
 
+def test_cli_says_what_a_run_without_a_step_has_cost(tmp_path, capsys):
+    """A folder of a run that was killed while it learnt its schema: neither advice leads in a circle."""
+    (tmp_path / "ledger.jsonl").write_text('{"ledger":1}\n')
+    for arguments in (["adult", "--run", str(tmp_path)], ["--resume", str(tmp_path)]):
+        assert run(["train", *arguments]) == 2
+        shown = capsys.readouterr().err
+        assert f"{tmp_path / 'ledger.jsonl'} has what was released. Keep it and name a new folder;" in shown
+        assert "with --resume" not in shown
+
+
 def test_cli_refuses_a_path_below_a_file(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert run(["train", "adult", "--run", str(tmp_path / "file" / "run")]) == 2

@@ -68,6 +68,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: is not a folder. Name a new folder for this run.")
         if self.path.exists() and any(path != self._lock_file for path in self.path.iterdir()):
+            self._check_begun()
             raise ValueError(
                 f"{self.path}: is not empty. Name a new folder, or continue an unfinished run with --resume."
             )
@@ -122,6 +123,7 @@ class RunFolder:
     def check_resumable(self) -> None:
         """Raises a ``ValueError`` unless the folder holds an unfinished run that can be resumed."""
         if not self.settings.is_file():
+            self._check_begun()
             raise ValueError(
                 f"{self.path}: is not a run folder (it has no settings.json). Name one that train has made."
             )
@@ -131,6 +133,15 @@ class RunFolder:
             )
         if not self.checkpoint.is_file():
             raise ValueError(f"{self.path}: has no checkpoint.pt, so it cannot be resumed. Start a new run.")
+
+    def _check_begun(self) -> None:
+        """Refuses a folder with the ledger of a run that ended, or still is, before its first step."""
+        if self.ledger.is_file() and not self.settings.exists():
+            raise ValueError(
+                f"{self.path}: is not empty, and cannot be resumed: a run ended here before its first step, or another "
+                f"process still prepares it. {self.ledger} has what was released. Keep it and name a new folder; "
+                "another try costs as much again, and the epsilons add up."
+            )
 
     def write_json(self, path: Path, content: dict[str, Any], mode: int = PUBLIC) -> None:
         """Writes one of the folder's JSON files."""
