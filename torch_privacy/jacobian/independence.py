@@ -138,13 +138,14 @@ class Rehearsal:
         ended: list[dict[str, Any]] = []  # changes seen when the next run begins, which the loop made after the step
 
         def prepare(turn: Turn) -> None:
-            ended.append(before.changes(with_parameters=True))
+            if len(self._halves) > 1:
+                ended.append(before.changes(with_parameters=True))
             before.restore(except_for=self._overwritten if turn.is_batch else self._varying)
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            turn.prepare, turn.state = lambda: prepare(turn), before
+            turn.prepare, turn.state = lambda: prepare(turn), before if turn.keep is None else None
             return (yield turn)
 
         redrawn = Redrawn(

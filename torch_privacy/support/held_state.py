@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -104,9 +104,13 @@ class _Walk:
             yield start + key, buffers, key, value
         if isinstance(module, torch.jit.ScriptModule):
             return
-        for key, value in list(vars(module).items()):
-            if key not in _TORCH_ATTRIBUTES and not (isinstance(value, nn.Module) and id(value) in self._seen):
-                yield start + key, vars(module), key, value
+        held = vars(module)
+        for key in [key for key in held if key not in _TORCH_ATTRIBUTES]:
+            value = held.get(key)
+            if type(value) in _SIMPLE:
+                yield start + key, held, key, value
+            elif not (isinstance(value, nn.Module) and id(value) in self._seen):
+                yield start + key, held, key, value
                 yield from self._parts(start + key, value)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for hook in list(hooks.values()):
@@ -163,8 +167,8 @@ class _Walk:
 
     def _of_class(self, kind: type) -> Iterator[Entry]:
         """Yields the attributes of a class and of its bases, and what their methods hold."""
-        for cls in kind.__mro__:
-            if not _is_own(cls.__module__) or not self._is_new(cls):
+        for cls in _own_classes(kind):
+            if not self._is_new(cls):
                 continue
             for key, value in list(vars(cls).items()):
                 if not key.startswith("__") and not hasattr(type(value), "__get__") and not _is_code(value):
@@ -234,6 +238,12 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
     """Returns the names that a function looks up, and functions inside of it."""
     inner = (names for const in code.co_consts if isinstance(const, CodeType) for names in _names_in(const))
     return tuple(dict.fromkeys(chain(code.co_names, inner)))
+
+
+@lru_cache(maxsize=4096)
+def _own_classes(kind: type) -> tuple[type, ...]:
+    """Returns a class and its bases, without those of Python and of libraries."""
+    return tuple(cls for cls in kind.__mro__ if _is_own(cls.__module__))
 
 
 @cache

@@ -85,7 +85,7 @@ def _device_generators() -> list[torch.Generator]:
     """Returns torch's global generators of the accelerators in use."""
     found: list[torch.Generator] = []
     for device in (torch.cuda, torch.xpu, vars(torch).get(torch._C._get_privateuse1_backend_name())):
-        if device is not None and device.is_available() and device.is_initialized():
+        if device is not None and device.is_initialized() and device.is_available():
             found += device.default_generators
     if torch.backends.mps.is_available():
         found.append(torch.mps._get_default_mps_generator())

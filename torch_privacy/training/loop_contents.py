@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -21,6 +22,7 @@ MOST_NUMBERS = 2**22  # of a tensor or array that is copied; of a larger one som
 SAMPLED = 4096  # numbers of a larger one
 SMALLER = 0.75  # factor on a number that has no earlier value: probabilities and signs stay valid
 _SEQUENCES = (list, tuple, deque)
+_CONSTANT = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 class Sample:
@@ -45,6 +47,8 @@ def sampled(value: Tensor | np.ndarray, most: int = SAMPLED) -> Any:
 
 def content_of(value: Any) -> Any:
     """Returns a copy of the content with the same types, which changes in place do not reach."""
+    if type(value) in _CONSTANT:
+        return value
     if isinstance(value, (Tensor, np.ndarray)):
         if not _is_plain(value):
             return value
@@ -91,6 +95,8 @@ def _rebuilt(container: Any, values: list[Any]) -> Any:
 
 def alike(value: Any, content: Any) -> bool:
     """True if a value has this content."""
+    if type(value) in _CONSTANT:
+        return type(value) is type(content) and (value is content or same(value, content))
     if isinstance(content, Sample):
         return isinstance(value, (Tensor, np.ndarray)) and _is_plain(value) and Sample(value) == content
     if is_cached(value):
@@ -290,8 +296,17 @@ class Exchange:
             saved.restore()
         self._written, self._filled = [], []
 
-    def settle(self) -> None:
-        """Puts everything back as it was before the run, which then leaves no trace."""
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Has the contents exchanged inside of the ``with`` block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def put_back(self) -> None:
+        """Puts everything back as it was before the run, which then leaves no trace; may be called again later."""
         self.leave()
         for variable, saved in self._saved:
             now = variable.read()
@@ -299,4 +314,8 @@ class Exchange:
                 variable.write(saved.value)
         for _, saved in self._saved:
             saved.restore()
+
+    def settle(self) -> None:
+        """Puts everything back, for the last time."""
+        self.put_back()
         self._saved = []

@@ -92,6 +92,12 @@ def frames_of_loop() -> list[FrameType]:
     return [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
 
 
+@functools.lru_cache(maxsize=4096)
+def _kinds(kind: type) -> tuple[bool, bool]:
+    """Returns whether values of a type hold data, and whether they have no parts that are looked at."""
+    return issubclass(kind, _DATA), issubclass(kind, _SIMPLE)
+
+
 @functools.cache
 def _is_library(file: str) -> bool:
     return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(_PACKAGE)
@@ -156,19 +162,22 @@ class Finder:
         value = access.read(holder, place)
         if value is MISSING or len(self._found) >= MOST or id(value) in self._excluded:
             return
-        if isinstance(value, _DATA) or is_cached(value) or is_table(value):
+        is_data, is_simple = _kinds(type(value))
+        if is_data or is_cached(value) or is_table(value):
             self._found.setdefault((scope, name), Variable(scope, name, group or name, access, holder, place))
-        self._descend(scope, name, value, group)
+        if not is_simple:
+            self._descend(scope, name, value, group)
 
     def _descend(self, scope: str, name: str, value: Any, group: str = "") -> None:
         """Walks over the parts of a container, and over what a module, an object, a function or a class holds."""
-        if isinstance(value, _SIMPLE) or id(value) in self._seen:
+        is_data, is_simple = _kinds(type(value))
+        if is_simple or id(value) in self._seen:
             return
         if isinstance(value, type):
             return self._visit_class(value)
         self._seen.add(id(value))
         self._kept.append(value)
-        if isinstance(value, _CONTAINERS):
+        if is_data:
             for key, part in _parts(value):
                 self._descend(scope, f"{name}[{key!r}]", part, group)
         elif isinstance(value, nn.Module):

@@ -82,23 +82,67 @@ class LoopWatch:
     # Batches
 
     def rehearsed(
-        self, script: Script, examples: Examples, step: int, units: np.ndarray | None, *, rows: bool
+        self, turns: Callable[[], Script], examples: Examples, step: int, units: np.ndarray | None, *, rows: bool
     ) -> Script:
-        """Yields the turns of a rehearsal, and before the batch itself one with earlier contents of the variables."""
+        """Yields the turns of a rehearsal, and before the batch itself one with earlier contents of the variables.
+
+        Unless rows are compared, the turn with other examples has the earlier contents, too. If that shows anything,
+        the whole rehearsal is made again with turns that are apart, to find the cause.
+        """
         found = self.variables(examples)
         for suspect in self.suspects:
             suspect.renew(found)
         self._observe(step)
         before = {key: content_of(variable.read()) for key, variable in found.items()}
-        run = _Runs(self, examples, before if self._earlier is None else self._earlier, step, units, rows=rows)
-        run.found = {} if rows else found
+        earlier = before if self._earlier is None else self._earlier
         self._note_counts(found, step)
         self._earlier = before
+        script = turns()
+        turn = next(script)
+        if turn.replaces and not rows:
+            if (yield from self._joined(script, turn, *self.changed(found, earlier, step))):
+                return
+            script = turns()
+            turn = next(script)
+        run = _Runs(self, examples, earlier, step, units, rows=rows)
+        run.found = {} if rows else found
         try:
-            yield from run.turns(script)
+            yield from run.turns(script, turn)
         finally:
             script.close()
             run.settle()
+
+    def _joined(
+        self, script: Script, turn: Turn, others: list[_Other], kept: list[Variable]
+    ) -> Generator[Turn, Answers, bool]:
+        """Yields the turns of a rehearsal, of which the first has other examples and other contents of variables.
+
+        Returns:
+            False if the answers differ, or other turns than usual were asked for. Then the rehearsal is undone.
+        """
+        exchange, put_back, passed = Exchange(others, kept), self.keep_settings(), False
+        turn.around = exchange.exchanging
+        try:
+            answers = yield turn
+            exchange.put_back()
+            put_back()
+            while True:
+                is_last = turn.is_batch
+                turn = script.send(answers)
+                if is_last:
+                    return False
+                turn.around = self.watching if turn.is_batch and self.suspects else None
+                answers = yield turn
+        except StopIteration:
+            passed = True
+            return True
+        except Refused:
+            return False
+        finally:
+            script.close()
+            if not passed:
+                exchange.settle()
+                put_back()
 
     def watched(self, turn: Turn, step: int) -> Script:
         """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
@@ -238,10 +282,9 @@ class _Runs:
         self._runs_made = 0
         self._before = watch.keep_model()
 
-    def turns(self, script: Script) -> Script:
-        """Yields the turns of the script, with one more before the batch itself, and more to explain what it shows."""
+    def turns(self, script: Script, turn: Turn) -> Script:
+        """Yields the turns of the script from this one, one more before the batch, and more to explain what it shows."""
         exchanged: Answers | None = None
-        turn = next(script)
         while True:
             if turn.is_batch and exchanged is None:
                 exchanged = yield self._turn(None, rows=self._rows)
@@ -284,16 +327,8 @@ class _Runs:
             self._exchange = Exchange(self._others if others is None else others, kept)
 
         turn = Turn(self._examples.batch, self._examples.count, rows=rows)
-        turn.prepare, turn.around = prepare, self._exchanging
+        turn.prepare, turn.around = prepare, lambda: self._exchange.exchanging()
         return turn
-
-    @contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        self._exchange.enter()
-        try:
-            yield
-        finally:
-            self._exchange.leave()
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""

@@ -26,7 +26,7 @@ from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
-BLOCK = 128  # of each so many steps one is rehearsed that the secret key selects
+BLOCK = 256  # of each so many steps one is rehearsed that the secret key selects
 
 Script = Generator[Turn, Answers, None]
 
@@ -330,7 +330,7 @@ class Rehearsals:
             notes=self.not_compared,
             keep_weights=thorough,
         )
-        return self.watch.rehearsed(rehearsal.turns(), examples, step, units, rows=thorough)
+        return self.watch.rehearsed(rehearsal.turns, examples, step, units, rows=thorough)
 
 
 def idle_turn(model: nn.Module, examples: DatasetExamples) -> Turn:
