@@ -77,7 +77,7 @@ def share(name: str, full: float, usual: float, step: float, seed: int) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=NETWORKS, choices=[*MODELS, []], metavar="NETWORK")
+    parser.add_argument("networks", nargs="*", default=[], choices=[*MODELS, []], metavar="NETWORK")
     parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--python", action="store_true", help="milliseconds of a step, as minimum and median")

@@ -742,3 +742,21 @@ def test_a_teacher_in_the_model_that_every_turn_moves_is_not_blamed_on_the_loop(
                     slow.lerp_(fast, 0.1)
     assert training.step_count == STEPS
     assert not any("variable" in text for text in training.statement()["not_covered"])
+
+
+def test_a_variable_that_enters_losses_late_is_named_by_the_next_rehearsal():
+    training, turns, named = training_of(network(), num_steps=9), [], []
+
+    def loop():
+        scale = 0.9
+        for x, y, _ in training:
+            losses = errors(training.model, x, y)
+            if training.step(losses * (scale if training.step_count >= 8 else 0.9)):
+                scale = float(losses.detach().mean())
+                named.append(any("'scale'" in text for text in training.statement()["not_covered"]))
+                turns.append(training._turns_made)
+
+    with pytest.warns(UserWarning, match="losses depend on 'scale'"):
+        loop()
+    assert named == [False] * 8 + [True]
+    assert turns[3:8] == [1, 3, 1, 1, 1]  # with other examples, without most of them, the batch

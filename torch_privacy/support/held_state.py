@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .script_modules import registries_of
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
+SIMPLE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device})
 LARGEST_GLOBAL = 2**24  # entries of a global tensor, beyond which it is left out
 Entry = tuple[str, MutableMapping[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
 Modules = list[tuple[str, nn.Module]]
@@ -52,7 +53,7 @@ def state_entries(modules: Modules) -> Iterator[Entry]:
 
 def place_of(holder: Any) -> int:
     """Returns what identifies the holder of an entry."""
-    return id(getattr(holder, "target", holder))
+    return id(holder.target if type(holder) is _Attributes else holder)
 
 
 class _Attributes(MutableMapping[str, Any]):
@@ -107,7 +108,7 @@ class _Walk:
         held = vars(module)
         for key in [key for key in held if key not in _TORCH_ATTRIBUTES]:
             value = held.get(key)
-            if type(value) in _SIMPLE:
+            if type(value) in SIMPLE:
                 yield start + key, held, key, value
             elif not (isinstance(value, nn.Module) and id(value) in self._seen):
                 yield start + key, held, key, value
@@ -120,7 +121,7 @@ class _Walk:
     def _parts(self, name: str, value: Any) -> Iterator[Entry]:
         """Yields what a value holds: an object, a function, a class or a container of these."""
         kind = type(value)
-        if kind in _SIMPLE or isinstance(value, (Tensor, ModuleType)):
+        if kind in SIMPLE or isinstance(value, (Tensor, ModuleType)):
             return
         if isinstance(value, FunctionType):
             yield from self._of_function(value)
@@ -144,7 +145,7 @@ class _Walk:
         if len(value) > MAX_ENTRIES or not self._is_new(value):
             return
         for key, part in list(value.items() if isinstance(value, Mapping) else enumerate(value)):
-            if type(part) not in _SIMPLE:
+            if type(part) not in SIMPLE:
                 yield from self._parts(f"{name}[{key!r:.40}]", part)
 
     def _of_object(self, name: str, value: Any) -> Iterator[Entry]:
@@ -208,13 +209,12 @@ class _Walk:
         large = isinstance(value, Tensor) and (value.requires_grad or value.numel() > LARGEST_GLOBAL)
         if large or isinstance(value, ModuleType):
             return
-        if not _is_code(value) and (type(value) in _SIMPLE or isinstance(value, Tensor) or not callable(value)):
+        if not _is_code(value) and (type(value) in SIMPLE or isinstance(value, Tensor) or not callable(value)):
             yield name, space, key, value
         if not hasattr(value, "__dict__") or _is_code(value) or _is_own(type(value).__module__):
             yield from self._parts(name, value)
 
 
-_SIMPLE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device})
 _INSIDE: dict[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
     partial: ("func", "args", "keywords"),

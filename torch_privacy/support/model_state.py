@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .held_state import MAX_ENTRIES, Entry, Modules, place_of, state_entries
+from .held_state import MAX_ENTRIES, SIMPLE, Entry, Modules, place_of, state_entries
 from .script_modules import scripted
 from .torch_modes import tensors_in
 
@@ -110,6 +110,7 @@ class ModelState:
     def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
         self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
         self._entries = [(entry, _copied(entry[3])) for entry in self._current_entries()]
+        self._places = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
 
     def _current_entries(self, *, with_parameters: bool = True) -> Iterator[Entry]:
         frozen = _parameter_entries(self._modules, self._parameters if with_parameters else ())
@@ -117,16 +118,16 @@ class ModelState:
 
     def restore(self, except_for: Collection[str] = ()) -> None:
         """Restores everything except for these names: the same objects, with the same content."""
-        known = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
         for name, holder, key, _ in list(self._current_entries()):
-            if (place_of(holder), key) not in known and name not in except_for:
+            if (place_of(holder), key) not in self._places and name not in except_for:
                 del holder[key]
         for (name, holder, key, value), content in self._entries:
             if name in except_for:
                 continue
             if holder.get(key) is not value:
                 holder[key] = value
-            _fill(value, content)
+            if content is not value:  # else it cannot change in place, or has no copy
+                _fill(value, content)
 
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Returns dotted name -> present content of everything whose content has changed."""
@@ -180,6 +181,8 @@ def _parameter_entries(modules: Modules, names: Collection[str]) -> Iterator[Ent
 
 def _copied(value: Any) -> Any:
     """Returns a copy of the content, which changes in place do not reach; values of unknown types are not copied."""
+    if type(value) in SIMPLE:
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone() if _has_entries(value) else value
     if isinstance(value, np.ndarray):

@@ -793,10 +793,9 @@ class PrivateTraining:
             pending.close()
             if pending.turn.state is not None:
                 self._rehearsals.keeps_state = bool(self._rehearsals.keeps_state or answers.changes)
-            if pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
-                is_first = pending.turn.is_batch and part.share.counts
-                first = FirstRun.of(pending.tape.code, answers.losses, sums) if is_first else None
-                self._rehearsals.restart(part, first)
+            is_batch = pending.turn.is_batch  # other examples or random numbers may take a path that it never takes
+            if is_batch and pending.tape is not None and self._rehearsals.is_new(part, pending.tape.code):
+                self._rehearsals.restart(part, FirstRun.of(pending.tape.code, answers.losses, sums))
                 self._turn, self._pending = next(part.script), None
                 return
             try:

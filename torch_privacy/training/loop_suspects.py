@@ -183,3 +183,11 @@ def are_averaged(before: Sequence[Tensor], now: Sequence[Tensor], weights: Seque
     a = float((new - w) @ span / (span @ span)) if bool(span.any()) else 0.0
     allowed = ROUNDING * eps * torch.stack([old.abs(), new.abs(), w.abs()]).amax(0)
     return bool(((new - w - a * span).abs() <= allowed).all())
+
+
+def is_count(points: list[tuple[int, int]]) -> bool:
+    """True if whole numbers are an affine function of the step."""
+    (first, start), (last, end) = points[0], points[-1]
+    if first == last:
+        return False
+    return all((value - start) * (last - first) == (end - start) * (step - first) for step, value in points)

@@ -2,9 +2,10 @@
 """Rehearses the variables of the user's loop: do losses depend on what earlier batches left in them?
 
 A rehearsal puts the model back before each of its runs. What the loop itself keeps (a running mean, the weights of
-groups, a list of losses) stays as it is. So each rehearsed batch gets one more run, in which every variable that has
-changed since an earlier rehearsal has its content of that time again, and the losses and rows of all examples must stay
-the same. What they depend on must follow from the step count or from the released weights.
+groups, a list of losses) stays as it is. So in one run of each rehearsed batch, every variable that has changed since
+an earlier rehearsal has its content of that time again, and the losses and rows of all examples must stay the same.
+After the first steps it is the run with other examples, in which those of the kept ones must stay. What they depend on
+must follow from the step count or from the released weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, alike, content_of
-from .loop_suspects import Suspect
+from .loop_suspects import Suspect, is_count
 from .loop_variables import MISSING, Finder, Variable, frames_of_loop, parts_of
 
 MOST_RUNS = 40  # to find out on which variables losses depend
@@ -120,17 +122,22 @@ class LoopWatch:
         Returns:
             False if the answers differ, or other turns than usual were asked for. Then the rehearsal is undone.
         """
-        exchange, put_back, passed = Exchange(others, kept), self.keep_settings(), False
+        exchange, settings, passed, is_first = Exchange(others, kept), self.keep_settings(), False, True
         turn.around = exchange.exchanging
+
+        def put_back() -> None:
+            exchange.put_back()
+            settings()
+
         try:
             answers = yield turn
-            exchange.put_back()
-            put_back()
             while True:
-                is_last = turn.is_batch
+                was_batch = turn.is_batch
                 turn = script.send(answers)
-                if is_last:
+                if was_batch:
                     return False
+                if is_first:
+                    turn.prepare, is_first = partial(_call, put_back, turn.prepare), False
                 turn.around = self.watching if turn.is_batch and self.suspects else None
                 answers = yield turn
         except StopIteration:
@@ -141,7 +148,6 @@ class LoopWatch:
         finally:
             script.close()
             if not passed:
-                exchange.settle()
                 put_back()
 
     def watched(self, turn: Turn, step: int) -> Script:
@@ -227,7 +233,7 @@ class LoopWatch:
             content, value = earlier.get(key, MISSING), variable.read()
             if content is not MISSING and alike(value, content):
                 continue
-            if key in known or (isinstance(value, int) and _is_count([*self._counts.get(key, []), (step, value)])):
+            if key in known or (isinstance(value, int) and is_count([*self._counts.get(key, []), (step, value)])):
                 kept.append(variable)
             else:
                 others.append((variable, content))
@@ -249,12 +255,9 @@ class LoopWatch:
         return ModelState(self._model, self.moving)
 
 
-def _is_count(points: list[tuple[int, int]]) -> bool:
-    """True if whole numbers are an affine function of the step."""
-    (first, start), (last, end) = points[0], points[-1]
-    if first == last:
-        return False
-    return all((value - start) * (last - first) == (end - start) * (step - first) for step, value in points)
+def _call(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 class _Runs:
@@ -283,7 +286,7 @@ class _Runs:
         self._before = watch.keep_model()
 
     def turns(self, script: Script, turn: Turn) -> Script:
-        """Yields the turns of the script from this one, one more before the batch, and more to explain what it shows."""
+        """Yields the turns of the script from this one, one more before the batch, and more to explain it."""
         exchanged: Answers | None = None
         while True:
             if turn.is_batch and exchanged is None:
@@ -332,13 +335,7 @@ class _Runs:
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""
-        prepare = turn.prepare
-
-        def settle_first() -> None:
-            self.settle()
-            prepare()
-
-        turn.prepare = settle_first
+        turn.prepare = partial(_call, self.settle, turn.prepare)
         if turn.is_batch:
             turn.around = self._noting
         return turn
