@@ -45,10 +45,12 @@ def test_merged_outcomes_enclose_what_the_contour_finds(case, swapped):
     steps = pairs(*SMOOTH[case])
     for delta in (1e-4, 1e-11):
         exact = contour.curve(steps, swapped=swapped).epsilon(delta)
-        low, high = bracket(steps, delta, swapped=swapped)
-        assert low <= exact.high * (1 + 1e-12)
-        assert high >= exact.low * (1 - 1e-12)
-        assert high - low < 0.2 * high
+        tilt = MergedEngine(steps, swapped=swapped).tilt(delta)
+        for grid, narrow in ((COARSE, 0.2), (Grid(0.1, 1e-8 * delta, tilt), 0.05)):
+            low, high = bracket(steps, delta, swapped=swapped, grid=grid)
+            assert low <= exact.high * (1 + 1e-12)
+            assert high >= exact.low * (1 - 1e-12)
+            assert high - low < narrow * high
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["remove", "add"])
@@ -104,3 +106,12 @@ def test_tiny_deltas_cost_no_more_than_renyi_accounting():
     releases = [(privacy.SubsampledGaussian(4.0, 0.00033), 10_000)]
     low, high = privacy.compose(releases).epsilon(1e-25)
     assert 0 < low <= high <= privacy.moments_of(releases, 1e-25)
+
+
+@pytest.mark.parametrize(
+    "event", [privacy.Gaussian(30.0), privacy.Laplace(40.0)], ids=lambda event: type(event).__name__
+)
+def test_losses_that_count_as_infinite_are_as_rare_as_asked_for(event):
+    """Cells are wide in far tails: one that is negligible only in part must stay finite, and so must the last atom."""
+    engine = MergedEngine(pairs((event, 50)), swapped=False)
+    assert engine.outcomes(Grid(0.1, 1e-128), above=True).infinite <= 1e-126

@@ -11,8 +11,10 @@ into one cell of the grid are
 
 In the add direction P and Q change places from the first step on.
 
-Both errors are of second order in the width of cells. All terms are positive, so that the smallest masses keep their
-digits without any tilt. ``count`` equal steps take ``2 log2(count)`` products.
+Both errors are of second order in the width of cells. So for an ε far from the mean the grid is also dense where losses
+weigh most in a Chernoff bound on δ(ε). Where it is dense, only the width of brackets depends on it: any grid is valid.
+All terms are positive, so that the smallest masses keep their digits. ``count`` equal steps take ``2 log2(count)``
+products.
 """
 
 import math
@@ -28,21 +30,26 @@ from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.mixture import SubsampledMixturePair
 from .curve import Curve, Unresolved, crossing, trivial_delta
+from .tilt import tilt_entropy
 
 FURTHEST_REACH = 37.5  # standard deviations, beyond which no mass is left in floating point
 BASE_TAIL, LARGEST_BASE = 1e-33, 1e6  # mass of base losses that count as infinite, and base losses that do
-WIDEST, NARROWEST = 0.04, 0.01  # cells, relative to the distance from the mean
+WIDEST, NARROWEST = 0.04, 0.007  # cells, relative to the distance from the mean
 NARROW, SMALL = 7e-4, 1e-3  # width of a bracket of ε that suffices: relative, of at least a small ε
 NARROW_DELTA = 5e-3  # the same for δ, which changes more than ε
 SHARE, NEGLIGIBLE = 1e-8, 1e-24  # of δ that far losses may add; where no δ is given
 MANY = 1000  # steps from which large losses are composed apart
 RARE = 0.1  # how many large losses are expected in all steps of a kind
+TILTS = 4  # rounds in which the tilt and the rarity of what it reaches are found
 COARSE = 64  # groups of outcomes from which the range of a product is found
 ROWS = 2**16  # pairs of outcomes computed at a time, which fit a processor's cache
 SMALLEST_MASS = 1e-280
 LARGEST = 500.0  # e to this power is far from overflow
 LOSS_ROUNDING = 512 * UNIT  # error of losses, relative
 MASS_ROUNDING = 64 * UNIT  # error of each mass and of each product, relative
+
+
+Spread = tuple[float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +66,31 @@ class Outcomes:
     losses: Array
     mass: Array
     infinite: float = 0.0
-    middle: tuple[float, float] | None = None
+    middle: Spread | None = None
 
-    def spread(self) -> tuple[float, float]:
+    def spread(self) -> Spread:
         """Returns the center of a grid and the distance from there within which it is dense.
 
         The latter is a quarter of the width that has 68 % of the mass, or more where that is nearly an atom.
         """
         if self.middle is not None:
             return self.middle
-        mass = self.mass / self.mass.sum()
-        mean = float(mass @ self.losses)
-        deviation = math.sqrt(float(mass @ (self.losses - mean) ** 2))
-        low, high = np.interp((0.16, 0.84), np.cumsum(mass), self.losses)
-        return mean, max(float(high - low) / 4, 1e-3 * deviation, 1e-300)
+        return _spread(self.losses, self.mass / self.mass.sum())
+
+    def counted(self, rare: float) -> Array:
+        """Returns the losses; those so large that they have at most that P-mass together count as the next smaller."""
+        above = np.cumsum(self.mass[::-1])[::-1]
+        return np.minimum(self.losses, self.losses[max(int(np.searchsorted(-above, -rare)) - 1, 0)])
+
+    def decisive(self, center: float, tilt: float, rare: float) -> Spread:
+        """Returns center and distance as `spread` does, where moved losses change a Chernoff bound the most.
+
+        Merging moves a loss by a share of its distance from ``center``; what that changes is of second order.
+        """
+        with np.errstate(divide="ignore"):  # log 0 = -∞ is right
+            logs = np.log(self.mass) + tilt * self.counted(rare) + 2 * np.log(np.abs(self.losses - center) + 1e-300)
+        mass = np.exp(logs - logs.max())
+        return _spread(self.losses, mass / mass.sum())
 
     def divided(self, rare: float) -> "tuple[Outcomes, ...]":
         """Returns pairs that together dominate this one: its usual losses, and its largest, of at most that P-mass.
@@ -96,16 +114,39 @@ class Outcomes:
         return float(self.mass @ -np.expm1(np.minimum(epsilon - self.losses, 0.0))) + self.infinite
 
 
+def _spread(losses: Array, mass: Array) -> Spread:
+    mean = float(mass @ losses)
+    deviation = math.sqrt(float(mass @ (losses - mean) ** 2))
+    low, high = np.interp((0.16, 0.84), np.cumsum(mass), losses)
+    return mean, max(float(high - low) / 4, 1e-3 * deviation, 1e-300)
+
+
 class Grid(NamedTuple):
     """The grid on which outcomes are kept.
 
     Args:
         width: of cells, relative to the distance from the mean.
         negligible: mass of far losses that may count as infinite in each product.
+        tilt: of a Chernoff bound; if positive, the grid is also dense where that bound is decided.
     """
 
     width: float
     negligible: float
+    tilt: float = 0.0
+
+    @property
+    def rare(self) -> float:
+        """About the mass of losses above ε(δ)."""
+        return (1 + self.tilt) * self.negligible / SHARE
+
+    def ends(self, low: float, high: float, spreads: Sequence[Spread]) -> Array:
+        """Returns the ends of cells from low to high, at each place as narrow as around the center that asks for it."""
+        grids = [center + self.cuts(low - center, high - center, scale) for center, scale in spreads]
+        if len(grids) == 1:
+            return grids[0]
+        widths = [[np.maximum(np.abs(ends - center), scale) for center, scale in spreads] for ends in grids]
+        chosen = [ends[width[i] <= width[1 - i]] for i, (ends, width) in enumerate(zip(grids, widths, strict=True))]
+        return np.unique(np.concatenate([[low], *chosen, [high]]))
 
     def cuts(self, low: float, high: float, scale: float) -> Array:
         """Returns the ends of cells from low to high, as distances from the mean.
@@ -138,13 +179,18 @@ def one_step(pair: DiscretizablePair, count: int, grid: Grid, *, above: bool, sw
     if not math.isfinite(mean + scale):  # e^loss is beyond floating point
         raise Unresolved
     found = rough(mean - pair.floor, scale)
-    mean, scale = found.spread()
-    center = mean - pair.floor
+    spreads = [found.spread()]
+    if grid.tilt:
+        side = -1 if swapped else 1
+        decisive = _swapped(found, 0.0, swapped).decisive(side * spreads[0][0], grid.tilt, grid.rare / count)
+        spreads.append((side * decisive[0], decisive[1]))
     if not swapped:
         mass = np.cumsum(found.mass[::-1])[::-1]
-        last = int(np.searchsorted(-mass, -grid.negligible / count)) - 1
-        top = min(top, float(found.losses[last]) - pair.floor + scale)
-    return _cells(pair, center + grid.cuts(bottom - center, top - center, scale), above=above, swapped=swapped)
+        beyond = int(np.searchsorted(-mass, -grid.negligible / count))  # the first cell beyond which all is negligible
+        if beyond < len(mass):
+            top = min(top, float(found.losses[beyond]) - pair.floor)
+    spreads = [(min(max(mean - pair.floor, bottom), top), scale) for mean, scale in spreads]
+    return _cells(pair, grid.ends(bottom, top, spreads), above=above, swapped=swapped)
 
 
 def _reaching(pair: DiscretizablePair) -> DiscretizablePair:
@@ -194,8 +240,10 @@ def product(first: Outcomes, second: Outcomes, grid: Grid, *, above: bool) -> Ou
     center += other_center
     middle = (center, max(scale, other_scale)) if first.middle and second.middle else None
     scale = middle[1] if middle else math.hypot(scale, other_scale)
-    low, high = (_extreme(first, second, grid.negligible, side) for side in (-1, 1))
-    ends = center + grid.cuts(min(low, center) - center, max(high, center) - center, scale)
+    downwards, upwards = (_coarsely(first, second, side) for side in (-1, 1))
+    low, high = _extreme(downwards, grid.negligible, -1), _extreme(upwards, grid.negligible, 1)
+    spreads = [(center, scale)] + ([upwards.decisive(center, grid.tilt, grid.rare)] if grid.tilt else [])
+    ends = grid.ends(min(low, center), max(high, center), spreads)
     sums, infinite = np.zeros((2, len(ends) - 1)), first.infinite + second.infinite - first.infinite * second.infinite
     rows = max(1, ROWS // len(second.losses))
     for start in range(0, len(first.losses), rows):
@@ -224,18 +272,23 @@ def product(first: Outcomes, second: Outcomes, grid: Grid, *, above: bool) -> Ou
     return Outcomes(ends, np.append(mass - up, 0.0) + np.append(0.0, up), infinite, middle)
 
 
-def _extreme(first: Outcomes, second: Outcomes, negligible: float, side: int) -> float:
-    """Returns a loss beyond which, upwards or downwards, sums of two losses have at most that mass."""
+def _coarsely(first: Outcomes, second: Outcomes, side: int) -> Outcomes:
+    """Returns roughly the outcomes of a product, from groups of outcomes with their largest or smallest losses."""
     parts = []
     for one in (first, second):
-        losses, mass = (side * one.losses)[::side], one.mass[::side]
+        losses, mass = one.losses[::side], one.mass[::side]
         starts = np.arange(0, len(losses), max(1, len(losses) // COARSE))
         parts.append((losses[np.append(starts[1:], len(losses)) - 1], np.add.reduceat(mass, starts)))
     (losses, mass), (other_losses, other_mass) = parts
-    sums, together = (losses[:, None] + other_losses).ravel(), np.outer(mass, other_mass).ravel()
-    order = np.argsort(-sums)
-    last = int(np.searchsorted(np.cumsum(together[order]), negligible))
-    return side * float(sums[order[min(last, len(order) - 1)]])
+    sums = (losses[:, None] + other_losses).ravel()
+    order = np.argsort(sums)
+    return Outcomes(sums[order], np.outer(mass, other_mass).ravel()[order])
+
+
+def _extreme(found: Outcomes, negligible: float, side: int) -> float:
+    """Returns a loss beyond which, upwards or downwards, there is at most that mass."""
+    last = int(np.searchsorted(np.cumsum(found.mass[::-side]), negligible))
+    return float(found.losses[::-side][min(last, len(found.losses) - 1)])
 
 
 def power(one: Outcomes, count: int, grid: Grid, *, above: bool) -> Outcomes:
@@ -283,6 +336,19 @@ class MergedEngine:
             self._composed[grid, above] = reduce(partial(product, grid=grid, above=above), parts)
         return self._composed[grid, above]
 
+    def tilt(self, delta: float) -> float:
+        """Returns roughly the t of the best Chernoff bound on ε(δ)."""
+        t, best = 2.0 ** np.arange(-30, 20, 0.5), 0.0
+        grid = Grid(WIDEST, SHARE * delta)
+        ones = [(one_step(*step, grid, above=False, swapped=self._swapped), step[1]) for step in self._steps]
+        for _ in range(TILTS):
+            total = tilt_entropy(t) - math.log(delta)
+            for one, count in ones:
+                losses = one.counted((1 + best) * delta / count)
+                total += count * np.logaddexp.reduce(np.log(one.mass) + t[:, None] * losses, axis=1)
+            best = float(t[(total / t).argmin()])
+        return best
+
     def delta(self, epsilon: float, grid: Grid, *, above: bool) -> float:
         """Returns an upper bound on δ(ε) from outcomes above, or a lower one from those below."""
         side = 1 if above else -1
@@ -313,15 +379,25 @@ class SharpenedCurve(Curve):
         return inner(known, ordered(*sides))
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        known, width = self._engine.epsilon(delta), WIDEST
-        while delta > 0 and (share := _share(known)) > NARROW and width >= NARROWEST:
-            grid = Grid(width, SHARE * 100.0 ** math.floor(math.log(delta, 100)))
-            try:
-                low, high = (self._crossing(delta, grid, above) for above in (False, True))
-            except Unresolved:
-                break
+        known = self._engine.epsilon(delta)
+        if delta == 0 or _share(known) <= NARROW:
+            return known
+        try:
+            return self._narrowed(known, delta)
+        except Unresolved:
+            return known
+
+    def _narrowed(self, known: Bracket[float], delta: float) -> Bracket[float]:
+        rounded = 100.0 ** math.floor(math.log(delta, 100))  # neighboring questions share grids
+        negligible = SHARE * rounded
+        tilt, width = self._merged().tilt(30 * rounded), WIDEST
+        while width:
+            low, high = (self._crossing(delta, Grid(width, negligible, tilt), above) for above in (False, True))
             known, share = inner(known, ordered(low, high)), _share(Bracket(low, high))
-            width = min(width / 2, max(width * 2.0 ** math.floor(math.log2(NARROW / share) / 2), NARROWEST))
+            if _share(known) <= NARROW:
+                break
+            finer = width * 2.0 ** (min(math.floor(math.log2(NARROW / share)), -1) / 2)
+            width = max(finer, NARROWEST) if width > NARROWEST else 0.0
         return known
 
     def _crossing(self, delta: float, grid: Grid, above: bool) -> float:
