@@ -44,7 +44,7 @@ class FiniteRows:
         if not self._has_warned and any(lost >= FEWEST and 2 * lost >= drawn for lost, drawn in counts):
             self._has_warned = True
             warnings.warn(
-                f"PrivateTraining: half of the examples of step {step} or more have a gradient that is not finite, so "
-                f"that the step is mostly noise. {CAUSES} training.num_non_finite counts them.",
+                f"PrivateTraining: half of the examples of step {step}, or more, have a gradient that is not finite, "
+                f"so that the step is mostly noise. {CAUSES} training.num_non_finite counts them.",
                 stacklevel=4,
             )
