@@ -53,6 +53,11 @@ ADAPTERS = {  # name -> configuration, its arguments, the layers that peft allow
     "rsLoRA": (peft.LoraConfig, {"r": 2, "use_rslora": True}, FOUR),
     "DoRA": (peft.LoraConfig, {"r": 2, "use_dora": True}, FOUR),
     "DoRA with dropout": (peft.LoraConfig, {"r": 2, "use_dora": True, "lora_dropout": 0.2}, FOUR),
+    "LoRA of a parameter": (
+        peft.LoraConfig,
+        {"r": 2, "target_modules": [], "target_parameters": ["mid.weight"]},
+        LINEAR,
+    ),
     "AdaLoRA": (peft.AdaLoraConfig, {"init_r": 3, "total_step": 10, "tinit": 1, "tfinal": 2}, THREE),
     "LoHa": (peft.LoHaConfig, {"r": 2}, DENSE),
     "LoHa, effective": (peft.LoHaConfig, {"r": 2, "use_effective_conv2d": True}, DENSE),

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
@@ -87,15 +88,27 @@ def without_autocast(device: str) -> AbstractContextManager:
 
 
 class _Uncompiled:
-    """Disables ``torch.compile`` inside. Torch has one stance for all threads: the last thread to leave restores it."""
+    """Disables ``torch.compile`` inside. Torch has one stance for all threads: the last thread to leave restores it.
+
+    Inside, a parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch
+    would count that as a write, after which it is no longer known for the same parameter.
+    """
 
     def __init__(self) -> None:
         self._inside, self._lock = 0, threading.Lock()
         self._stance: Any = None
+        self._set = getattr(parametrize, "_maybe_set", None)
+
+    def _set_others(self, dest: Tensor, src: Tensor) -> None:
+        assert self._set is not None
+        if src is not dest:
+            self._set(dest, src)
 
     def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
+            if self._set is not None:
+                parametrize._maybe_set = self._set_others
             # Dynamo takes a second to import; before that, nothing is compiled.
             if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
@@ -103,6 +116,8 @@ class _Uncompiled:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
+            if not self._inside and self._set is not None:
+                parametrize._maybe_set = self._set
             if not self._inside and self._stance is not None:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
