@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that training refuses unsuitable settings, losses, optimizers and models, and releases nothing."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,3 +242,17 @@ def test_parameter_that_a_later_batch_misses_has_zero_rows():
     assert training.step_count == 6
     with pytest.raises(tp.Refused, match=r"never reach parameter 'g\.weight', 'g\.bias'"):
         train(training_of(model))
+
+
+@pytest.mark.parametrize(("chance", "steps"), [(0.5, 12), (0.0, 8)])
+def test_layers_that_random_numbers_skip_may_be_missed_in_the_first_batches(chance, steps):
+    model = Calls(
+        lambda m, x: m.f(x) + (m.g(x) if torch.rand(()) < chance else 0), f=nn.Linear(3, 2), g=nn.Linear(3, 2)
+    )
+    training = training_of(model, num_steps=12)
+    with (
+        pytest.warns(UserWarning, match=r"do not reach 'g\.weight', 'g\.bias'.* LayerDrop"),
+        contextlib.suppress(tp.Refused),
+    ):
+        train(training)
+    assert training.step_count == steps

@@ -1300,13 +1300,15 @@ class PrivateTraining:
             rounding=max(torch.finfo(p.dtype).eps for p in self._tensors.trained.values()),
             shapes=0 if tape is None else tape.code.shapes,
         )
+        self._reached.drew |= answers.drew
         return sums, summation, answers
 
     def _clipped_sums(
         self, tape: Recording, losses: Tensor, summation: Summation, rows: RowAnswers | None, *, is_batch: bool
     ) -> dict[str, Tensor]:
         """Returns the clipped sums of a batch, or none for a rehearsal; either way ``rows`` takes what is compared."""
-        may_miss = self._reached.names if is_batch and self._ranks.size == 1 else tape.parameters
+        is_alone = is_batch and self._ranks.size == 1
+        may_miss = self._reached.may_miss(tape.parameters) if is_alone else tape.parameters
         with refusing_used_graphs():
             sums = tape.clipped_sum(
                 losses,
@@ -1320,6 +1322,8 @@ class PrivateTraining:
         summation.check_bound()
         known = isinstance(tape, Tape)
         self._reached.note(tape.reached, tape.used_otherwise if known else self._reached.padding.keys())
+        if is_alone:
+            self._reached.warn_of_missing(tape.parameters)
         return sums
 
     def _meet(self) -> None:

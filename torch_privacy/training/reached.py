@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..jacobian.comparison import quoted
 from ..jacobian.tape import never_reached
 from ..mechanism import Mechanism
 from ..support.ranks import Ranks, RefusedTogether
+
+PATIENCE = 8  # batches that may miss a parameter, if random numbers may decide which layers are run
+WARNED = (
+    "PrivateTraining: the losses of the first batch do not reach {}. That is fine if random numbers decide which "
+    "layers are run, as with LayerDrop. Otherwise freeze what is not used, with requires_grad_(False): what is not "
+    f"reached in {PATIENCE} batches is refused."
+)
 
 
 class Reached:
@@ -25,7 +34,24 @@ class Reached:
         self.names: set[str] = set()  # later losses may miss these
         self.padding = dict(padding)  # of tables that were used for look-ups alone
         self._mechanism = mechanism
+        self.drew = False  # whether random numbers were drawn in some turn
+        self._num_batches, self._has_warned = 0, False
         self._known_to_all: Any = None
+
+    def may_miss(self, names: Collection[str]) -> Collection[str]:
+        """Returns which of the trained parameters the losses of the next batch may miss.
+
+        If random numbers were drawn, they may decide which layers are run. Then all may be missed in the first batches.
+        """
+        self._num_batches += 1
+        return names if self.drew and self._num_batches <= PATIENCE else self.names
+
+    def warn_of_missing(self, trained: Collection[str]) -> None:
+        """Warns once of parameters that the losses have not reached, if that may be by chance."""
+        missing = [name for name in trained if name not in self.names]
+        if missing and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(WARNED.format(quoted(missing)), stacklevel=2)
 
     def note(self, reached: Collection[str], used_otherwise: Collection[str]) -> None:
         """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped."""
