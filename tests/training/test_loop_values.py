@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import torch_privacy as tp
 
@@ -28,10 +28,14 @@ N, D = 60, 3
 STEPS = 14
 
 
-def training_of(model: nn.Module, **settings) -> tp.PrivateTraining:
+def training_data() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(N, D, generator=generator)
-    data = TensorDataset(x, torch.randint(2, (N,), generator=generator), torch.arange(N))
+    return TensorDataset(x, torch.randint(2, (N,), generator=generator), torch.arange(N))
+
+
+def training_of(model: nn.Module, data=None, **settings) -> tp.PrivateTraining:
+    data = training_data() if data is None else data
     optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     chosen = {"expected_batch_size": 12, "num_steps": STEPS, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
     return tp.PrivateTraining(model, optimizer, data, test_seed=5, **(chosen | settings))
@@ -359,6 +363,14 @@ def object_of_a_library(training, model):
             args.mean = float(losses.detach().mean())
 
 
+def attribute_of_the_model(training, model):
+    model.mean = 1.0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * model.mean):
+            model.mean = float(losses.detach().mean())
+
+
 def table_of_losses(training, model):
     log = pandas.DataFrame({"loss": [1.0]})
     for x, y, _ in training:
@@ -375,11 +387,25 @@ def scale_of_gradients_alone(training, model):
             scale = float(losses.detach().mean())
 
 
+def mean_over_all_data(training, model):
+    everything = training_data().tensors[0]
+    for x, y, _ in training:
+        training.step(errors(model, x - everything.mean(0), y))
+
+
+def class_weights_over_all_data(training, model):
+    labels = training_data().tensors[1].tolist()
+    for x, y, _ in training:
+        training.step(errors(model, x, y) * (1 + labels.count(1)))
+
+
 REFUSED = {  # loop -> what the refusal names
     median_of_the_last_epoch: "depend on each other",
     running_mean_unless_rehearsing: "depend on each other",
     clusters_over_all_data: "depend on each other",
     running_mean_for_the_next_batch: "'running_mean'",
+    mean_over_all_data: "rows of 'everything'",
+    class_weights_over_all_data: "rows of 'labels'",
 }
 NAMED = {  # loop -> the variable that warning and statement name
     clusters_after_the_step: "assignments",
@@ -390,6 +416,7 @@ NAMED = {  # loop -> the variable that warning and statement name
     generator_that_was_sent_losses: "average",
     context_variable: "context",
     object_of_a_library: "args.mean",
+    attribute_of_the_model: "model.mean",
     table_of_losses: "log",
     scale_of_gradients_alone: "scale",
     two_tasks_weighted_by_the_last_losses: "ratio",
@@ -415,6 +442,56 @@ def test_values_that_carry_data_and_change_before_the_step_are_refused(loop):
     training = training_of(network())
     with pytest.raises(tp.Refused, match=REFUSED[loop]):
         loop(training, training.model)
+
+
+def test_collate_fn_that_reads_all_data_is_refused():
+    data = [(x, y) for x, y, _ in training_data()]
+    everything = torch.stack([x for x, _ in data])
+
+    def collate(rows):
+        return torch.stack([x for x, _ in rows]) - everything.mean(0), torch.stack([y for _, y in rows])
+
+    def loop(training):
+        for x, y in training:
+            training.step(errors(training.model, x, y))
+
+    with pytest.raises(tp.Refused, match="rows of 'everything'"):
+        loop(training_of(network(), data, collate_fn=collate))
+
+
+class Weighted(Dataset):
+    """A data set whose items have a factor that the loop sets."""
+
+    def __init__(self):
+        self.x, self.y, _ = training_data().tensors
+        self.factor = 1.0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], self.factor
+
+
+def test_a_number_of_the_data_set_that_follows_losses_is_named():
+    data = Weighted()
+
+    def loop(training):
+        for x, y, factor in training:
+            losses = errors(training.model, x, y)
+            if training.step(losses * factor):
+                data.factor = float(losses.detach().mean())
+
+    with pytest.warns(UserWarning, match=r"losses depend on 'Weighted\.factor'"):
+        loop(training_of(network(), data, num_steps=9))
+
+
+def test_own_rows_and_rows_outside_of_the_training_set_may_be_read():
+    x, y, _ = training_data().tensors
+    training = training_of(network(), Subset(TensorDataset(torch.arange(N)), range(40)), num_steps=3)
+    for (numbers,) in training:
+        training.step(errors(training.model, x[numbers] - x[40:].mean(0), y[numbers]))
+    assert training.step_count == 3
 
 
 @pytest.mark.parametrize("loop", NAMED)

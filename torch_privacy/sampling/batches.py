@@ -66,9 +66,9 @@ class Batches:
     ):
         check_map_style(dataset)
         self.dataset, self._fetchable, self._owners = dataset, fetchable, owners
-        self._collate = collate_fn or default_collate
+        self._collate, self.collate_fn = collate_fn or default_collate, collate_fn
         self._tensors = tensors_and_rows(dataset) if collate_fn is None else None
-        self._num_workers = num_workers
+        self._num_workers, self.fetches_here = num_workers, num_workers == 0
         self.drawn: Drawn | None = None  # by collate_fn, for the last batch
 
     @property
@@ -116,6 +116,15 @@ class Batches:
         if self._fetchable is None:
             return generator.integers(len(self.dataset), size=count)  # type: ignore[arg-type]
         return self._fetchable[generator.integers(len(self._fetchable), size=count)]
+
+    def other_rows(self, generator: np.random.Generator, kept: np.ndarray) -> np.ndarray:
+        """Returns a row for each example: its own for those that are kept, and all of their owners, else another's."""
+        n = len(self.dataset)  # type: ignore[arg-type]
+        rows = (np.arange(n) + generator.integers(1, max(2, n), size=n)) % n
+        if self._owners is not None:
+            kept = np.flatnonzero(np.isin(self._owners, self._owners[kept]))
+        rows[kept] = kept
+        return rows
 
     @cached_property
     def fetches_together(self) -> bool:
@@ -279,7 +288,7 @@ class DatasetExamples:
         if draws.rule is Rule.AS_DRAWN or not self.drawn_together:
             return self.batch
         if self._whole[0] != draws:
-            batch = self._collated_with(self._items(), draws)
+            batch = self._collated_with(self.items, draws)
             self._whole, self.drawn = (draws, self.batch if batch is None else batch), self._batches.drawn
         return self._whole[1]
 
@@ -296,7 +305,7 @@ class DatasetExamples:
             batch = self._fetched_together(places, indices) if draws.rule is Rule.AS_DRAWN else None
             if batch is None:
                 others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))
-                batch = self._collated(_mixed(self._items(), others, places, self._request.views), draws, whole)
+                batch = self._collated(_mixed(self.items, others, places, self._request.views), draws, whole)
                 for index, other in zip(indices.tolist(), _by_example(others, self._request.views), strict=False):
                     pool.setdefault(repr(_shapes(other)), []).append((index, other))
             if batch is not None:
@@ -308,7 +317,7 @@ class DatasetExamples:
 
     def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
         """Implements `Examples`."""
-        items, kept, fetched = self._items(), np.repeat(keep, self._request.views), self._fetched
+        items, kept, fetched = self.items, np.repeat(keep, self._request.views), self._fetched
         if self.drawn_together:  # a part alone would draw other random numbers
             whole = self.whole(draws)
             batch = (
@@ -337,10 +346,54 @@ class DatasetExamples:
 
     def repeats(self) -> bool:
         """True if the data set returns the same items again, given the same random numbers."""
+        return self._is_repeated
+
+    @cached_property
+    def _is_repeated(self) -> bool:
         if self._batches.holds_tensors:
             return True
         again = self._batches.fetch(self._request).batch
         return all(same(a, b) for a, b in zip(tree_leaves(again), tree_leaves(self.batch), strict=False))
+
+    @property
+    def code(self) -> list[Any]:
+        """Returns what builds batches besides the user's loop: ``collate_fn``."""
+        return [self._batches.collate_fn]
+
+    @property
+    def sources(self) -> list[Any]:
+        """Returns the data set and, if it is a subset, the one behind it."""
+        source, _ = source_of(self._batches.dataset)
+        return [self._batches.dataset] if source is self._batches.dataset else [self._batches.dataset, source]
+
+    @property
+    def fetches_here(self) -> bool:
+        """True unless items are fetched in other processes, which do not see what the loop changes."""
+        return self._batches.fetches_here
+
+    def rows_of_others(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns rows with which those of all other examples are exchanged, and the places of this batch's examples.
+
+        For the data set and, if it is a subset, for the one behind it, whose rows outside of the subset stay.
+        """
+        rows, kept = self._batches.other_rows(self.generator, self._request.indices), self._request.indices
+        source, subset = source_of(self._batches.dataset)
+        if subset is None:
+            return [(rows, np.repeat(kept, self._request.views))]
+        behind = np.arange(len(source))  # type: ignore[arg-type]
+        behind[subset] = subset[rows]
+        places = np.repeat(kept, self._request.views)
+        return [(rows, places), (behind, subset[places])]
+
+    def again(self) -> Any:
+        """Returns the batch as it is when it is fetched and collated again; None if that cannot be compared."""
+        if self._batches.holds_tensors or not self.repeats():
+            return None
+        try:
+            batch = self._batches.fetch(self._request).batch
+        except Exception:  # of the user's code
+            return None
+        return batch if _shapes(batch) == _shapes(self.batch) else None
 
     def _fetched_together(self, places: np.ndarray, indices: np.ndarray) -> Any:
         """Returns the batch with other examples in these places, for a data set that fetches many items in one call.
@@ -375,7 +428,7 @@ class DatasetExamples:
         self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]], draws: Draws, whole: Any
     ) -> Any:
         """Returns the batch with each of these examples replaced by one of equal shapes, if the pool has one."""
-        items, views, changed = self._items(), self._request.views, False
+        items, views, changed = self.items, self._request.views, False
         if isinstance(items, np.ndarray):
             return None
         items = list(items)
@@ -388,8 +441,12 @@ class DatasetExamples:
                 changed = True
         return self._collated(items, draws, whole) if changed else None
 
-    def _items(self) -> Any:
-        """Returns the items of the batch; fetches them again, with the same seed, if a worker kept them."""
+    @property
+    def items(self) -> Any:
+        """Returns the items before collation; fetches them again, with the same seed, if a worker kept them.
+
+        For a data set of tensors these are the indices of their rows.
+        """
         if self._fetched.items is None:
             self._fetched.items = self._batches.items(self._request)
         return self._fetched.items

@@ -45,6 +45,14 @@ def sampled(value: Tensor | np.ndarray, most: int = SAMPLED) -> Any:
     return value.flat[:: max(1, value.size // most)].copy()
 
 
+class Replacement:
+    """Makes other content for a variable in another way than from its own earlier content."""
+
+    def exchanged(self, value: Any) -> Any:
+        """Returns the other content, or MISSING."""
+        raise NotImplementedError
+
+
 def content_of(value: Any) -> Any:
     """Returns a copy of the content with the same types, which changes in place do not reach."""
     if type(value) in _CONSTANT:
@@ -61,7 +69,7 @@ def content_of(value: Any) -> Any:
     if is_table(value):
         return rows_of(value, np.arange(len(value)))
     if isinstance(value, (*_SEQUENCES, Mapping)) and len(value) <= MAX_ENTRIES and not is_flat(value):
-        return _rebuilt(value, [content_of(part) for part in _values(value)])
+        return rebuilt(value, [content_of(part) for part in _values(value)])
     return copy(value) if isinstance(value, (set, list, dict, deque)) else value
 
 
@@ -76,7 +84,7 @@ def _values(container: Any) -> list[Any]:
     return [*container.values()] if isinstance(container, Mapping) else [*container]
 
 
-def _rebuilt(container: Any, values: list[Any]) -> Any:
+def rebuilt(container: Any, values: list[Any]) -> Any:
     """Returns a container of the same type with other values; the container itself if it has a type of its own."""
     if isinstance(container, tuple):
         return container._make(values) if hasattr(container, "_make") else tuple(values)  # type: ignore[attr-defined]
@@ -120,6 +128,8 @@ def other_content(value: Any, old: Any) -> Any:
     It is the old content where that fits; else the value's own numbers in another order, or a smaller number. MISSING
     if there is none.
     """
+    if isinstance(old, Replacement):
+        return old.exchanged(value)
     if is_cached(value):  # it computes its results again
         return functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
     if isinstance(value, (Tensor, np.ndarray)):
@@ -180,7 +190,7 @@ def _other_parts(value: Any, old: Any) -> Any:
         others = (
             [*values[-1:], *values[:-1]] if len({(type(v), getattr(v, "shape", None)) for v in values}) == 1 else []
         )
-    return MISSING if not others or all(map(alike, values, others)) else _rebuilt(value, others)
+    return MISSING if not others or all(map(alike, values, others)) else rebuilt(value, others)
 
 
 def _old_parts(value: Any, old: Any) -> list[Any]:

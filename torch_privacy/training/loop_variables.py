@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import site
 import sys
 import sysconfig
@@ -139,15 +140,17 @@ class Finder:
         self._excluded = {id(value) for value in excluded}
         self._seen = set(self._excluded)
         self._names: set[tuple[int, str]] = set()
-        self._named: set[str] = set()  # in the user's code, as far as it was seen
+        self.named: set[str] = set()  # in the user's code, as far as it was seen
         self._found: dict[tuple[str, str], Variable] = {}
         self._kept: list[Any] = []  # what was seen, so that no other object gets its id
 
-    def variables(self, frames: Collection[FrameType]) -> list[Variable]:
-        """Returns the variables of these frames, and of what they name."""
-        self._named.update(*(_names(frame.f_code) for frame in frames))
+    def variables(self, frames: Collection[FrameType], *functions: Any) -> list[Variable]:
+        """Returns the variables of these frames and functions, and of what they name."""
+        self.named.update(*(_names(frame.f_code) for frame in frames))
         for frame in frames:
             self._visit_frame(frame)
+        for function in functions:
+            self._descend("", getattr(function, "__name__", type(function).__name__), function)
         return [*self._found.values()]
 
     def _visit_frame(self, frame: FrameType) -> None:
@@ -186,7 +189,9 @@ class Finder:
             self._descend(scope, name, value.__self__, group)
             self._descend(scope, name, value.__func__)
         elif isinstance(value, functools.partial):
-            self._descend(scope, name, [value.func, value.args, value.keywords])
+            self._descend(scope, name, [value.func, value.args])
+            for key in value.keywords:
+                self._visit(scope, f"{name}.keywords[{key!r}]", ENTRY, value.keywords, key, group)
         elif isinstance(value, FunctionType):
             self._visit_function(name, value)
         elif is_cached(value):
@@ -208,7 +213,7 @@ class Finder:
             self._visit_class(type(value))
         left_out = _OF_OPTIMIZER if isinstance(value, Optimizer) else ()
         for key, access, holder in _attributes(value):
-            if (is_whole or key in self._named) and key not in left_out:
+            if (is_whole or key in self.named) and key not in left_out:
                 self._visit(value.__name__ if is_module else scope, f"{name}.{key}", access, holder, key, group)
 
     def _visit_module(self, scope: str, name: str, module: nn.Module, group: str) -> None:
@@ -250,11 +255,44 @@ class Finder:
     def _visit_names(self, code: CodeType, namespace: dict[str, Any]) -> None:
         """Walks over the globals that the code names, and those that functions within it name."""
         names = _names(code)
-        self._named.update(names)
+        self.named.update(names)
         for key in names:
             if key in namespace and (id(namespace), key) not in self._names:
                 self._names.add((id(namespace), key))
                 self._visit(str(namespace.get("__name__")), key, ENTRY, namespace, key)
+
+
+def attributes_of(value: Any, name: str | None = None) -> list[Variable]:
+    """Returns the variables in an object's dictionary."""
+    kind, name = type(value), name or type(value).__name__
+    return [
+        Variable(kind.__module__, f"{name}.{key}", f"{name}.{key}", ENTRY, vars(value), key)
+        for key in list(getattr(value, "__dict__", ()))
+    ]
+
+
+def attributes_of_model(model: nn.Module, names: Collection[str]) -> list[Variable]:
+    """Returns those attributes of a model and its parts that have one of these names and hold data."""
+    modules = ((f"model.{prefix}" if prefix else "model", module) for prefix, module in model.named_modules())
+    found = [
+        variable
+        for name, module in modules
+        for variable in attributes_of(module, name)
+        if variable.place in names and variable.place not in _settings_of(type(module))
+    ]
+    return [variable for variable in found if isinstance(variable.read(), _DATA)]
+
+
+@functools.cache
+def _settings_of(kind: type) -> frozenset[str]:
+    """Returns the attributes that torch's own modules have; those of its layers may be switched."""
+    is_torch = kind.__module__.startswith("torch.")
+    return _TORCH_ATTRIBUTES.union(inspect.signature(kind.__init__).parameters if is_torch else ())
+
+
+def is_small(value: Any) -> bool:
+    """True for a number, a text, or a few numbers."""
+    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and len(value.reshape(-1)) <= 64)
 
 
 def parts_of(value: Any, depth: int = 4) -> list[Any]:

@@ -21,13 +21,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..jacobian.comparison import CARRIES, Comparison, quoted
-from ..jacobian.turns import Answers, Examples, Turn
+from ..jacobian.turns import Answers, Turn
+from ..sampling.batches import DatasetExamples
 from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, alike, content_of
+from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Suspect, is_count
-from .loop_variables import MISSING, Finder, Variable, frames_of_loop, parts_of
+from .loop_variables import (
+    MISSING,
+    Finder,
+    Variable,
+    attributes_of,
+    attributes_of_model,
+    frames_of_loop,
+    is_small,
+    parts_of,
+)
 
 MOST_RUNS = 40  # to find out on which variables losses depend
 Script = Generator[Turn, Answers, None]
@@ -74,6 +85,9 @@ class LoopWatch:
         self.others = others
         self._earlier: Mapping[_Key, Any] | None = None  # contents at an earlier rehearsed batch
         self._counts: dict[_Key, list[tuple[int, int]]] = {}  # whole numbers at steps
+        self._of_model: dict[_Key, Variable] = {}  # attributes of the model that the loop's code names
+        self._left: dict[_Key, Any] = {}  # their contents when the last batch ended, if it was rehearsed in full
+        self._written: set[_Key] = set()  # those that the loop writes between batches
 
     @property
     def not_covered(self) -> list[str]:
@@ -84,7 +98,7 @@ class LoopWatch:
     # Batches
 
     def rehearsed(
-        self, turns: Callable[[], Script], examples: Examples, step: int, units: np.ndarray | None, *, rows: bool
+        self, turns: Callable[[], Script], examples: DatasetExamples, step: int, units: np.ndarray | None, *, rows: bool
     ) -> Script:
         """Yields the turns of a rehearsal, and before the batch itself one with earlier contents of the variables.
 
@@ -98,21 +112,23 @@ class LoopWatch:
         before = {key: content_of(variable.read()) for key, variable in found.items()}
         earlier = before if self._earlier is None else self._earlier
         self._note_counts(found, step)
-        self._earlier = before
+        self._earlier, private = before, OtherRows(examples, often=not rows)
         script = turns()
         turn = next(script)
         if turn.replaces and not rows:
-            if (yield from self._joined(script, turn, *self.changed(found, earlier, step))):
+            if (yield from self._joined(script, turn, *self.changed(found, earlier, step, private))):
                 return
             script = turns()
             turn = next(script)
-        run = _Runs(self, examples, earlier, step, units, rows=rows)
+        run = _Runs(self, examples, earlier, private, step, units, rows=rows)
         run.found = {} if rows else found
         try:
             yield from run.turns(script, turn)
         finally:
             script.close()
             run.settle()
+            self._left = {key: content_of(v.read()) for key, v in self._of_model.items()} if rows else {}
+            self._of_model = {}
 
     def _joined(
         self, script: Script, turn: Turn, others: list[_Other], kept: list[Variable]
@@ -152,6 +168,7 @@ class LoopWatch:
 
     def watched(self, turn: Turn, step: int) -> Script:
         """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
+        self._left = {}
         self._observe(step)
         if self.suspects:
             turn.around = self.watching
@@ -210,11 +227,20 @@ class LoopWatch:
 
     # Variables
 
-    def variables(self, examples: Examples) -> dict[_Key, Variable]:
+    def variables(self, examples: DatasetExamples) -> dict[_Key, Variable]:
         """Returns the present variables of the loop, without what belongs to the model or to the batch."""
         model = self._model
         own = [*model.modules(), *model.parameters(), *model.buffers(), *self._excluded(), *parts_of(examples.batch)]
-        found = Finder(own).variables(frames_of_loop())
+        finder = Finder(own)
+        found = finder.variables(frames_of_loop(), *examples.code)
+        self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
+        self._written |= {
+            k for k, v in self._of_model.items() if k in self._left and not alike(v.read(), self._left[k])
+        }
+        self._left = {}
+        found += [variable for key, variable in self._of_model.items() if key in self._written]
+        if examples.fetches_here:
+            found += [v for source in examples.sources for v in attributes_of(source) if is_small(v.read())]
         trained = self.others.parameters
         return {variable.key: variable for variable in found if id(variable.read()) not in trained}
 
@@ -225,18 +251,24 @@ class LoopWatch:
                 self._counts.setdefault(key, []).append((step, value))
 
     def changed(
-        self, found: Mapping[_Key, Variable], earlier: Mapping[_Key, Any], step: int
+        self, found: Mapping[_Key, Variable], earlier: Mapping[_Key, Any], step: int, private: OtherRows
     ) -> tuple[list[_Other], list[Variable]]:
-        """Returns the variables to exchange, and others that have changed since: counts of steps, and suspects."""
+        """Returns the variables to exchange, and others that have changed since: counts of steps, and suspects.
+
+        Those that have not changed are exchanged if they have private rows of other examples.
+        """
+        unchanged = private.attributes
         others, kept, known = [], [], set().union(*(suspect.keys for suspect in self.suspects))
         for key, variable in found.items():
             content, value = earlier.get(key, MISSING), variable.read()
             if content is not MISSING and alike(value, content):
+                unchanged.append(variable)
                 continue
             if key in known or (isinstance(value, int) and is_count([*self._counts.get(key, []), (step, value)])):
                 kept.append(variable)
             else:
                 others.append((variable, content))
+        others += [(variable, private) for variable in unchanged if private.are_in(variable)]
         return others, kept
 
     def keep_settings(self) -> Callable[[], None]:
@@ -266,14 +298,16 @@ class _Runs:
     def __init__(
         self,
         watch: LoopWatch,
-        examples: Examples,
+        examples: DatasetExamples,
         earlier: Mapping[_Key, Any],
+        private: OtherRows,
         step: int,
         units: np.ndarray | None,
         *,
         rows: bool,
     ):
         self._watch, self._examples, self._earlier, self._step = watch, examples, earlier, step
+        self._private = private
         self._comparison, self._rows = Comparison(examples.count, units), rows
         self.found: Mapping[_Key, Variable] = {}  # the variables, if they are not to be looked for again
         self._exchange = Exchange([], [])
@@ -304,10 +338,20 @@ class _Runs:
             else:
                 groups = [*_grouped(self._others).values()]
                 culprits = yield from self._search(groups, answers, rows=rows)
+                yield from self._check_rows(culprits, answers, rows=rows)
                 self._watch.suspects += [self._suspect(group) for group in culprits]
                 self._watch._observe(self._step)
             turn = Turn(self._examples.batch, self._examples.count, is_batch=True, prepare=self._before.restore)
             yield self._after_exchange(turn)
+
+    def _check_rows(self, culprits: list[list[_Other]], original: Answers, *, rows: bool) -> Script:
+        """Refuses private rows of other examples on which losses depend; drops those that do not show it again."""
+        for group in [group for group in culprits if isinstance(group[0][1], OtherRows)]:
+            again = yield self._turn(group, rows=rows)
+            control = yield self._turn([], rows=rows)
+            if self._moves(again, original) and not self._moves(control, original):
+                raise Refused(reads_others(group[0][0].group))
+            culprits.remove(group)
 
     def settle(self) -> None:
         """Puts back everything that a run with other contents changed."""
@@ -323,15 +367,30 @@ class _Runs:
             self._batch_turn.settle()
             if others is None:
                 found = self.found or self._watch.variables(self._examples)
-                self._others, self._kept = self._watch.changed(found, self._earlier, self._step)
+                self._others, self._kept = self._watch.changed(found, self._earlier, self._step, self._private)
             self._put_back = [self._watch.keep_model().restore, self._watch.keep_settings()]
             self._before.restore()
             kept = [v for v, _ in self._others] + self._kept
-            self._exchange = Exchange(self._others if others is None else others, kept)
+            exchanged = self._others if others is None else others
+            self._exchange = Exchange(exchanged, kept)
+            if self._rows:
+                turn.batch = self._fetched_with(exchanged)
 
         turn = Turn(self._examples.batch, self._examples.count, rows=rows)
         turn.prepare, turn.around = prepare, lambda: self._exchange.exchanging()
         return turn
+
+    def _fetched_with(self, others: list[_Other]) -> Any:
+        """Returns the batch as the data set and ``collate_fn`` make it with these contents."""
+        if not any(map(_may_be_read, self._others)):
+            return self._examples.batch
+        exchange = Exchange([*filter(_may_be_read, others)], [])
+        exchange.enter()
+        try:
+            again = self._examples.again()
+        finally:
+            exchange.settle()
+        return self._examples.batch if again is None else again
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""
@@ -388,6 +447,11 @@ class _Runs:
                 answers = yield self._turn([other for each in fewer for other in each], rows=rows)
                 needed = fewer if self._moves(answers, original) else needed
         return needed
+
+
+def _may_be_read(other: _Other) -> bool:
+    """True for what items may depend on: private rows and numbers, not caches of items."""
+    return isinstance(other[1], OtherRows) or is_small(other[0].read())
 
 
 def _grouped(others: list[_Other]) -> dict[tuple[str, str], list[_Other]]:

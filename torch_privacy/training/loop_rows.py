@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges the private rows of other examples in what the loop and ``collate_fn`` read: tensors, arrays, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..jacobian.comparison import CARRIES
+from ..sampling.batches import DatasetExamples
+from ..sampling.stored_rows import kind_of, num_bytes
+from ..support.model_state import same
+from .loop_contents import Replacement, rebuilt, rows_of
+from .loop_variables import MISSING, Variable, attributes_of
+
+FEWEST = 4  # examples of a batch that must be found at their places
+FEW_PARTS = 16  # of a container that is looked into
+MOST_BYTES, MOST_BYTES_OFTEN = 2**26, 2**20  # of rows that are exchanged; in every rehearsal
+REFUSED = (
+    "PrivateTraining: the losses of a batch change if rows of {} that belong to other examples are exchanged: the loop "
+    f"or collate_fn reads private data besides the batch, {CARRIES}. So do means, class weights and neighbors over all "
+    "data: one example changes many gradients. Nothing was released in this step. Compute such numbers from public "
+    "data, or release them with noise and pass prior_releases=."
+)
+
+
+class OtherRows(Replacement):
+    """Knows which rows of the private data belong to other examples than those of a batch, and what replaces them.
+
+    A tensor, array, list or table is taken for private data if it has as many rows as there are examples and, at the
+    places of the batch's examples, what is in the batch. If their numbers are in the batch, equal length is enough.
+    """
+
+    def __init__(self, examples: DatasetExamples, *, often: bool):
+        self._most = MOST_BYTES_OFTEN if often else MOST_BYTES
+        self._laws = {len(rows): (rows, places) for rows, places in examples.rows_of_others()}
+        self._examples = examples
+
+    @property
+    def attributes(self) -> list[Variable]:
+        """Returns the attributes of the data set, which may be such tensors."""
+        return [variable for source in self._examples.sources for variable in attributes_of(source)]
+
+    @cached_property
+    def _columns(self) -> list[list[Any]]:
+        """Returns the parts of the batch's items, each for all examples."""
+        items = self._examples.items
+        leaves = [tree_leaves(item) for item in items] if isinstance(items, list) else []
+        return [[*column] for column in zip(*leaves, strict=True)] if len({*map(len, leaves)}) == 1 else []
+
+    @cached_property
+    def _leaves(self) -> list[Tensor]:
+        """Returns the tensors in the batch, and what the items have in one part, if it has one shape."""
+        found = [
+            _tensor_of(leaf) for leaf in tree_leaves(self._examples.batch) if isinstance(leaf, (Tensor, np.ndarray))
+        ]
+        found += [_tensor_of([np.asarray(part) for part in column]) for column in self._columns]
+        return [leaf for leaf in found if leaf is not None]
+
+    def are_in(self, variable: Variable) -> bool:
+        """True if the variable has such rows, and can get others."""
+        return bool(self._laws) and variable.is_writable and self.exchanged(variable.read()) is not MISSING
+
+    def exchanged(self, value: Any) -> Any:
+        """Returns the value with other rows in place of those of other examples."""
+        if not isinstance(value, Collection) or isinstance(value, (str, bytes)) or getattr(value, "ndim", 1) == 0:
+            return MISSING
+        if len(value) in self._laws:
+            rows, places = self._laws[len(value)]
+            if num_bytes(value) <= self._most and self._has_batch(value, places):
+                return rows_of(value, rows)
+        if type(value) in (tuple, list, dict) and 0 < len(value) <= FEW_PARTS:
+            parts = [*value.values()] if isinstance(value, Mapping) else [*value]
+            others = [self.exchanged(part) for part in parts]
+            if any(other is not MISSING for other in others):
+                kept = [part if other is MISSING else other for part, other in zip(parts, others, strict=True)]
+                return rebuilt(value, kept)
+        return MISSING
+
+    def _has_batch(self, value: Any, places: np.ndarray) -> bool:
+        """True if a tensor, array, list or table has the batch's numbers at the places of its examples."""
+        if len(places) < FEWEST or kind_of(value) is None or isinstance(value, dict):
+            return False
+        if any(_equal(torch.from_numpy(places), leaf) for leaf in self._leaves):
+            return True
+        if isinstance(value, list):
+            of_batch = [value[place] for place in places.tolist()]
+            if any(all(map(same, of_batch, column)) for column in self._columns):
+                return not all(same(part, of_batch[0]) for part in of_batch)
+            own = _tensor_of(of_batch)
+        else:
+            own = _tensor_of(rows_of(value, places))
+        return own is not None and bool((own != own[:1]).any()) and any(_equal(own, leaf) for leaf in self._leaves)
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    """Returns the numbers of a tensor, an array, a table or a list; None if it has others."""
+    try:
+        found = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return found.detach() if found.ndim and found.layout is torch.strided else None
+
+
+def reads_others(name: str) -> str:
+    """Returns the message for losses that depend on rows of other examples in a variable."""
+    return REFUSED.format(repr(name))
+
+
+def _equal(own: Tensor, leaf: Tensor) -> bool:
+    if own.shape != leaf.shape:
+        return False
+    return torch.equal(own.to(leaf.device, leaf.dtype), leaf)
