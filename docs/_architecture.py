@@ -49,10 +49,12 @@ WAY = [  # (step, what happens, the modules that do it)
     ("7 ledger", "recorded\nbefore use", ["privacy.ledger"]),
 ]
 JOINS = {  # module -> its place in the picture
-    "training.loop": (5.2, 3.55),
-    "mechanism": (7.6, 2.45),
-    "jacobian.tape": (3.1, 1.5),
-    "training.release": (11.6, 2.45),
+    "training.loop": (6.3, 3.6),
+    "training.step_run": (4.2, 2.75),
+    "training.releaser": (9.4, 2.75),
+    "jacobian.tape": (2.9, 1.55),
+    "mechanism": (6.7, 1.75),
+    "training.release": (11.7, 1.75),
 }
 INK, PAPER, LINE, ACCENT, BAND = "#1f2430", "#ffffff", "#8d97ab", "#3f51b5", "#eef0f7"
 

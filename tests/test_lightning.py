@@ -132,7 +132,7 @@ def test_schedules_advance_once_per_release_also_for_empty_batches():
     assert_same(module, plain(9, schedule=by_step, expected_batch_size=0.7)[0])
     assert [rate for _, rate, _ in module.seen] == [0.5**step for step in range(1, 10)]
     assert [outputs.get("loss") is None for _, _, outputs in module.seen] == [
-        not len(fit.training._releases.indices(step)) for step in range(9)
+        not len(fit.training._state.releases.indices(step)) for step in range(9)
     ]
 
 
@@ -573,7 +573,7 @@ def test_loaders_give_data_collate_fn_and_workers():
     module, fit = FromModule(), PrivateFit(**PRIVACY)
     trainer_of(fit).fit(module)
     assert_same(module, plain(10)[0])
-    assert fit.training._batches._collate is collate
+    assert fit.training._setup.batches._collate is collate
 
 
 def test_validation_test_and_prediction_are_as_usual():

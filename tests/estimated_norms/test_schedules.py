@@ -37,11 +37,11 @@ def test_every_step_clips_estimates_at_its_own_norm_with_its_own_noise():
     model = training.model
     for t, (x,) in enumerate(own_batches(training, lambda model, x: losses_of(model, x))):
         before, rows = flat(model.parameters()), rows_of_one_graph(losses_of(model, x), model)
-        v = Directions(training._releases.noise.key, t, 0).draw(range(16), trained(model))
+        v = Directions(training._state.releases.noise.key, t, 0).draw(range(16), trained(model))
         norms = (rows @ torch.cat([d.flatten(1) for d in v.values()], 1).T).square().mean(1).sqrt()
         noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         clip_norm = 0.5 * CLIPS[t]
-        training._releases.noise.add_to(t, noise, NOISES[t] * clip_norm * PRICED_ROUNDING)
+        training._state.releases.noise.add_to(t, noise, NOISES[t] * clip_norm * PRICED_ROUNDING)
         total = (clip_norm / norms).clamp(max=1) @ rows + flat(noise.values())
         training.step(losses_of(model, x))
         torch.testing.assert_close(flat(model.parameters()), before - total / 8, rtol=1e-9, atol=1e-9)

@@ -293,10 +293,10 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     noise = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    training._releases.noise.add_to(0, noise, 0.5 * PRICED_ROUNDING)
+    training._state.releases.noise.add_to(0, noise, 0.5 * PRICED_ROUNDING)
     for part, (x, _) in enumerate(own_batches(training, lambda model, x, _: losses_of(model, x))):
         rows = rows_of_one_graph(losses_of(model, x), model)
-        v = Directions(training._releases.noise.key, 0, part).draw(range(16), trained(model))
+        v = Directions(training._state.releases.noise.key, 0, part).draw(range(16), trained(model))
         norms = (rows @ torch.cat([d.flatten(1) for d in v.values()], 1).T).square().mean(1).sqrt()
         total = total + (0.5 / norms).clamp(max=1) @ rows
         training.step(losses_of(training.model, x))
@@ -587,7 +587,7 @@ def test_an_infinite_estimate_leaves_the_example_out():
 
 def test_empty_batches_are_steps_of_noise_alone():
     training = training_of(small(), dataset=data(4), expected_batch_size=0.4, num_steps=8, test_seed=2)
-    assert any(len(training._releases.indices(step)) == 0 for step in range(8))
+    assert any(len(training._state.releases.indices(step)) == 0 for step in range(8))
     train(training)
     assert training.step_count == 8
 

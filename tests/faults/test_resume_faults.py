@@ -29,7 +29,7 @@ class Witness:
 
     def _use(self, training):
         gradient = b"".join(p.grad.numpy().tobytes() for p in training.model.parameters())
-        self.used[training._releases.noise.key, training.step_count].add(gradient)
+        self.used[training._state.releases.noise.key, training.step_count].add(gradient)
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_a_difference_in_any_number_is_noticed(tmp_path, new_process):
     model = torch.nn.Linear(3000, 2)
     sums = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     training = secret_training()
-    found = release.Releases(training.settings, training._plan, privacy.Ledger(), release.new_keys(None, 0))
+    found = release.Releases(training.settings, training._setup.plan, privacy.Ledger(), release.new_keys(None, 0))
     before = found._fingerprint(0, sums)
     assert before == found._fingerprint(0, {name: total.clone() for name, total in sums.items()})
     flat = sums["weight"].view(-1)

@@ -182,7 +182,7 @@ class Witness:
 
     def _note(self, training: tp.PrivateTraining) -> None:
         used = b"".join(p.grad.numpy().tobytes() for p in training.model.parameters() if p.grad is not None)
-        key = training._releases.noise.key + bytes([training.step_count])
+        key = training._state.releases.noise.key + bytes([training.step_count])
         TRUE["write"](self.file, f"{hashlib.sha256(key).hexdigest()} {hashlib.sha256(used).hexdigest()}\n".encode())
 
     @property

@@ -43,22 +43,22 @@ def gep_training(perturbation=None, **settings):
 
 def directions(training):
     """Returns the basis of the current step as a matrix (k, 26)."""
-    return torch.block_diag(*(group.matrix() for group in training._mechanism.basis.directions.values()))
+    return torch.block_diag(*(group.matrix() for group in training._setup.mechanism.basis.directions.values()))
 
 
 def noise_of(training, step):
     """Returns the noise of a step for stddevs of 1: for the embedding, and for the residual if there is one."""
-    zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._mechanism.anchors.quotas.items()}
+    zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._setup.mechanism.anchors.quotas.items()}
     count = sum(map(len, zeros.values()))
     if isinstance(training.settings.perturbation, tp.GEP):
         zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
-    training._releases.noise.add_to(step, zeros, stddev=PRICED_ROUNDING)
+    training._state.releases.noise.add_to(step, zeros, stddev=PRICED_ROUNDING)
     both = torch.cat([z.flatten() for z in zeros.values()])
     return both[:count], both[count:]
 
 
 def without_noise(training):
-    training._releases.noise.add_to = lambda *_: None
+    training._state.releases.noise.add_to = lambda *_: None
     return training
 
 
@@ -71,7 +71,7 @@ def released(training, rows, v, step):
     w, r = rows @ v.T, rows - rows @ v.T @ v
     setting, (z, y) = training.settings.perturbation, noise_of(training, step)
     if isinstance(setting.embedding_clipping, tp.Groups):
-        k = sum(count for group, count in training._mechanism.anchors.quotas.items() if group.startswith("0"))
+        k = sum(count for group, count in training._setup.mechanism.anchors.quotas.items() if group.startswith("0"))
         w, r = (
             torch.cat([clipped(part, bound) for part, bound in zip(parts.split(sizes, 1), bounds, strict=True)], 1)
             for parts, sizes, bounds in ((w, [k, len(v) - k], [0.3, 0.1]), (r, [16, 10], [0.2, 0.15]))
@@ -201,8 +201,8 @@ def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
 def test_empty_batches_release_noise_alone_with_its_two_deviations():
     """The residual's noise inside the subspace is removed."""
     training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
-    training._releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
-    released, begin = [], training._mechanism.gradient
+    training._state.releases.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    released, begin = [], training._setup.mechanism.gradient
 
     def noted(release):
         v = directions(training)
@@ -211,7 +211,7 @@ def test_empty_batches_release_noise_alone_with_its_two_deviations():
         released.append((g @ v.T, g - g @ v.T @ v))
         return gradient
 
-    training._mechanism.gradient = noted
+    training._setup.mechanism.gradient = noted
     assert list(training) == []
     w, r = (torch.stack(part) for part in zip(*released, strict=True))
     assert len(w) == 300
@@ -340,7 +340,7 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted(kind):
         for dataset in (all_examples, others)
     ]
     for training in trainings:
-        training._releases.indices = lambda step, n=training.settings.num_examples: torch.arange(n).numpy()
+        training._state.releases.indices = lambda step, n=training.settings.num_examples: torch.arange(n).numpy()
         train(training)
     torch.testing.assert_close(*map(parameters_of, trainings))
     assert [training.num_non_finite for training in trainings] == [1, 0]
@@ -532,7 +532,7 @@ def test_short_residuals_stay_within_their_bound_for_all_dtypes(weight, scale, l
             )
         )
         for (x,) in training:
-            basis = training._mechanism.basis.directions["w"].matrix().double()
+            basis = training._setup.mechanism.basis.directions["w"].matrix().double()
             before = model.w.detach().clone()
             training.step(model(x).to(losses))
         g = (before - model.w.detach()).double() / training.optimizer.param_groups[0]["lr"]

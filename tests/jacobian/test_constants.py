@@ -288,7 +288,7 @@ def test_a_plain_attribute_is_a_constant():
     training = training_of(Positions(), torch.randn(40, 6, 3))
     for (x,) in own_batches(training, losses_of):
         losses = losses_of(training.model, x)
-        norms = training._pending.tape.jacobian(losses, retain_graph=True).squared_norms()
+        norms = training._runs.pending.tape.jacobian(losses, retain_graph=True).squared_norms()
         torch.testing.assert_close(norms, rows_of_one_graph(losses, training.model).square().sum(1))
         training.step(losses)
     assert training.step_count == 8

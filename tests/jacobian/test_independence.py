@@ -659,7 +659,7 @@ def test_a_condition_that_one_example_decides_is_refused_when_it_is_true(number)
     training = program.training(num_steps=20)
     with pytest.raises(tp.Refused, match=DEPEND):
         program.run(training)
-    assert not any(number in training._releases.indices(step) for step in range(training.step_count))
+    assert not any(number in training._state.releases.indices(step) for step in range(training.step_count))
 
 
 def test_examples_mixed_in_a_large_tensor_are_refused():
@@ -1180,8 +1180,8 @@ def test_random_numbers_are_those_of_the_batch_in_its_rehearsals_too():
     training, drawn = Program(linear(), points()).training(microbatch_size=4), {}
     for (x,) in training:
         numbers = random_numbers()
-        if training._pending.turn.draws == AS_DRAWN:  # others serve to compare parts of the batch
-            drawn.setdefault((training.step_count, training._part.number), []).append(numbers)
+        if training._runs.pending.turn.draws == AS_DRAWN:  # others serve to compare parts of the batch
+            drawn.setdefault((training.step_count, training._runs.part.number), []).append(numbers)
         training.step(losses_of(training.model, x))
     assert len(drawn) > 6
     firsts = [numbers[0] for numbers in drawn.values()]

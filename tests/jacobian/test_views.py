@@ -70,7 +70,7 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
         if not training.step(losses_of(model, x, y)):
             continue
         noise = {name: torch.zeros_like(p) for name, p in trained(before).items()}
-        training._releases.noise.add_to(step, noise, 0.4 * PRICED_ROUNDING)
+        training._state.releases.noise.add_to(step, noise, 0.4 * PRICED_ROUNDING)
         total = explicit_sum(before, batches, tp.Flat(0.4)) + torch.cat([z.flatten() for z in noise.values()])
         moved = [b - a for a, b in zip(model.parameters(), before.parameters(), strict=True)]
         torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), total / BATCH, rtol=1e-9, atol=1e-9)
@@ -159,7 +159,7 @@ def test_views_may_depend_on_the_examples_other_views():
     training = training_of(model, microbatch_size=3)
     for x, y in own_batches(training, losses_of):
         means = losses_of(model, x, y).mean(1)
-        jacobian = training._pending.tape.jacobian(losses_of(model, x, y).flatten(), retain_graph=True)
+        jacobian = training._runs.pending.tape.jacobian(losses_of(model, x, y).flatten(), retain_graph=True)
         rows = torch.cat([part.flatten(1) for part in jacobian.rows().values()], 1)
         torch.testing.assert_close(rows.view(-1, VIEWS, rows.shape[1]).mean(1), rows_of_one_graph(means, model))
         training.step(losses_of(model, x, y))

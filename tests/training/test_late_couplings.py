@@ -107,7 +107,7 @@ def test_honest_factors_are_rarely_rehearsed(name):
 @pytest.mark.parametrize("epoch", [1, 2, 10, 100, 333.3])
 def test_rehearsals_are_bounded_and_begin_epochs(epoch):
     training, _ = training_of(FACTORS["a branch"], num_steps=1000)
-    rehearsals = training._rehearsals
+    rehearsals = training._state.rehearsals
     rehearsals.epoch = epoch
     due = [step for step in range(1000) if rehearsals.are_due(step, 0, 1)[0]]
     assert len(due) <= 40
@@ -119,7 +119,7 @@ def test_rehearsals_are_bounded_and_begin_epochs(epoch):
 
 def test_every_microbatch_has_its_turn():
     training, _ = training_of(FACTORS["a branch"], num_steps=2000)
-    due = training._rehearsals.are_due
+    due = training._state.rehearsals.are_due
     numbers = [number for step in range(1999) for number in range(4) if due(step, number, 4)[0]]
     assert min(np.bincount(numbers, minlength=4)) > len(numbers) // 6
     assert [number for number in range(4) if due(1999, number, 4)[0]] == [0, 1, 2, 3]
@@ -152,7 +152,7 @@ def copy_of(model):
 
 def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path):
     training, _ = found_late(tmp_path)
-    coupled = training._rehearsals.coupled
+    coupled = training._state.rehearsals.coupled
     assert coupled.found == training.step_count > coupled.last >= 20 - 1 >= coupled.first - 1
     named = f"releases {coupled.first} to {coupled.last} were made"
     assert str(training.spent()).startswith("NOT PRIVATE (from the last rehearsal that passed: ")
@@ -171,7 +171,7 @@ def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path)
 @pytest.mark.parametrize(("later", "private"), [(0, True), (1, False)])
 def test_a_state_from_before_repeats_the_releases_that_may_leak(tmp_path, later, private):
     training, states = found_late(tmp_path)
-    first = training._rehearsals.coupled.first
+    first = training._state.rehearsals.coupled.first
     state, weights = states[first + later]
     training.ledger.close()
     again, _ = training_of(by_numpy, num_steps=60, seed=None, run_folder=tmp_path / "run")

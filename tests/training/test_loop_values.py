@@ -92,7 +92,7 @@ def center_of_a_teacher(training, model):
 
 def clusters_over_all_data(training, model):
     assignments = torch.zeros(N, dtype=torch.long)
-    x_all = training._batches.dataset.tensors[0]
+    x_all = training._setup.batches.dataset.tensors[0]
     for x, _, i in training:
         if training.step_count % 4 == 0 and not training.rehearsing:
             with torch.no_grad():
@@ -283,7 +283,7 @@ def running_mean_for_the_next_batch(training, model):
 
 def clusters_after_the_step(training, model):
     assignments = torch.zeros(N, dtype=torch.long)
-    x_all = training._batches.dataset.tensors[0]
+    x_all = training._setup.batches.dataset.tensors[0]
     for x, _, i in training:
         if training.step(errors(model, x, assignments[i])) and training.step_count % 4 == 3:
             with torch.no_grad():
@@ -777,7 +777,7 @@ def training_model_frozen(model):
 def test_forwards_on_private_rows_outside_of_a_batch_are_named(private):
     model = network()
     training = training_of(model, num_steps=3)
-    rows = training._batches.dataset.tensors[0] if private else torch.randn(N, D)
+    rows = training._setup.batches.dataset.tensors[0] if private else torch.randn(N, D)
     for x, y, _ in training:
         if training.step(errors(model, x, y)):
             with torch.no_grad():

@@ -623,7 +623,7 @@ def test_units_are_those_of_the_sampler_in_every_part():
     """The parts of a step have all of its examples, each with the row of its owner."""
     training = owned(microbatch_size=5, num_steps=2)
     sampler = sampler_of(training)
-    releases = training._releases
+    releases = training._state.releases
     assert isinstance(releases, Releases)
     shares = releases.parts(0)
     assert np.concatenate([share.indices for share in shares]).tolist() == sampler.indices(0).tolist()

@@ -147,7 +147,7 @@ def watch(training: tp.PrivateTraining, folder: Path, how: str | None) -> None:
             return  # torch looks at the optimizer
         gradients = b"".join(local(p.grad).numpy().tobytes() for p in training.model.parameters())
         digest = hashlib.sha256(gradients).hexdigest()
-        key, number = training._releases.noise.key.hex(), training._releases.number(training.step_count - 1)
+        key, number = training._state.releases.noise.key.hex(), training._state.releases.number(training.step_count - 1)
         with (folder / f"used-{os.getpid()}").open("a") as file:
             file.write(json.dumps([key, number, ranks, digest]) + "\n")
 
@@ -428,9 +428,9 @@ def learned(training: tp.PrivateTraining) -> dict[str, Any]:
     """Returns what a state holds beside keys and ledger, as this rank has it."""
     return {
         "rule": repr(training.clipping),
-        "mechanism": training._mechanism.state(),
+        "mechanism": training._setup.mechanism.state(),
         "num_non_finite": training.num_non_finite,
-        "moved_otherwise": training._weight_guard.moved_otherwise(training.step_count),
+        "moved_otherwise": training._state.guard.moved_otherwise(training.step_count),
         "step": training.step_count,
         "private": training.statement()["private"],
     }

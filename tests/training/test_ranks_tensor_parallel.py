@@ -96,7 +96,7 @@ def trained(
     training = start(model, examples(case, dtype, with_nan=with_nan), optimizer, **settings)
     go(training)
     weights, ledger = whole_weights(model), training.ledger.state_dict()
-    in_words = training._placement.in_words
+    in_words = training._setup.placement.in_words
     moved = difference(weights, before)
     return Result(weights, moved, training.num_non_finite, repr(training.clipping), ledger, in_words)
 
@@ -211,7 +211,7 @@ def test_the_ledger_is_that_of_one_process(ranks2):
 def rounding_otherwise(rank: int) -> tuple[dict[str, torch.Tensor], str]:
     """Trains with other sums on rank 1, as other hardware would round them."""
     training = start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), clipping=RULES["adaptive"])
-    placement: Any = training._placement
+    placement: Any = training._setup.placement
     collect = placement.collect
 
     def collect_otherwise(sums: dict[str, torch.Tensor], *rest: Any) -> None:

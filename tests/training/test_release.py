@@ -422,7 +422,7 @@ def test_noise_covers_rows_that_exceed_the_clip_norm_by_rounding(monkeypatch):
     """The noise over the largest possible change is the noise multiplier of the ledger, with nothing left out."""
     training, stddevs = training_of(num_steps=1), []
     monkeypatch.setattr(
-        type(training._releases.noise), "add_to", lambda self, step, sums, each, places: stddevs.append(each)
+        type(training._state.releases.noise), "add_to", lambda self, step, sums, each, places: stddevs.append(each)
     )
     train(training)
     longest = 0.5 * (1 + ROUNDING) ** 2  # a factor times a norm that is too small

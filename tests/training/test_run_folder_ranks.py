@@ -56,8 +56,8 @@ def test_rank_0_writes_all_weights_and_the_losses_of_all_ranks(ranks2, tmp_path,
 def refusals(rank: int | None, folder: Path) -> str:
     case = CASES["uneven"]
     training = start(case, "ddp", run_folder=folder if rank == 0 else None, delta=1e-3, num_steps=2)
-    assert training._files is not None
-    assert (training._files.folder is None) == (rank != 0)
+    assert training._resuming.files is not None
+    assert (training._resuming.files.folder is None) == (rank != 0)
     with pytest.raises(ValueError, match="must be numbers by name"):
         training.write_run({"accuracy": "much"})
     with pytest.raises(ValueError, match="no step was made") as refused:

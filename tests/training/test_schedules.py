@@ -112,7 +112,7 @@ def test_clip_schedule_changes_no_epsilon():
 
 def test_a_target_scales_the_whole_schedule():
     training = training_of(noise_multiplier=None, target_epsilon=2.0, noise_schedule=NOISE)
-    events = [event for event, _ in training._plan.releases]
+    events = [event for event, _ in training._setup.plan.releases]
     ratios = [event.noise_multiplier / events[0].noise_multiplier for event in events]
     assert ratios == pytest.approx([factor / NOISE[0] for factor in NOISE])
     assert 1.99 <= privacy.compose([(event, 1) for event in events]).epsilon_high(1e-3) <= 2.0

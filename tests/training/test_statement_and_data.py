@@ -34,7 +34,7 @@ def noise_made(noise_multiplier):
     for x, _ in training:
         training.step(0 * training.model(x).sum(1))
     drawn = {"z": torch.zeros_like(before)}
-    training._releases.noise.add_to(0, drawn, 1.0)
+    training._state.releases.noise.add_to(0, drawn, 1.0)
     divisor = training.settings.expected_batch_size / training.optimizer.param_groups[0]["lr"]
     moved = (before - parameters_of(training)).double() * divisor
     return training.statement(), float((moved @ drawn["z"].double()) / (drawn["z"].double() @ drawn["z"].double()))

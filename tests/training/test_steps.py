@@ -21,7 +21,7 @@ def test_each_iterator_is_one_step_also_for_an_empty_batch():
             training.step(cross_entropy(model, x, y))
             sizes[-1] += 0 if training.rehearsing else len(x)
         assert training.step_count == k + 1
-    assert sizes == [len(training._releases.indices(k)) for k in range(12)]
+    assert sizes == [len(training._state.releases.indices(k)) for k in range(12)]
     assert 0 in sizes
     assert max(sizes) > 1
     for x, y in expected:

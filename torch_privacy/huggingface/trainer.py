@@ -256,7 +256,7 @@ class PrivateTrainer(Reporting):
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         assert self._steps is not None
-        if is_complete := self._begun().step_count >= self._begun()._account.steps_allowed:
+        if is_complete := self._begun().step_count >= self._begun()._setup.account.steps_allowed:
             next(self._steps, None)  # to the end of the training's loop, which writes the run folder
         self._close()
         output = super()._finalize_training(trial, num_train_samples, start_time)

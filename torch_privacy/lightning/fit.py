@@ -151,7 +151,7 @@ class PrivateFit(Callback):
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.training.write_run(scores={k: v for k, v in metrics.items() if k not in self._logged and isfinite(v)})
             if self._keys is not None:
-                is_over = self.training.step_count >= self.training._account.steps_allowed or _stopped_early(trainer)
+                is_over = self.training.step_count >= self.training._setup.account.steps_allowed or _stopped_early(trainer)
                 self._keys.end() if is_over else self._keys.warn_kept(WHERE)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -208,7 +208,7 @@ class PrivateFit(Callback):
                 losses.append(answer["loss"].flatten())
         if losses:
             outputs["loss"] = torch.cat(losses).mean()
-        if training.step_count == training._account.steps_allowed:
+        if training.step_count == training._setup.account.steps_allowed:
             next(self._steps, None)  # to the end of the training's loop
             trainer.should_stop |= training.step_count < training.settings.num_steps  # the budget is spent
         self._log_epsilon(trainer, training)
@@ -257,7 +257,7 @@ class PrivateFit(Callback):
         delta = training.settings.delta
         if delta is None or training.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        holds = training._account.warning(training._progress()) is None
+        holds = training._setup.account.warning(training._progress()) is None
         epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile_at_step().epsilon_high(delta)}
         for logger in trainer.loggers:
             logger.log_metrics(epsilon, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..mechanism import Summation
 from ..support.ranks import Ranks
+from .listeners import Listener
+from .release import Share
 
 Training = Any  # a `PrivateTraining`, of which this file knows nothing
 
@@ -112,7 +114,7 @@ class StepLog:
     @cached_property
     def warning(self) -> str | None:
         """Returns why ``epsilon`` does not hold, such as a ``test_seed``; None if it does."""
-        return self._training._account.warning(self._training._progress())
+        return self._training._setup.account.warning(self._training._progress())
 
     @cached_property
     def _table(self) -> np.ndarray | None:
@@ -163,7 +165,7 @@ class BatchNumbers:
         return table
 
 
-class Callbacks:
+class Callbacks(Listener):
     """Calls the callbacks of a training, and collects the numbers of a step for them; does nothing without any.
 
     Raises:
@@ -193,12 +195,12 @@ class Callbacks:
         """Begins a step, with a batch of this many examples; also if it is made again."""
         self._batch = BatchNumbers(self._ranks, size) if self._callbacks else None
 
-    def note(self, positions: np.ndarray, losses: Tensor, summation: Summation, units: np.ndarray | None) -> None:
+    def after_batch(self, share: Share, losses: Tensor, summation: Summation) -> None:
         """Takes the losses (n, views) of a (micro)batch, and its clipped sum."""
         if self._batch is not None and summation.factors:
-            self._batch.note(positions, losses.detach().mean(1), summation, units)
+            self._batch.note(share.positions, losses.detach().mean(1), summation, share.units)
 
-    def note_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def before_update(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the optimizer's groups of parameters before the update."""
         if self._callbacks:
             self._learning_rates = tuple(float(group.get("lr", float("nan"))) for group in groups)

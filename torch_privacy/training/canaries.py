@@ -21,9 +21,11 @@ from ..sampling.canaries import WithCanaries
 from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
+from .listeners import Listener
 from .rehearsals import Part, one_turn
 from .release import Releases, Share
 from .settings import TrainingSettings
+from .state import State
 
 LENGTH = 1e4  # of a gradient canary, in units of the sensitivity: it is always clipped
 UNLIMITED = 100.0  # memory budget: all rows are kept
@@ -211,7 +213,7 @@ class CanaryScores:
         )
 
 
-class Observation:
+class Observation(Listener):
     """Hands the canaries of an audit out through the user's loop, and adds gradient canaries to the sums.
 
     Args:
@@ -240,9 +242,9 @@ class Observation:
     def _by_releases(self) -> bool:
         return self._scores is not None and self._scores.by_releases
 
-    def before_step(self, releases: Releases, tensors: ModelTensors, step: int) -> Iterator[Part]:
+    def batches_before_step(self, state: State) -> Iterator[Part]:
         """Yields what the scores need before a step: the canaries, and each (micro)batch without them."""
-        scores = self._scores
+        scores, releases, tensors, step = self._scores, state.releases, state.tensors, state.step
         if scores is None:
             return
         if scores.by_losses and step == 0 and scores.observed.losses_before is None:
@@ -268,9 +270,7 @@ class Observation:
                 take = scores.take_known(self._mechanism, summation)
                 yield self._part(known, take, releases, step)
 
-    def after_release(
-        self, release: Mapping[str, Tensor], stddevs: Mapping[str, float], releases: Releases, step: int
-    ) -> None:
+    def after_release(self, release: Mapping[str, Tensor], stddevs: Mapping[str, float], state: State) -> None:
         """Scores the canaries by a release."""
         if self._scores is not None and self._scores.by_releases:
             self._scores.note_release(
@@ -280,19 +280,17 @@ class Observation:
                 self._settings.sampling_probability,
             )
 
-    def after_training(self, releases: Releases, step: int) -> Iterator[Part]:
+    def batches_at_end(self, state: State) -> Iterator[Part]:
         """Yields what the scores need after the last step."""
         if self._scores is not None:
             if self._scores.by_losses:
-                yield from self._losses(self._scores, releases, step)
+                yield from self._losses(self._scores, state.releases, state.step)
                 self._scores.conclude_losses(after=True)
             self._scores.is_complete = True
 
-    def with_gradient_canaries(
-        self, sums: dict[str, Tensor], releases: Releases, tensors: ModelTensors, step: int
-    ) -> dict[str, Tensor]:
+    def completed(self, sums: dict[str, Tensor], state: State) -> dict[str, Tensor]:
         """Returns the sums with the clipped gradients of the step's canaries, if these are gradients."""
-        scores = self._scores
+        scores, releases, tensors, step = self._scores, state.releases, state.tensors, state.step
         if self._data.are_records or scores is None:
             return sums
         scores.know(sums)

@@ -22,13 +22,14 @@ from ..support.torch_modes import is_transformed, tensors_in
 
 @dataclass
 class Pending:
-    """Holds a (micro)batch that was handed to the loop and waits for its losses."""
+    """Holds a (micro)batch that was handed to the loop; ``waits`` until ``step`` has taken its losses."""
 
     turn: Turn
     tape: Recording | None  # None if only the losses are compared
     guard: MutationGuard
     numbers: SeededRandomNumbers
     contexts: ExitStack
+    waits: bool = True
 
     def start(self) -> None:
         """Begins to record the user's code, which gets the batch now."""

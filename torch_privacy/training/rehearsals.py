@@ -16,6 +16,7 @@ from ..jacobian.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, show
 from ..jacobian.independence import Rehearsal
 from ..jacobian.kept import draw_few, draw_halves, without_ends
 from ..jacobian.turns import Answers, Turn
+from ..mechanism import Summation
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState
@@ -121,6 +122,16 @@ class SettingPlaces:
 TRAINED = "requires_grad"
 
 
+@dataclass(frozen=True)
+class Answered:
+    """Holds what the last turn of a (micro)batch gave, of which the step is made. Secret."""
+
+    sums: dict[str, Tensor]
+    summation: Summation
+    code: CodePath
+    losses: Tensor
+
+
 @dataclass
 class Part:
     """Holds a (micro)batch in progress and its turns, of which the batch itself is the last."""
@@ -136,6 +147,9 @@ class Part:
     first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
     step: int = 0
     settings: Settings | None = None  # when it began
+    rates: list[dict[str, Any]] | None = None  # the optimizer's settings at its first turn
+    start: Any = None  # position at which its random numbers begin, if it is rehearsed
+    answered: Answered | None = None  # what the batch itself gave
 
 
 @dataclass(frozen=True)
@@ -280,12 +294,18 @@ class Rehearsals:
                 self.code.add_features(part.first.features, part.examples.count)
             self.last_passed = step if self.watch.is_clear else self.last_passed
 
-    def note_refused(self, error: Refused, step: int) -> None:
-        """Remembers which releases may leak if this refusal of a step shows that examples depend on each other."""
+    def note_refused(self, error: Refused, step: int) -> Coupled | None:
+        """Remembers which releases may leak if this refusal of a step shows that examples depend on each other.
+
+        Returns them if they were not known.
+        """
+        if self.coupled is not None:
+            return None
         self.watch.forget()
         first = self.last_passed + 1
         if shows_dependence(error) and not self.assumed and first < step:
-            self.coupled = self.coupled or Coupled(first, step - 1, step)
+            self.coupled = Coupled(first, step - 1, step)
+        return self.coupled
 
     def load(self, state: Mapping[str, Any], found: Mapping[str, Any] | None) -> None:
         """Continues from a state of the training; ``found`` is what its run folder says about releases that may leak.

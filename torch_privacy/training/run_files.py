@@ -20,14 +20,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..mechanism import summary_of
+from ..mechanism import Summation, summary_of
 from ..privacy.summary import Releases, summarize
 from ..runs.folder import RunFolder
 from ..runs.metrics import LossLog, Metrics, has_diverged
 from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number, quoted
+from .listeners import Listener
 from .placement import reshard
+from .release import Share
 from .settings import TrainingSettings
 from .user_code import plain
 
@@ -152,7 +154,7 @@ class Scores:
         }
 
 
-class RunFiles:
+class RunFiles(Listener):
     """The run folder of a training in a loop of one's own, and the losses for its metrics.
 
     Every rank has one, and the first rank alone reads and writes files.
@@ -202,8 +204,10 @@ class RunFiles:
         else:
             self._write_settings()
 
-    def before_new_release(self) -> None:
+    def before_release(self, *, is_new: bool) -> None:
         """Makes the folder one of an unfinished training again."""
+        if not is_new:
+            return
         if self.is_written and self.folder is not None:
             self.folder.results.unlink(missing_ok=True)
         self.is_written = False
@@ -225,25 +229,41 @@ class RunFiles:
 
     # The losses
 
-    def begin_step(self) -> None:
+    def begin_step(self, size: int = 0) -> None:
         """Forgets the losses of a step that was not made."""
         self._drawn, self._sums = 0, None
 
-    def note(self, losses: Tensor) -> None:
-        """Takes the losses of a (micro)batch: of the batch itself, not of a rehearsal or a stand-in."""
-        losses = losses.detach().double()
+    def after_batch(self, share: Share, losses: Tensor, summation: Summation) -> None:
+        """Takes the losses of a (micro)batch, unless it is a stand-in."""
+        if not share.counts:
+            return
+        losses = losses.detach().mean(1).double()
         finite = losses.isfinite()
         sums = torch.stack([finite.sum().double(), torch.where(finite, losses, 0).sum()])
         self._drawn += losses.numel()
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def after_step(self, step: int) -> bool:
-        """Counts the losses of the step that was made; True if a row is due."""
+    def after_step(self, training: Any) -> None:
+        """Counts the losses of the step that was made; adds the epoch's row if it is due."""
         if self._sums is not None:
             self._since_row = self._sums if self._since_row is None else self._since_row + self._sums
         self.log.add(self._drawn, 0.0, 0.0)
         self.begin_step()
-        return self.log.is_due(step)
+        if self.log.is_due(training.step_count):
+            self._end_epoch(training)
+
+    def _end_epoch(self, training: Any) -> None:
+        """Adds the row on every rank, so that all know when the next is due; the first one has its numbers."""
+        step = training.step_count
+
+        def add() -> int:
+            self.end_epoch(step, training.profile_at_step)
+            return 0
+
+        self.sum_ranks()
+        self._ranks.first_does("computes epsilon", add)
+        if not self._ranks.is_first:
+            self.log.end_epoch(step)
 
     def read_losses(self) -> LossLog:
         """Returns the log with all losses of this rank so far; it waits for a GPU."""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the parts of a training from its arguments, and lets the ranks agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..model_check.requirements import TensorsOf, check_model
+from ..runs.folder import RunFolder
+from ..sampling.batches import Batches
+from ..sampling.canaries import WithCanaries
+from ..sampling.item_check import item_check
+from ..support.model_state import AttributeTensors
+from ..support.validate import Refused
+from .agreement import check_ranks
+from .bystanders import OtherOptimizers, OutsideForwards
+from .loop_watch import LoopWatch
+from .placement import Placement, Ranked
+from .prepared import without_accelerate
+from .reached import Reached
+from .rehearsals import Rehearsals
+from .repetition import Machine
+from .resuming import Resuming
+from .run_files import RunFiles, open_files, settings_of
+from .settings import TrainingSettings, check_scheduler, open_ledger
+from .state import Setup, State, optimized, while_alive
+from .statement import Account
+from .weights import WeightGuard, padding_rows
+
+AGREED = ("test_seed", "target_epsilon", "delta", "budget", "microbatch_size", "assume_independent")
+
+
+def make_setup(
+    placement: Placement,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    after_update: Callable[[Any], Any] | None,
+    batches: Batches,
+    canaries: WithCanaries | None,
+    settings: TrainingSettings,
+    callbacks: tuple[str, ...],
+    run_folder: Path | str | RunFolder | None,
+) -> tuple[Setup, RunFiles | None]:
+    """Checks the arguments; returns what the training is made of, and its run folder, if it has one."""
+    optimizer, scheduler = without_accelerate(optimizer, scheduler)
+    ranks, inner = placement.ranks, placement.model
+    if ranks.size > 1 and canaries is not None:
+        raise Refused(f"PrivateTraining: an audit works in one process, and there are {ranks.size}. Leave it out.")
+    check_model(inner, optimizer)
+    check_scheduler(scheduler)
+    tensors_of = TensorsOf(inner, optimizer, AttributeTensors(inner), placement.of_optimizer)
+    trained = tensors_of().trained
+    placement.check(settings)
+    mechanism = settings.new_mechanism(trained, batches.dataset)
+    settings = settings.with_noise(mechanism)
+    plan = settings.plan(mechanism)
+    path = open_files(run_folder if ranks.is_first else None)
+    of_ledger = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
+    ledger, files = open_ledger(of_ledger if ranks.is_first else None, settings), None
+    try:
+        if path is not None:
+            files = RunFiles(path, settings, ranks)
+            resumed = settings.for_resuming(mechanism, trained)
+            written = settings_of(model, optimizer, scheduler, batches.dataset, trained, settings, resumed)
+            files.begin(written, len(ledger) - len(settings.prior_releases))
+    except BaseException:
+        ledger.close()
+        raise
+    setup = Setup(
+        given=model,
+        model=inner,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        after_update=after_update,
+        batches=batches,
+        canaries=canaries,
+        placement=placement,
+        settings=settings,
+        plan=plan,
+        mechanism=mechanism,
+        tensors_of=tensors_of,
+        ledger=ledger,
+        account=Account(settings, plan, ledger, ranks.size),
+        callbacks=callbacks,
+    )
+    return setup, files
+
+
+def make_state(setup: Setup) -> State:
+    """Returns the state of a training before its first step, which has no releases and rehearsals yet."""
+    tensors = setup.tensors()
+    reached = Reached(padding_rows(setup.model, tensors.trained), setup.mechanism)
+    state, placement = State(tensors, reached, OutsideForwards(setup.batches)), setup.placement
+    state.guard = WeightGuard(while_alive(state, lambda present: optimized(placement, present.tensors), {}))
+    return state
+
+
+def agree(setup: Setup, state: State, files: RunFiles | None, resuming: Resuming) -> RunFiles | None:
+    """Refuses ranks that differ in settings, weights or data; copies the ledger of rank 0 to the others.
+
+    Returns this rank's run folder, which all ranks have if rank 0 has one.
+    """
+    placement, ranks = setup.placement, setup.placement.ranks
+    if ranks.size > 1 and isinstance(placement, Ranked):
+        machine = Machine.here(state.tensors.trained.values()).state()
+        own = {name: getattr(setup.settings, name) for name in AGREED} | {"callbacks": [*setup.callbacks]}
+        shared = own | machine | setup.for_resuming(state.tensors)
+        check_ranks(ranks, placement, setup.optimizer, setup.batches, shared)
+        resuming.copy_ledger()
+    if ranks.from_first(files is not None) and files is None:
+        return RunFiles(None, setup.settings, ranks)
+    return files
+
+
+def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
+    """Returns the rehearsals of a training, whose objects are none of the user's loop."""
+    settings, batches = setup.settings, setup.batches
+    assumed, owners = settings.assume_independent is not None, settings.owners
+    known = [setup.given, setup.optimizer, setup.scheduler, batches.dataset, setup.canaries]
+    watch = LoopWatch(
+        setup.model,
+        while_alive(training, lambda alive: [alive, *known], []),
+        setup.optimizer,
+        OtherOptimizers(setup.optimizer, while_alive(training, lambda alive: alive._present_turn(), None)),
+    )
+    items = None if assumed else item_check(batches.dataset, None if owners is None else owners.numbers)
+    steps, epoch = setup.account.steps_allowed, 1 / settings.sampling_probability
+    return Rehearsals(setup.model, state.releases, assumed, steps, epoch, watch, items)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the clipped sums of a step into a private gradient: the one place that sees sums and noise together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mechanism import noise_factors
+from ..support.replay import SeededRandomNumbers
+from ..support.validate import Refused
+from .finite import FiniteRows
+from .listeners import Listener
+from .meeting import Meeting
+from .repetition import NotRepeated
+from .resuming import Resuming
+from .state import Setup, State, StepSums, now
+
+
+class Releaser:
+    """Adds noise to the sums of a step, records the release, and updates the weights.
+
+    Args:
+        setup, state: of the training.
+        meeting: with the other ranks.
+        listener: follows the steps.
+        resuming: takes new keys where a step does not repeat.
+    """
+
+    def __init__(self, setup: Setup, state: State, meeting: Meeting, listener: Listener, resuming: Resuming):
+        self._setup, self._state, self._meeting = setup, state, meeting
+        self._listener, self._resuming = listener, resuming
+        self._finite = FiniteRows()
+
+    def release(self, total: StepSums) -> bool:
+        """Makes the release of a step, and gives the private gradient to the optimizer.
+
+        Returns False if the step could not be repeated: nothing was released, and new keys are in place.
+        """
+        setup, state = self._setup, self._state
+        step, releases = state.step, state.releases
+        try:
+            self._check_unchanged()
+            self._check_finite(total)
+            release, places = self._meeting.take(self._listener.completed(total.sums, state))
+            noise = setup.settings.noise_at(step)
+            stddevs = setup.mechanism.stddevs(release, noise * noise_factors(state.num_trained, noise)["made"])
+            self._listener.before_release(is_new=releases.number(step) >= len(setup.ledger))
+            releases.release(step, release, stddevs, places)
+        except NotRepeated:
+            self._resuming.take_new_keys()
+            return False
+        except Exception as error:
+            self._meeting.tell(f"releases step {step}", error)
+            raise
+        self._listener.after_release(release, stddevs, state)
+        state.num_non_finite += total.left_out
+        state.stop_reason = None  # training goes on
+        state.step += 1  # before the release is used: if the update is interrupted, its noise is spent
+        state.date = now()
+        total.sums.clear()
+        self._update(release)
+        return True
+
+    def _update(self, release: dict[str, Tensor]) -> None:
+        """Gives the private gradient to the optimizer, and steps it."""
+        setup, state, parameters = self._setup, self._state, self._state.tensors.trained
+        self._listener.before_update(setup.optimizer.param_groups)
+        for group in setup.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        gradients = self._meeting.gradients(setup.mechanism.gradient(release))
+        for name, p in parameters.items():
+            p.grad = gradients.pop(name)
+            if name in state.reached.padding:  # the gradient of padding is noise alone
+                setup.placement.clear_row(p.grad, state.reached.padding[name])
+        del release, gradients
+        place = f"updates the weights after step {state.step - 1}"
+        try:
+            moved = state.guard.update(setup.optimizer, parameters, state.step, self._change_weights)
+        except Exception as error:
+            self._meeting.tell(place, error)
+            raise
+        if not self._meeting.updated(place, moved=moved):
+            raise Refused(
+                f"PrivateTraining: {type(setup.optimizer).__name__}.step() made no update, like a wrapper that "
+                "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
+                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
+            )
+        for p in parameters.values():
+            p.grad = None
+        if setup.scheduler is not None:
+            setup.scheduler.step()
+
+    @torch.no_grad()
+    def _change_weights(self) -> None:
+        """Calls ``after_update``; what it draws at random repeats, and is the same on all ranks."""
+        change, state = self._setup.after_update, self._state
+        if change is None:
+            return
+        numbers = SeededRandomNumbers(state.releases.secret(b"after update", state.step - 1))
+        try:
+            change(self._setup.given)
+        finally:
+            numbers.close()
+
+    def _check_unchanged(self) -> None:
+        """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
+        ours, actual = self._setup.settings, self._setup.mechanism.settings()
+        planned = self._setup.plan.at(self._state.step)
+        event, none = ours.event(self._setup.mechanism, ours.noise_at(self._state.step)), repr(None)
+        jacobian, perturbation = actual.get("jacobian", none), actual.get("perturbation", none)
+        if event != planned or (jacobian, perturbation) != (repr(ours.jacobian), repr(ours.perturbation)):
+            raise Refused(
+                f"PrivateTraining: noise, sampling, jacobian={ours.jacobian!r} or perturbation={ours.perturbation!r} "
+                f"have changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
+                f"{perturbation}, but the ledger would record {planned!r}. Make a new PrivateTraining, with the "
+                "releases so far as prior_releases."
+            )
+
+    def _check_finite(self, total: StepSums) -> None:
+        """Refuses a batch without a finite gradient in the first steps; warns of one that has lost half of them."""
+        state = self._state
+        try:
+            self._finite.check(state.step, total.left_out, len(state.releases.records(state.step)))
+        except Refused as error:
+            state.check_diverged(error)
+            raise

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads the state of a training, and goes on where steps do not repeat."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any, Literal
+
+from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
+from ..support.validate import Refused
+from .placement import Whole
+from .release import Keys, Releases, new_keys
+from .repetition import Machine, number_of_threads
+from .run_files import RunFiles
+from .settings import check_state
+from .state import Setup, State
+
+WHERE = "PrivateTraining.load_state_dict"
+FORMER = {  # settings that the first states do not have, and the value that they had
+    "jacobian": repr(None),
+    "prior_releases": [],
+    "views": 1,
+    "owners": None,
+    "after_update": None,
+}
+
+
+class Resuming:
+    """Saves and loads the secret state of a training.
+
+    Args:
+        setup, state: of the training.
+
+    Attributes:
+        files: the run folder, if there is one.
+    """
+
+    files: RunFiles | None = None
+
+    def __init__(self, setup: Setup, state: State):
+        self._setup, self._state = setup, state
+        self._ranks = setup.placement.ranks
+        self._data: dict[str, Any] | None = None  # fingerprint of the data, once a state was saved
+        self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
+        self._repetition = ExitStack()  # while they are repeated
+
+    def new_releases(self, keys: Keys | None = None, *, resumed: bool = False, num_lost: int = 0) -> Releases:
+        """Returns the releases under these keys, or under new ones of rank 0."""
+        setup = self._setup
+        return Releases(
+            setup.settings,
+            setup.plan,
+            setup.ledger,
+            self._ranks.from_first(keys or new_keys(setup.settings.test_seed, num_lost)),
+            resumed=resumed,
+            num_lost=num_lost,
+            canaries=setup.canaries,
+            ranks=self._ranks,
+            placement=setup.placement,
+        )
+
+    def copy_ledger(self) -> None:
+        """Copies the ledger of rank 0 to the others."""
+        state = self._ranks.from_first(self._setup.ledger.state_dict())
+        if not self._ranks.is_first:
+            self._setup.ledger.load_state_dict(state)
+
+    def state_dict(self, *, is_between_steps: bool) -> dict[str, Any]:
+        """Returns what `PrivateTraining.state_dict` describes."""
+        if not self._ranks.is_first:
+            return {"format": 1, "kept_by": "rank 0"}
+        setup, state = self._setup, self._state
+        releases, coupled = state.releases, state.rehearsals.coupled
+        if self._data is None and is_between_steps:
+            self._data = fingerprint_for_state(setup.batches.dataset, releases.noise.key)
+        return {
+            "format": 1,
+            "placement": setup.placement.in_words,
+            "machine": Machine.here(state.tensors.trained.values()).state(),
+            "num_lost": releases.num_lost,
+            "settings": setup.for_resuming(state.tensors),
+            "step_count": state.step,
+            "num_non_finite": state.num_non_finite,
+            "moved_otherwise": state.guard.moved_otherwise(state.step),
+            "last_rehearsed": state.rehearsals.last_passed,
+            "coupled": None if coupled is None else asdict(coupled),
+            "noise_key": releases.noise.key.hex(),
+            "sampler_key": releases.sampler.key.hex(),
+            "stop_reason": state.stop_reason,
+            "ledger": setup.ledger.state_dict(),
+            **({} if self._data is None else {"data": self._data}),
+            **({} if self.files is None else {"losses": self.files.read_losses().state_dict()}),
+            **setup.mechanism.state(),
+        }
+
+    def load(self, saved: dict[str, Any], replay: Literal["exact", "skip"] | None) -> None:
+        """Does what `PrivateTraining.load_state_dict` describes."""
+        if replay not in (None, "exact", "skip"):
+            raise ValueError(f'{WHERE}: replay={replay!r} must be "exact" or "skip".')
+        setup, state = self._setup, self._state
+        saved = self._ranks.from_first(saved)
+        known = self._ranks.from_first(len(setup.ledger))  # to the ledger on disk
+        with self._ranks.together("loads a state"):
+            check_state(saved, setup.settings, setup.mechanism)
+            self._check_settings(saved["settings"])
+            check_data_of_state(WHERE, saved.get("data"), setup.batches.dataset)
+            setup.ledger.load_state_dict(saved["ledger"])
+        self._data = saved.get("data")
+        self.copy_ledger()
+        keys = bytes.fromhex(saved["noise_key"]), bytes.fromhex(saved["sampler_key"])
+        num_lost = saved.get("num_lost", 0)
+        state.use(self.new_releases(keys, resumed=True, num_lost=num_lost), setup.account)
+        self._machine = Machine.from_state(saved.get("machine"))
+        state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
+        setup.mechanism.load_state(saved)
+        if self.files is not None:
+            self.files.load(saved.get("losses"))
+        state.rehearsals.load(saved, self._ranks.from_first(self.files and self.files.coupled()))
+        state.guard.reset(saved.get("moved_otherwise", ""))
+        state.stop_reason = saved.get("stop_reason")
+        if replay is None:
+            replay = "exact" if saved.get("placement", Whole.in_words) == setup.placement.in_words else "skip"
+        if replay == "skip":
+            self._skip_released()
+            if known < len(saved["ledger"]["releases"]):
+                state.use(self.new_releases(num_lost=num_lost), setup.account)
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Refuses a state of a training with other settings."""
+        saved = {**FORMER, "memory_budget": self._setup.settings.memory_budget, **saved}
+        ours = self._setup.for_resuming(self._state.tensors)
+        differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
+        if differing:
+            listed = ", ".join(
+                f"{key}={here!r} (the state has {there!r:.200})" for key, (here, there) in differing.items()
+            )
+            raise Refused(f"{WHERE}: {listed}. Resume a run with the settings it began with.")
+
+    def _skip_released(self) -> None:
+        """Goes on after the last step in the ledger; warns if updates are lost."""
+        setup, state = self._setup, self._state
+        released = min(len(setup.ledger) - state.releases.number(0), setup.settings.num_steps)
+        skipped = released - state.step
+        if skipped > 0:
+            warnings.warn(
+                f"PrivateTraining: steps {state.step} to {released - 1} were released after the state was saved. "
+                f"They are not repeated: the {skipped} updates are lost and stay paid. Training goes on with step "
+                f"{released} of {setup.settings.num_steps}.",
+                stacklevel=4,
+            )
+            state.step = released
+
+    def match_threads(self) -> None:
+        """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""
+        self._repetition.close()
+        if self._machine is not None and self._state.releases.number(self._state.step) < len(self._setup.ledger):
+            self._repetition.enter_context(number_of_threads(self._machine.threads))
+
+    def end_loop(self) -> None:
+        """Sets torch's number of threads back."""
+        self._repetition.close()
+
+    def take_new_keys(self) -> None:
+        """Goes on with new keys, as the old ones made other releases of the steps from here on, and counts those, too.
+
+        The batches must be new as well: the price of two releases holds for two independent samples.
+        """
+        self._repetition.close()
+        setup, state = self._setup, self._state
+        step, num_steps = state.step, setup.settings.num_steps
+        num_lost = len(setup.ledger) - len(setup.settings.prior_releases) - step
+        here = Machine.here(state.tensors.trained.values())
+        found = "" if self._machine is None else self._machine.differences(here)
+        state.use(self.new_releases(num_lost=num_lost), setup.account)
+        allowed = setup.account.steps_allowed
+        warnings.warn(
+            f"PrivateTraining: step {step} did not repeat bit for bit what was released before the training was "
+            f"resumed ({found or 'the loop, the data or the machine differ'}). Training goes on from here with new "
+            f"keys for noise and batches, and the ledger counts the {num_lost} steps that are made again, too: "
+            + (
+                f"epsilon will be that of {num_steps + num_lost} steps."
+                if allowed == num_steps
+                else f"{allowed} of {num_steps} steps are made, so that epsilon stays within its limit."
+            ),
+            stacklevel=2,
+        )

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the user's loop on the batches of a step, rehearsals included; knows neither noise nor ledger."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..jacobian.reach import check_losses
+from ..jacobian.row_answers import RowAnswers
+from ..jacobian.tape import Tape
+from ..jacobian.tensor_parallel import whole_losses
+from ..jacobian.turns import Answers, Turn
+from ..mechanism import Recording, Summation
+from ..sampling.batches import BatchRequest, DatasetExamples
+from ..sampling.poisson import Poisson
+from ..support.fixed_draws import drawing_in
+from ..support.model_state import MutationGuard
+from ..support.normalization import SmallGroups
+from ..support.replay import SeededRandomNumbers, random_position
+from ..support.torch_modes import uncompiled
+from ..support.validate import Refused
+from .hooks import ForwardHooks, Pending
+from .listeners import Listener
+from .meeting import Meeting
+from .placement import Ranked
+from .rehearsals import Answered, FirstRun, Part
+from .release import Share
+from .state import Setup, State, StepSums, while_alive
+from .user_code import check_user_code, plain, refusing_used_graphs
+
+Run = Generator[Pending | None, Tensor, StepSums | None]
+
+
+class _Latest(threading.local):
+    """Holds a reference to the run that handed out a batch last in this thread."""
+
+    run: Any = staticmethod(lambda: None)
+
+
+_LATEST = _Latest()
+
+
+class OneThread:
+    """Refuses a second thread inside of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self._in_use = threading.RLock()  # not held while the user's loop runs
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enters, unless another thread is inside."""
+        if not self._in_use.acquire(blocking=False):
+            raise Refused(
+                "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
+                "twice. Nothing was released for the second call. Take the batches and call step in one thread."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+
+class StepRun:
+    """Runs the batches of steps, as a coroutine.
+
+    It yields a batch that waits for the loop's losses, is sent these, and yields None: the next batch is made when it
+    is asked for. It returns the sums of the step.
+
+    Args:
+        setup, state: of the training.
+        meeting: with the other ranks.
+        listener: follows the steps.
+
+    Attributes:
+        pending: the batch that was handed out and waits for its losses.
+        part: the (micro)batch in progress.
+        turns_made: turns of it that were answered.
+        is_rehearsal: whether the turn handed out last is a rehearsal.
+        is_within_step: True between the microbatches of a step.
+    """
+
+    def __init__(self, setup: Setup, state: State, meeting: Meeting, listener: Listener):
+        self._setup, self._state, self.meeting, self.listener = setup, state, meeting, listener
+        self.one_thread = OneThread()
+        self.pending: Pending | None = None
+        self.part: Part | None = None
+        self.turns_made = 0
+        self.is_rehearsal = self.is_within_step = False
+        self.hooks = ForwardHooks(
+            while_alive(self, lambda runs: runs.pending, None),
+            while_alive(self, lambda runs: lambda inputs: runs._state.outside.note(inputs, runs._state.step), None),
+        )
+        self.hooks.register(setup.model)
+
+    # A step
+
+    def step(self, fetched: Iterator[DatasetExamples]) -> Run:
+        """Runs the next step on the fetched batches."""
+        state, total = self._state, StepSums()
+        self.listener.begin_step(len(state.releases.records(state.step)))
+        shares = self.shares(state.step)
+        state.guard.check_not_lent()
+        self.meeting.begin_step()
+        self._setup.mechanism.begin(self._setup.model, state.tensors, state.releases.noise.key, state.step)
+        self.meeting.check_public_tensors()
+        yield from self.observed(self.listener.batches_before_step(state))
+        for number, share in enumerate(shares):
+            part = state.rehearsals.begin(next(fetched), share, state.step, number, len(shares))
+            yield from self._turns(part, total)
+        return total
+
+    def requests(self, end: int) -> Iterator[BatchRequest]:
+        """Yields a request for every (micro)batch from the next step to the end."""
+        releases, rehearsals = self._state.releases, self._state.rehearsals
+        for later in range(self._state.step, end):
+            shares = self.shares(later)
+            for number, share in enumerate(shares):
+                rehearsed, _ = rehearsals.are_due(later, number, len(shares))
+                seed = releases.own_secret(b"data", later, number)
+                yield BatchRequest(share.indices, self._setup.settings.views, seed, rehearsed)
+
+    def shares(self, step: int) -> Sequence[Share]:
+        """Returns this rank's share of each (micro)batch of a step."""
+        releases, mechanism = self._state.releases, self._setup.mechanism
+        if not isinstance(releases.sampler, Poisson):  # rows are owners
+            return releases.parts(step)
+        units = mechanism.units(releases.sampler, step, len(releases.records(step)))
+        return releases.parts(step, units, mechanism.num_rows)
+
+    def observed(self, parts: Iterable[Part]) -> Generator[Pending | None, Tensor, None]:
+        """Hands out batches of which nothing is released; recording and losses go to the listener that wants them."""
+        for part in parts:
+            self.part, self.turns_made = part, 0
+            turn = next(part.script)
+            try:
+                with self._prepared(part, turn) as pending:
+                    losses = self._flat_losses((yield pending), turn.count)
+                    check_user_code(pending, losses)
+                    with refusing_used_graphs():
+                        assert turn.take is not None
+                        turn.take(pending.tape, losses)
+            finally:
+                self.forget()
+            self.is_rehearsal = True
+            yield None
+
+    def forget(self) -> None:
+        """Drops the batch in progress, if any, and restores the model."""
+        if self.part is not None:
+            self.part.script.close()
+        self.part, self.is_within_step = None, False
+        self.hooks.unwind()
+        self.meeting.let_go()
+
+    # A (micro)batch and its turns
+
+    def _turns(self, part: Part, total: StepSums) -> Generator[Pending | None, Tensor, None]:
+        """Hands out the turns of a (micro)batch, of which the batch itself is the last; adds its sums to the total."""
+        self.part, self.turns_made = part, 0
+        turn: Turn | None = next(part.script)
+        while turn is not None:
+            with self._prepared(part, turn) as pending:
+                losses = yield pending
+                self.turns_made += 1
+                turn = self._after_turn(pending, part, losses, total)
+            if turn is not None or not part.is_last:
+                yield None
+
+    def _after_turn(self, pending: Pending, part: Part, losses: Tensor, total: StepSums) -> Turn | None:
+        """Takes the losses of a turn; returns the next turn, or None after the last one of all ranks."""
+        place = f"answers turn {self.turns_made} of part {part.number + 1} of step {self._state.step}"
+        try:
+            turn, left_out = self._next_turn(pending, part, losses), 0
+            if turn is None:
+                self._state.tensors = self._setup.tensors()  # the user's code may have frozen some
+            if part.answered is not None:
+                left_out = part.answered.summation.num_left_out
+        except Exception as error:
+            self.meeting.tell(place, error)
+            raise
+        turn, left_out = self.meeting.answered(place, turn, part, left_out)
+        self.is_rehearsal = turn is not None  # also on a rank with an idle one
+        if turn is None:
+            total.left_out += left_out
+            self._end(part, total)
+        return turn
+
+    def _next_turn(self, pending: Pending, part: Part, losses: Tensor) -> Turn | None:
+        """Takes the losses of a turn: sums the batch, or compares; returns the next turn, or None after the batch."""
+        turn, rehearsals = pending.turn, self._state.rehearsals
+        if turn.is_idle:
+            self._wait_for_losses()
+            pending.close()
+            assert turn.state is not None
+            turn.state.restore()
+            return None
+        if rehearsals.has_switched(part):
+            self._wait_for_losses()
+            pending.close()
+            rehearsals.restart(part, None)
+            return next(part.script)
+        try:
+            self._check_still_trained(pending)
+            answered, answers = self._answers(pending, part, losses)
+            pending.close()
+            if turn.state is not None:
+                rehearsals.keeps_state = bool(rehearsals.keeps_state or answers.changes)
+            is_batch = turn.is_batch  # other examples or random numbers may take a path that it never takes
+            if is_batch and answered is not None and rehearsals.is_new(part, answered.code):
+                rehearsals.restart(part, FirstRun.of(answered.code, answers.losses, answered.sums))
+                return next(part.script)
+            try:
+                return part.script.send(answers)
+            except StopIteration:
+                assert turn.is_batch, "the batch itself comes last"
+                assert answered is not None
+                if part.first is not None:
+                    part.first.check_repeated(FirstRun.of(answered.code, answers.losses, answered.sums))
+                part.answered = answered
+                return None
+        except BaseException as error:
+            pending.close()
+            part.script.close()
+            if isinstance(error, Refused):
+                self._state.check_diverged(error)
+            raise
+
+    def _end(self, part: Part, total: StepSums) -> None:
+        """Adds the sums of a (micro)batch, after the last turn of all ranks."""
+        answered, part.answered = part.answered, None
+        assert answered is not None
+        if self._setup.placement.counts:
+            self.listener.after_batch(part.share, answered.losses, answered.summation)
+        self._state.rehearsals.note_passed(part, answered.code, self._state.step)
+        self.meeting.add(total, answered.sums)
+        self.is_within_step = not part.is_last
+
+    # A turn
+
+    @contextmanager
+    def _prepared(self, part: Part, turn: Turn) -> Iterator[Pending]:
+        """Sets up recording and random numbers for the user's code; ends them with the ``with`` block."""
+        other = _LATEST.run()
+        if other is not None and other is not self and other.pending is not None:
+            raise Refused(
+                "PrivateTraining: a batch of another training waits for its step, and random numbers and recording are "
+                "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
+            )
+        turn.prepare()
+        if turn.is_batch:
+            turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
+        self._check_rates(part)
+        setup, state = self._setup, self._state
+        state.tensors = setup.tensors()
+        size, tape = turn.count * setup.settings.views, self._recorder(part, turn)
+        contexts, numbers = ExitStack(), None
+        try:
+            contexts.enter_context(uncompiled())
+            contexts.enter_context(setup.placement.running())
+            seed = state.releases.own_secret(b"random numbers", state.step, part.number)
+            numbers = SeededRandomNumbers(seed)
+            if part.rehearsed and part.start is None:
+                part.start = random_position()  # the same before every turn
+                numbers.begin(seed)
+            turn.drawn = contexts.enter_context(drawing_in(setup.model, turn.draws, size))
+            if turn.trace is not None:
+                contexts.enter_context(turn.trace.recording(size))
+            if turn.around is not None:
+                contexts.enter_context(turn.around())
+            pending = Pending(turn, tape, MutationGuard(setup.model, setup.tensors_of.tree), numbers, contexts)
+            self.is_rehearsal, self.pending, _LATEST.run = not turn.is_batch, pending, weakref.ref(self)
+            place = f"turn {self.turns_made + 1} of part {part.number + 1} of step {state.step}"
+            self.meeting.begin_turn(turn, place)
+            yield pending
+        finally:
+            if self.pending is not None:
+                self.pending.stop()
+            self.pending = None
+            contexts.close()
+            if numbers is not None:
+                numbers.close()
+
+    @contextmanager
+    def recorded(self, pending: Pending) -> Iterator[None]:
+        """Records the user's code in this thread, also if another one answers the batch."""
+        assert self.part is not None
+        is_first = self._state.step + self.part.number + self.turns_made == 0
+        pending.start()
+        try:
+            with SmallGroups(self._setup.model, _warn_of_forward) if is_first else nullcontext():
+                yield
+        finally:
+            pending.stop()
+
+    def _recorder(self, part: Part, turn: Turn) -> Recording | None:
+        """Returns the recorder of a turn; None if only losses are compared."""
+        setup, state = self._setup, self._state
+        size = turn.count * setup.settings.views
+        if turn.take is not None:
+            return setup.mechanism.exact_recorder(state.tensors, size) if turn.rows else None
+        if not (turn.rows or turn.is_batch):
+            return None
+        return setup.mechanism.recorder(state.tensors, state.releases.noise.key, state.step, part.number, size)
+
+    def _check_rates(self, part: Part) -> None:
+        """Refuses a loop that changes learning rate, weight decay, ... between the turns of one batch."""
+        groups = self._setup.optimizer.param_groups
+        now = [{key: plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        if part.rates is None:
+            part.rates = now
+        elif now != part.rates:
+            pairs = zip(now, part.rates, strict=False)
+            changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
+            raise Refused(
+                f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
+                "rehearsal of its batch. Advance a scheduler only where training.step(losses) returns True, or pass it "
+                "as scheduler=. No setting may depend on the batch."
+            )
+
+    def _check_still_trained(self, pending: Pending) -> None:
+        """Refuses a loop that freezes or unfreezes parameters in every turn of a batch."""
+        tape = pending.tape
+        frozen = [] if tape is None else [name for name, p in tape.parameters.items() if not p.requires_grad]
+        if frozen:
+            raise Refused(
+                f"PrivateTraining: the loop switches requires_grad of {', '.join(map(repr, frozen))} in every turn of "
+                "a batch, so that its rehearsals train other parameters than the batch. Let it depend on "
+                "training.step_count, which is the same in all turns, or switch where training.step returned True."
+            )
+
+    def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[Answered | None, Answers]:
+        """Returns the sums of a turn, None if it has no recording, and what is compared."""
+        turn, tape, setup = pending.turn, pending.tape, self._setup
+        losses = self._flat_losses(losses, turn.count)
+        changed_buffers = check_user_code(pending, losses)
+        changes = {} if turn.state is None else turn.state.changes()
+        self._wait_for_losses()
+        losses = whole_losses(losses)
+        summation = setup.mechanism.summation(part.share.units_of(turn.keep), turn.count)
+        summation.defers = isinstance(setup.placement, Ranked) and setup.placement.reduces_in_buckets
+        rows: RowAnswers | None = None
+        sums: dict[str, Tensor] = {}
+        if tape is not None and part.share.counts:
+            if part.rehearsed:
+                rows = RowAnswers(None if turn.is_batch else summation.compute_factors)
+            tape.code.note(("changed", name) for name in changed_buffers)
+            sums = self._clipped_sums(tape, losses, summation, rows, is_batch=turn.is_batch)
+        if rows is not None:
+            rows.factors = {name: factors.double().cpu() for name, factors in summation.factors.items()}
+        end = random_position() if part.rehearsed else None
+        answers = Answers(
+            losses=losses.detach().view(turn.count, setup.settings.views),
+            rows=rows,
+            changes=changes,
+            later={} if turn.state is None else turn.state.changes(),
+            settled=tape is not None and not tape.measured,
+            random=end,
+            drew=end is not None and part.start != end,
+            rounding=max(torch.finfo(p.dtype).eps for p in self._state.tensors.trained.values()),
+            shapes=0 if tape is None else tape.code.shapes,
+        )
+        self._state.reached.drew |= answers.drew
+        answered = None if tape is None else Answered(sums, summation, tape.code, answers.losses)
+        return answered, answers
+
+    def _clipped_sums(
+        self, tape: Recording, losses: Tensor, summation: Summation, rows: RowAnswers | None, *, is_batch: bool
+    ) -> dict[str, Tensor]:
+        """Returns the clipped sums of a batch, or none for a rehearsal; either way ``rows`` takes what is compared."""
+        reached, is_alone = self._state.reached, is_batch and self._setup.placement.ranks.size == 1
+        with refusing_used_graphs():
+            sums = tape.clipped_sum(
+                losses,
+                self._setup.mechanism.groups(list(tape.parameters)),
+                summation if is_batch else None,
+                merging=summation.merging,
+                may_miss=reached.may_miss(tape.parameters) if is_alone else tape.parameters,
+                memory_budget=self._setup.settings.memory_budget,
+                observe=None if rows is None else rows.take,
+            )
+        summation.check_bound()
+        reached.note(tape.reached, tape.used_otherwise if isinstance(tape, Tape) else reached.padding.keys())
+        if is_alone:
+            reached.warn_of_missing(tape.parameters)
+        return sums
+
+    def _wait_for_losses(self) -> None:
+        self.meeting.wait_for_losses(f"turn {self.turns_made} of step {self._state.step}")
+
+    def _flat_losses(self, losses: Tensor, size: int) -> Tensor:
+        """Returns the checked losses (n,) or (n, views) of n examples as (n · views,)."""
+        views = self._setup.settings.views
+        shape = (size,) if views == 1 else (size, views)
+        flat = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
+        check_losses(flat)
+        if losses.shape != shape:
+            meaning = "one loss per example" if views == 1 else "a loss for every view of each example"
+            raise Refused(
+                f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, "
+                f"{meaning}."
+            )
+        return flat
+
+
+def _warn_of_forward(text: str) -> None:
+    warnings.warn(f"PrivateTraining: {text}", stacklevel=4)
