@@ -363,7 +363,7 @@ def test_a_run_whose_estimates_changed_is_refused():
     """Nothing is released that the ledger would call something else."""
     training = training_of(small())
     train(training, steps=2)
-    training._mechanism._estimator.setting = tp.Sketched(3)
+    training._setup.mechanism._estimator.setting = tp.Sketched(3)
     with pytest.raises(tp.Refused, match="changed since the start"):
         train(training)
     assert training.step_count == 2

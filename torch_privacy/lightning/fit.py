@@ -151,7 +151,8 @@ class PrivateFit(Callback):
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.training.write_run(scores={k: v for k, v in metrics.items() if k not in self._logged and isfinite(v)})
             if self._keys is not None:
-                is_over = self.training.step_count >= self.training._setup.account.steps_allowed or _stopped_early(trainer)
+                allowed = self.training._setup.account.steps_allowed
+                is_over = self.training.step_count >= allowed or _stopped_early(trainer)
                 self._keys.end() if is_over else self._keys.warn_kept(WHERE)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
