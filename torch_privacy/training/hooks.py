@@ -17,7 +17,7 @@ from ..mechanism import Recording
 from ..support.model_state import MutationGuard
 from ..support.replay import SeededRandomNumbers, is_recording_disabled
 from ..support.script_modules import takes_hooks
-from ..support.torch_modes import is_transformed, tensors_in
+from ..support.torch_modes import OpMode, is_transformed, tensors_in
 
 
 @dataclass
@@ -29,15 +29,20 @@ class Pending:
     guard: MutationGuard
     numbers: SeededRandomNumbers
     contexts: ExitStack
+    notes: OpMode | None = None  # looks at the ops of the user's code, too
     waits: bool = True
 
     def start(self) -> None:
         """Begins to record the user's code, which gets the batch now."""
+        if self.notes is not None:
+            self.notes.__enter__()
         if self.tape is not None:
             self.tape.start(self.turn.batch)
 
     def stop(self) -> None:
-        """Ends the recording; a second call does nothing."""
+        """Ends the recording in this thread; a second call does nothing."""
+        if self.notes is not None:
+            self.notes.stop()
         if self.tape is not None:
             self.tape.stop()
 

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -275,7 +275,10 @@ class StepRun:
                 contexts.enter_context(turn.trace.recording(size))
             if turn.around is not None:
                 contexts.enter_context(turn.around())
-            pending = Pending(turn, tape, MutationGuard(setup.model, setup.tensors_of.tree), numbers, contexts)
+            guard = MutationGuard(setup.model, setup.tensors_of.tree)
+            is_first = state.step + part.number + self.turns_made == 0
+            notes = SmallGroups(setup.model, _warn_of_forward) if is_first else None
+            pending = Pending(turn, tape, guard, numbers, contexts, notes)
             self.is_rehearsal, self.pending, _LATEST.run = not turn.is_batch, pending, weakref.ref(self)
             place = f"turn {self.turns_made + 1} of part {part.number + 1} of step {state.step}"
             self.meeting.begin_turn(turn, place)
@@ -291,12 +294,9 @@ class StepRun:
     @contextmanager
     def recorded(self, pending: Pending) -> Iterator[None]:
         """Records the user's code in this thread, also if another one answers the batch."""
-        assert self.part is not None
-        is_first = self._state.step + self.part.number + self.turns_made == 0
         pending.start()
         try:
-            with SmallGroups(self._setup.model, _warn_of_forward) if is_first else nullcontext():
-                yield
+            yield
         finally:
             pending.stop()
 
