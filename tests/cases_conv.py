@@ -155,11 +155,11 @@ REFUSED = {  # name -> (model, input, the names that the message must contain), 
     "batch norm's scale": lambda: (
         nn.BatchNorm1d(48),
         torch.randn(5, 48),
-        r"batch_norm in training mode .* Use GroupNorm\(16, 48\) instead.* Used with parameter 'bias', 'weight'",
+        r"batch_norm in training mode .* Use GroupNorm\(1, 48\) instead.* Used with parameter 'bias', 'weight'",
     ),
     "instance norm that learns statistics": lambda: (
         nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
         torch.randn(5, 4, 6),
-        r"instance_norm in training mode .* Pass track_running_stats=False.* GroupNorm\(4, 4\).* 'bias', 'weight'",
+        r"instance_norm in training mode .* Pass track_running_stats=False.* GroupNorm\(1, 4\).* 'bias', 'weight'",
     ),
 }

@@ -66,8 +66,9 @@ def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch
     for x, y in own_batches(training, losses_of):
         assert len(x) % VIEWS == 0
         assert all(len(set(y[i : i + VIEWS].tolist())) == 1 for i in range(0, len(y), VIEWS))
-        batches.append((x, y))
-        if not training.step(losses_of(model, x, y)):
+        made = training.step(losses_of(model, x, y))
+        batches += [] if training.rehearsing else [(x, y)]  # one that runs new code comes again
+        if not made:
             continue
         noise = {name: torch.zeros_like(p) for name, p in trained(before).items()}
         training._state.releases.noise.add_to(step, noise, 0.4 * PRICED_ROUNDING)
@@ -112,7 +113,7 @@ def test_equal_views_do_not_change_embedding_perturbation():
 
 def test_an_example_with_one_bad_view_is_left_out_once():
     data = Shifted()
-    data.x[:] = torch.where(torch.arange(N)[:, None, None, None] % 2 == 0, torch.inf, data.x)
+    data.x[:] = torch.where(torch.arange(N)[:, None, None, None] % 4 == 0, torch.inf, data.x)
     training, bad = training_of(network(), data), 0
     for x, y in own_batches(training, losses_of):
         bad += int((~x.flatten(1).isfinite().all(1)).sum())
