@@ -831,7 +831,7 @@ def test_a_variable_that_enters_losses_late_is_named_by_the_next_rehearsal():
             if training.step(losses * (scale if training.step_count >= 8 else 0.9)):
                 scale = float(losses.detach().mean())
                 named.append(any("'scale'" in text for text in training.statement()["not_covered"]))
-                turns.append(training._turns_made)
+                turns.append(training._runs.turns_made)
 
     with pytest.warns(UserWarning, match="losses depend on 'scale'"):
         loop()

@@ -152,7 +152,8 @@ def _select(value: Any, rows: np.ndarray) -> Any:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.layout is torch.strided
+    is_whole = isinstance(value, Tensor) and not hasattr(value, "full_tensor")  # no shard of a distributed one
+    return is_whole and value.ndim > 0 and value.layout is torch.strided
 
 
 def _take_tensor(value: Tensor, rows: np.ndarray) -> Tensor:
@@ -167,7 +168,11 @@ _KINDS = (
     RowKind(lambda v: isinstance(v, dict), len, _take_dict, _put_values),
     RowKind(lambda v: isinstance(v, (str, bytes, bytearray)), len, _take_text),
     RowKind(_is_from("pandas", "Index"), len, lambda v, rows: v.take(rows)),
-    RowKind(_is_from("pandas", "DataFrame", "Series"), len, lambda v, rows: v.iloc[rows].set_axis(v.index, axis=0)),
+    RowKind(
+        _is_from("pandas", "DataFrame", "Series"),
+        len,
+        lambda v, rows: v.iloc[rows].set_axis(v.index[: len(rows)], axis=0),
+    ),
     RowKind(_is_from("pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"), len, lambda v, rows: v.take(rows)),
     RowKind(_is_from("polars", "DataFrame", "Series"), len, lambda v, rows: v[rows]),
     RowKind(_is_from("datasets", "Dataset"), len, _select),

@@ -102,7 +102,7 @@ class OtherRows(Replacement):
 def _tensor_of(value: Any) -> Tensor | None:
     """Returns the numbers of a tensor, an array, a table or a list; None if it has others."""
     try:
-        found = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        found = value if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
     except (TypeError, ValueError, RuntimeError):
         return None
     return found.detach() if found.ndim and found.layout is torch.strided else None
