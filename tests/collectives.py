@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ class Collective:
     dtype: str
 
 
+TURN, STEP = "a turn begins", "a step ends"
+
+
 class Log(TorchDispatchMode):
     """Lists the collectives of this process, while it is a context; `mark` ends a step.
 
@@ -53,24 +58,47 @@ class Log(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
-        self._ends = [0]
+        self._noted: SimpleQueue[Collective | str] = SimpleQueue()  # rehearsals would put a list of the loop's back
+        self._taken: list[Collective | str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op, and lists it if it is a collective."""
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         if namespace in NAMESPACES and name not in WAITS:
-            self.collectives.append(_collective(name, args, result))
+            self._noted.put(_collective(name, args, result))
         return result
+
+    def begin_turn(self) -> None:
+        """Begins a turn of the loop."""
+        self._noted.put(TURN)
 
     def mark(self) -> None:
         """Ends a step: those since the last mark belong to it."""
-        self._ends.append(len(self.collectives))
+        self._noted.put(STEP)
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Returns all collectives so far."""
+        return [one for one in self._all() if isinstance(one, Collective)]
 
     def steps(self) -> list[list[Collective]]:
         """Returns the collectives of each step."""
-        return [self.collectives[a:b] for a, b in zip(self._ends, self._ends[1:], strict=False)]
+        return [[one for one in step if isinstance(one, Collective)] for step in self._by_step()]
+
+    def turns(self) -> list[int]:
+        """Returns the number of turns of each step."""
+        return [step.count(TURN) for step in self._by_step()]
+
+    def _by_step(self) -> list[list[Collective | str]]:
+        noted = self._all()
+        ends = [0, *(k + 1 for k, one in enumerate(noted) if one == STEP)]
+        return [noted[a:b] for a, b in pairwise(ends)]
+
+    def _all(self) -> list[Collective | str]:
+        while not self._noted.empty():
+            self._taken.append(self._noted.get())
+        return self._taken
 
 
 def _collective(name: str, args: Iterable[Any], result: Any) -> Collective:
@@ -168,11 +196,10 @@ def private_steps(
 
     A step without examples, which the loop does not see, counts to the next one.
     """
-    training, log, turns = start(case, how, "adam", **settings), Log(), [0]
+    training, log = start(case, how, "adam", **settings), Log()
     with log:
         for batch in training:
-            turns[-1] += 1
+            log.begin_turn()
             if training.step((losses or case.losses)(training.model, batch)):
                 log.mark()
-                turns.append(0)
-    return log.steps(), turns[:-1]
+    return log.steps(), log.turns()

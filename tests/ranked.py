@@ -102,7 +102,7 @@ def with_nan() -> Dataset:
     dataset = data()
     x, y = dataset.tensors
     x = x.clone()
-    x[::4, 1] = torch.nan
+    x[1::4, 1] = torch.nan
     return TensorDataset(x, y)
 
 

@@ -471,7 +471,7 @@ def test_other_ranks_take_over_what_was_learned(launcher, tmp_path, rule, how, n
     assert saved[0]["mechanism"] == saved[1]["mechanism"]
     assert all(saved[0]["mechanism"].values())  # something was learned
     assert saved[0]["rule"] == saved[1]["rule"]
-    assert "0.5" not in saved[0]["rule"].split(",")[0] or rule == "sketched"  # it has adapted
+    assert "clip_norm=0.5," not in saved[0]["rule"] or rule == "sketched"  # it has adapted
     assert (saved[0]["num_non_finite"] > 0) == (rule == "adaptive")
     assert [one["private"] for one in saved] == [how != "layers"] * 2
     assert saved[0]["moved_otherwise"] == ("first seen after step 3, on rank 1" if how == "layers" else "")
