@@ -39,7 +39,7 @@ LONGEST_NAME, LONGEST_SETTING = 200, 10_000  # characters
 LOSSES_NOT_COVERED = (
     "the training losses in metrics.csv and on the page: exact means over the training data, made without noise"
 )
-BESIDE_RELEASES = "what is in the model's file and was made by no release here, as it was before the training"
+BESIDE_RELEASES = "what is in the model's file and was made by no release here, as the training found it or the loop changed it"
 MOST_NAMES = 5
 FREE_SECONDS, SHARE_OF_TIME = 2.0, 0.05  # for the epsilon of each epoch
 OTHER_FILES = "Give this training a new folder, or delete what is no longer needed."
