@@ -32,7 +32,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.gep.mechanism import EmbeddedSum
+from torch_privacy.mechanisms.gep.mechanism import EmbeddedSum
 from torch_privacy.support.model_state import ModelTensors
 
 GROUPS = ["stem", "stages.0", "stages.1", "stages.2", "head"]

@@ -29,9 +29,9 @@ import torch
 from models import MODELS, load
 from step import keep_memory, non_private, now, ours_without_noise
 
-from torch_privacy.jacobian import blocks
-from torch_privacy.jacobian.norms import rows_and_norms, squared_norms
-from torch_privacy.jacobian.plan import Budget, Choice, held_bytes
+from torch_privacy.jacobian.rows import blocks
+from torch_privacy.jacobian.rows.norms import rows_and_norms, squared_norms
+from torch_privacy.jacobian.rows.plan import Budget, Choice, held_bytes
 from torch_privacy.jacobian.tape import MEMORY_BUDGET
 from torch_privacy.ops import Method, Op
 from torch_privacy.ops.conv import Conv

@@ -28,10 +28,10 @@ import torch
 from memory import peak
 
 import torch_privacy as tp
-from torch_privacy.estimated_norms.directions import Directions
-from torch_privacy.estimated_norms.projected import Projector
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import Tape
+from torch_privacy.mechanisms.estimated_norms.directions import Directions
+from torch_privacy.mechanisms.estimated_norms.projected import Projector
 from torch_privacy.ops.linear import Linear
 from torch_privacy.support.model_state import ModelTensors
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import MEMORY_BUDGET, Tape
 
 DATA_BYTES = 2**28  # size of the dataset that ``ours`` samples from

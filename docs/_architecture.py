@@ -24,14 +24,12 @@ ROLES = {  # a few words for each room
     "sklearn": "estimators",
     "tables": "CSV and Parquet",
     "training": "PrivateTraining, the only join",
-    "gep": "gradient embedding perturbation",
-    "estimated_norms": "norms by random projections",
     "model_check": "tp.check",
     "report": "pages and plots",
     "runs": "run folders and tables",
-    "mechanism": "what one step releases",
+    "mechanisms": "what one step releases",
+    "rehearsal": "do examples depend on others?",
     "jacobian": "per-example gradients of a batch",
-    "clipping": "clipping rules",
     "ops": "one file for each family of ops",
     "privacy": "events, accounting, ledger",
     "data": "readers of data sets",
@@ -40,11 +38,11 @@ ROLES = {  # a few words for each room
     "support": "validation, random state, model state",
 }
 WAY = [  # (step, what happens, the modules that do it)
-    ("1 record", "ops that meet\nparameters", ["jacobian.recorder", "jacobian.calls"]),
-    ("2 layout", "which dimension\nholds the examples", ["jacobian.layout", "jacobian.measure"]),
-    ("3 norms", "the cheapest\nexact method", ["jacobian.norms", "jacobian.plan"]),
-    ("4 clip", "norms become\nfactors", ["clipping"]),
-    ("5 sum", "one backward,\nblock by block", ["jacobian.clipped_sum", "jacobian.blocks"]),
+    ("1 record", "ops that meet\nparameters", ["jacobian.recording.recorder", "jacobian.recording.calls"]),
+    ("2 layout", "which dimension\nholds the examples", ["jacobian.layouts.known", "jacobian.layouts.measure"]),
+    ("3 norms", "the cheapest\nexact method", ["jacobian.rows.norms", "jacobian.rows.plan"]),
+    ("4 clip", "norms become\nfactors", ["mechanisms.clipping"]),
+    ("5 sum", "one backward,\nblock by block", ["jacobian.rows.streamed_sum", "jacobian.rows.blocks"]),
     ("6 noise", "times the\nsensitivity", ["noise"]),
     ("7 ledger", "recorded\nbefore use", ["privacy.ledger"]),
 ]
@@ -53,7 +51,7 @@ JOINS = {  # module -> its place in the picture
     "training.step_run": (4.2, 2.75),
     "training.releaser": (9.4, 2.75),
     "jacobian.tape": (2.9, 1.55),
-    "mechanism": (6.7, 1.75),
+    "mechanisms.base": (6.7, 1.75),
     "training.release": (11.7, 1.75),
 }
 INK, PAPER, LINE, ACCENT, BAND = "#1f2430", "#ffffff", "#8d97ab", "#3f51b5", "#eef0f7"
@@ -93,7 +91,7 @@ def way() -> plt.Figure:
         x = number * 2.1
         _box(axes, x, 0, 1.75, 0.95, step, text)
         for k, name in enumerate(names):
-            axes.text(x, -0.78 - 0.3 * k, _file(name), ha="center", fontsize=8, family="monospace", color=INK)
+            axes.text(x, -0.78 - 0.3 * k, _file(name).removeprefix("jacobian/"), ha="center", fontsize=8, family="monospace", color=INK)
             places[name] = x
         if number:
             _arrow(axes, (x - 2.1 + 0.875, 0), (x - 0.875, 0), color=ACCENT, width=2.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_privacy.jacobian.norms import squared_norms
+from torch_privacy.jacobian.rows.norms import squared_norms
 from torch_privacy.ops import Op
 
 SIZES = [0, 1, 2, 5]  # batch sizes
@@ -73,7 +73,7 @@ class OpContract(ABC):
     def test_norms_are_the_same_in_chunks(self, form: str, floats: int, monkeypatch: pytest.MonkeyPatch) -> None:
         op = self.make(5, form)
         expected = op.rows().flatten(1).square().sum(1) if op.shape else op.rows().square()
-        monkeypatch.setattr("torch_privacy.jacobian.norms.CHUNK_FLOATS", floats)
+        monkeypatch.setattr("torch_privacy.jacobian.rows.norms.CHUNK_FLOATS", floats)
         for method in op.methods():
             torch.testing.assert_close(squared_norms(op, method), expected, msg=method.name)
 

@@ -28,7 +28,7 @@ def fixed_state(name: str, device: Any = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", drawn_by_system.randbytes)
         patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
-        patch.setattr("torch_privacy.jacobian.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
+        patch.setattr("torch_privacy.jacobian.layouts.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
         yield
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)

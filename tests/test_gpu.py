@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings import RULES
 
 import torch_privacy as tp
-from torch_privacy.jacobian.plan import Budget
+from torch_privacy.jacobian.rows.plan import Budget
 from torch_privacy.noise import Noise, gaussian, grid_unit
 from torch_privacy.noise.chacha import DeviceNormals
 from torch_privacy.ops import gram
-from torch_privacy.support.replay import RandomState, SeededRandomNumbers, torch_generators
+from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
 
 register()
@@ -234,23 +234,27 @@ ALL_METHODS = tp.ops.linear.Linear.methods
 
 
 WAITS = {  # name -> (settings, places at which a settled step waits, besides noise and the loop itself)
-    **{name: (name, {}, {"mechanism.py": 1, "training/release.py": 1}) for name in NETWORKS},
+    **{name: (name, {}, {"mechanisms/base.py": 1, "training/release.py": 1}) for name in NETWORKS},
     "adaptive": (
         "mlp",
         {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
-        {"mechanism.py": 1, "training/release.py": 1},
+        {"mechanisms/base.py": 1, "training/release.py": 1},
     ),
-    "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanism.py": 2, "training/release.py": 1}),
-    "microbatches": ("mlp", {"microbatch_size": 100}, {"mechanism.py": 1, "training/release.py": 1}),
-    "sketched": ("mlp", {"jacobian": tp.Sketched(16)}, {"mechanism.py": 1, "training/release.py": 1}),
-    "gep": ("cnn", {"gep": True}, {"gep/mechanism.py": 1, "gep/orthonormal.py": 2, "training/release.py": 1}),
+    "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanisms/base.py": 2, "training/release.py": 1}),
+    "microbatches": ("mlp", {"microbatch_size": 100}, {"mechanisms/base.py": 1, "training/release.py": 1}),
+    "sketched": ("mlp", {"jacobian": tp.Sketched(16)}, {"mechanisms/base.py": 1, "training/release.py": 1}),
+    "gep": (
+        "cnn",
+        {"gep": True},
+        {"mechanisms/gep/mechanism.py": 1, "mechanisms/gep/orthonormal.py": 2, "training/release.py": 1},
+    ),
 }
 
 
 @pytest.fixture
 def without_spot_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after the first two are settled: nothing is measured or rehearsed again."""
-    monkeypatch.setattr("torch_privacy.jacobian.layout.SPOT_CHECK", 2**40)
+    monkeypatch.setattr("torch_privacy.jacobian.layouts.known.SPOT_CHECK", 2**40)
 
 
 @pytest.mark.parametrize("case", WAITS)

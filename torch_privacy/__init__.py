@@ -9,22 +9,22 @@ from .support.version import __version__ as __version__
 if TYPE_CHECKING:
     from . import huggingface as huggingface
     from . import privacy as privacy
-    from .clipping import Adaptive as Adaptive
-    from .clipping import Automatic as Automatic
-    from .clipping import ClippingRule as ClippingRule
-    from .clipping import EachLayer as EachLayer
-    from .clipping import Flat as Flat
-    from .clipping import Groups as Groups
-    from .clipping import MicroBatches as MicroBatches
-    from .clipping import PerLayer as PerLayer
-    from .clipping import median_norm as median_norm
-    from .estimated_norms.norms import estimate_norms as estimate_norms
-    from .estimated_norms.settings import Sketched as Sketched
-    from .gep.anchors import AnchorSubspace as AnchorSubspace
-    from .gep.settings import BGEP as BGEP
-    from .gep.settings import GEP as GEP
-    from .jacobian.operator import Jacobian as Jacobian
-    from .jacobian.recording import record as record
+    from .jacobian.public_record import record as record
+    from .jacobian.rows.operator import Jacobian as Jacobian
+    from .mechanisms.clipping import Adaptive as Adaptive
+    from .mechanisms.clipping import Automatic as Automatic
+    from .mechanisms.clipping import ClippingRule as ClippingRule
+    from .mechanisms.clipping import EachLayer as EachLayer
+    from .mechanisms.clipping import Flat as Flat
+    from .mechanisms.clipping import Groups as Groups
+    from .mechanisms.clipping import MicroBatches as MicroBatches
+    from .mechanisms.clipping import PerLayer as PerLayer
+    from .mechanisms.clipping import median_norm as median_norm
+    from .mechanisms.estimated_norms.norms import estimate_norms as estimate_norms
+    from .mechanisms.estimated_norms.settings import Sketched as Sketched
+    from .mechanisms.gep.anchors import AnchorSubspace as AnchorSubspace
+    from .mechanisms.gep.settings import BGEP as BGEP
+    from .mechanisms.gep.settings import GEP as GEP
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
@@ -51,30 +51,30 @@ if TYPE_CHECKING:
 
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
 _HOME = {
-    "Adaptive": "clipping",
-    "AnchorSubspace": "gep",
+    "Adaptive": "mechanisms.clipping",
+    "AnchorSubspace": "mechanisms.gep",
     "Audit": "privacy.audit",
-    "Automatic": "clipping",
-    "BGEP": "gep",
+    "Automatic": "mechanisms.clipping",
+    "BGEP": "mechanisms.gep",
     "Callback": "training.callbacks",
     "Checkup": "model_check",
-    "ClippingRule": "clipping",
-    "EachLayer": "clipping",
-    "Flat": "clipping",
+    "ClippingRule": "mechanisms.clipping",
+    "EachLayer": "mechanisms.clipping",
+    "Flat": "mechanisms.clipping",
     "Found": "privacy.search",
-    "GEP": "gep",
+    "GEP": "mechanisms.gep",
     "GradientCanaries": "sampling.canaries",
-    "Groups": "clipping",
+    "Groups": "mechanisms.clipping",
     "Jacobian": "jacobian",
     "LoggingCallback": "training.monitors",
-    "MicroBatches": "clipping",
+    "MicroBatches": "mechanisms.clipping",
     "MovingAverage": "training",
     "Observed": "training.canaries",
-    "PerLayer": "clipping",
+    "PerLayer": "mechanisms.clipping",
     "PrivatePCA": "training.pca",
     "PrivateTraining": "training",
     "Refused": "support.validate",
-    "Sketched": "estimated_norms",
+    "Sketched": "mechanisms.estimated_norms",
     "Spent": "training",
     "StepLog": "training.callbacks",
     "TensorBoardCallback": "training.monitors",
@@ -82,10 +82,10 @@ _HOME = {
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
     "check": "model_check",
-    "estimate_norms": "estimated_norms",
+    "estimate_norms": "mechanisms.estimated_norms",
     "load_secret": "training.secret_file",
     "matches_fingerprint": "sampling.fingerprint",
-    "median_norm": "clipping",
+    "median_norm": "mechanisms.clipping",
     "model_card": "report.model_card",
     "record": "jacobian",
     "save_secret": "training.secret_file",

@@ -22,7 +22,7 @@ from torch_privacy.cli import run as command
 from torch_privacy.data.adult import load_adult
 from torch_privacy.experiments import runner
 from torch_privacy.experiments.models.networks import adult_perceptron
-from torch_privacy.experiments.papers.bu2020 import adult as adult
+from torch_privacy.experiments.papers.bu2020 import adult
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.task import seeded
 from torch_privacy.runs.folder import RunFolder

@@ -16,7 +16,7 @@ from trainings import cross_entropy, parameters_of, train, training_of
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.support import replay
+from torch_privacy.support import random_state as replay
 
 ROOT = Path(__file__).parents[2]
 ALL = "TORCH_PRIVACY_ALL_FAULTS" in os.environ  # set by ``make faults``

@@ -8,9 +8,9 @@ from oracle import flat, one_backward_per_example
 from parts import trained
 
 import torch_privacy as tp
-from torch_privacy.jacobian.clipped_sum import NativeBackward
-from torch_privacy.jacobian.layout import PROOFS, Layouts, Merging
-from torch_privacy.jacobian.plan import Budget
+from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
+from torch_privacy.jacobian.rows.plan import Budget
+from torch_privacy.jacobian.rows.streamed_sum import NativeBackward
 from torch_privacy.jacobian.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

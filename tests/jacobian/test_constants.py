@@ -9,7 +9,7 @@ from parts import Calls, losses_of, own_batches, tokens
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import Tape
 
 N, T, D = 6, 5, 3
@@ -226,7 +226,7 @@ def test_cached_integers_become_constants():
 
 
 def test_large_filled_tensors_become_constants(monkeypatch):
-    monkeypatch.setattr("torch_privacy.jacobian.filled.LARGE", 0)
+    monkeypatch.setattr("torch_privacy.jacobian.recording.constants.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
     with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(4, 3), n=4)

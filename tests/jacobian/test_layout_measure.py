@@ -9,8 +9,8 @@ from parts import Calls, in_type, losses_of, tokens, trained
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.codes import Codes
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.codes import Codes
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import Tape
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -17,7 +17,7 @@ from parts import tokens
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.norms import squared_norms
+from torch_privacy.jacobian.rows.norms import squared_norms
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
 from torch_privacy.ops.linear import Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear, RoutedUse
@@ -143,7 +143,7 @@ def test_grouped_mm_matches_one_backward_per_example():
 def test_norms_are_the_same_in_chunks(name, monkeypatch):
     model, x = CASES[name]()
     whole = recorded_jacobian(model, x, losses_of).squared_norms()
-    monkeypatch.setattr("torch_privacy.jacobian.norms.CHUNK_FLOATS", 50)
+    monkeypatch.setattr("torch_privacy.jacobian.rows.norms.CHUNK_FLOATS", 50)
     torch.testing.assert_close(recorded_jacobian(model, x, losses_of).squared_norms(), whole)
 
 

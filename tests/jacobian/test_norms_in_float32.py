@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Size, Tensor
 
-from torch_privacy.jacobian.norms import squared_norms
+from torch_privacy.jacobian.rows.norms import squared_norms
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import RUN, SUMMED, product, squared_lengths

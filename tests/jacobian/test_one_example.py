@@ -15,7 +15,7 @@ from real_models import MODELS, QUIET, Batch, RealModel, part
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import Tape
 
 pytestmark = QUIET

@@ -18,7 +18,7 @@ from parts import in_type
 from torch import Tensor, nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.norms import squared_norms
+from torch_privacy.jacobian.rows.norms import squared_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -230,7 +230,7 @@ def test_channels_last_changes_nothing(case):
 def test_norms_are_the_same_in_chunks(monkeypatch):
     model, x = CASES["convolutional network"]()
     whole = recorded_jacobian(model, x, losses_of).squared_norms()
-    monkeypatch.setattr("torch_privacy.jacobian.norms.CHUNK_FLOATS", 50)
+    monkeypatch.setattr("torch_privacy.jacobian.rows.norms.CHUNK_FLOATS", 50)
     torch.testing.assert_close(recorded_jacobian(model, x, losses_of).squared_norms(), whole)
 
 

@@ -16,8 +16,8 @@ from parts import Calls
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian import recording
-from torch_privacy.jacobian.layout import PROOFS, Layouts
+from torch_privacy.jacobian import public_record as recording
+from torch_privacy.jacobian.layouts.known import PROOFS, Layouts
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from parts import Calls, losses_of, tokens
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.self_check import NativeSum, RowCheck
+from torch_privacy.jacobian.rows.check import NativeSum, RowCheck
 
 
 def data_mixed_into_weight(m, x):

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import torch_privacy as tp
-from torch_privacy.jacobian import recording
+from torch_privacy.jacobian import public_record as recording
 from torch_privacy.jacobian import tape as tape_module
-from torch_privacy.jacobian.candidates import CandidateLayouts
-from torch_privacy.jacobian.prediction import Prediction
+from torch_privacy.jacobian.layouts.fit import CandidateLayouts
+from torch_privacy.jacobian.layouts.predict import Prediction
 
 SIZES = (5, 3, 5, 6, 5)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.mechanism import PRICED_ROUNDING
+from torch_privacy.mechanisms.base import PRICED_ROUNDING
 
 N, VIEWS, BATCH = 24, 3, 8.0
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from torch_privacy.jacobian.norms import projections
+from torch_privacy.jacobian.rows.norms import projections
 from torch_privacy.ops.linear import Linear
 
 

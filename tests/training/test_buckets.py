@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_privacy as tp
-from torch_privacy.mechanism import ClippedSum
+from torch_privacy.mechanisms.base import ClippedSum
 from torch_privacy.training.placement import Ranked, placement_of
 
 

@@ -34,7 +34,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
-from torch_privacy.mechanism import PRICED_ROUNDING
+from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.sampling.poisson import Poisson
 
 BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]

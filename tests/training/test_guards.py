@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.clipping import ClippingRule
+from torch_privacy.mechanisms.clipping import ClippingRule
 from torch_privacy.training.finite import FiniteRows
 
 N = 60

@@ -27,8 +27,8 @@ from trainings import (
 )
 
 import torch_privacy as tp
-from torch_privacy.jacobian.layout import Layouts
-from torch_privacy.mechanism import PRICED_ROUNDING
+from torch_privacy.jacobian.layouts.known import Layouts
+from torch_privacy.mechanisms.base import PRICED_ROUNDING
 
 MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
 

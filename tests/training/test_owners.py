@@ -41,7 +41,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.mechanism import PRICED_ROUNDING
+from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.sampling.owners import Owners, OwnerSampler, owners_of
 from torch_privacy.training.release import Releases, _cut_between

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from trainings import cross_entropy
 
 import torch_privacy as tp
-from torch_privacy.mechanism import ClippedSum
+from torch_privacy.mechanisms.base import ClippedSum
 from torch_privacy.noise import Noise
 from torch_privacy.training.placement import Ranked, placement_of
 

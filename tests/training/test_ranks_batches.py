@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.jacobian.layout import Layouts
+from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.training.rehearsals import Rehearsals
 
 pytestmark = VIEWS

@@ -27,7 +27,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.jacobian.clipped_sum import DeferredSum
+from torch_privacy.jacobian.rows.streamed_sum import DeferredSum
 from torch_privacy.training.placement import base, buckets
 
 pytestmark = VIEWS

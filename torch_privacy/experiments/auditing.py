@@ -21,7 +21,7 @@ from torch_privacy.experiments.runner import losses_and_scores, new_training
 from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings, num_units
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import read_bytes
-from torch_privacy.training.repetition import number_of_threads
+from torch_privacy.training.machine import number_of_threads
 
 LARGEST = 2**31  # bytes of canaries
 UNREADABLE = (  # what libraries raise for files of arrays that are damaged, or that name huge shapes

@@ -50,7 +50,7 @@ from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
 from torch_privacy.support.ranks import Ranks, communicating, num_processes
 from torch_privacy.support.schema import violation
-from torch_privacy.training.repetition import number_of_threads
+from torch_privacy.training.machine import number_of_threads
 from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
 
 TEST_BATCH_SIZE = 4096

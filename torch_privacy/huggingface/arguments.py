@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
-from ..clipping import MicroBatches
+from ..mechanisms.clipping import MicroBatches
 from ..support.validate import Refused
 from ..training import PrivateTraining
 from ..training.schedule import number_of_steps

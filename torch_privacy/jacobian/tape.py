@@ -18,9 +18,22 @@ from torch.autograd.graph import Node
 from ..ops import AnyLayout, Layout
 from ..support.torch_modes import without_autocast
 from ..support.validate import Refused
-from .blocks import Block
-from .calls import Call, Reached
-from .clipped_sum import (
+from .layouts.codes import Rounding, fresh_generator
+from .layouts.known import SPOT_CHECK, Footprint, Layouts, Merging, kind_of_call
+from .layouts.measure import Measurement
+from .layouts.predict import CodedSink, Disagreement, Expected, Irregular, Options, PlainSink, Prediction
+from .parallel.agreement import ALONE
+from .parallel.shards import TensorParallel, attention_is_split, peers_of, refuse_split_positions, whole_losses
+from .recording.calls import Call, Reached
+from .recording.functions import without_numbers
+from .recording.graph import Graph, saved_bytes
+from .recording.paths import CallFinder, check_losses, check_unchanged
+from .recording.recorder import Recorder
+from .rows.blocks import Block
+from .rows.check import NativeSum, RowCheck
+from .rows.operator import Jacobian
+from .rows.plan import Budget, distinct_bytes, least_bytes
+from .rows.streamed_sum import (
     AT_ONCE,
     Clip,
     Collector,
@@ -31,19 +44,6 @@ from .clipped_sum import (
     layouts_by,
     make_op,
 )
-from .codes import Rounding, fresh_generator
-from .graph import Graph, saved_bytes
-from .layout import SPOT_CHECK, Footprint, Layouts, Merging, kind_of_call
-from .measure import Measurement
-from .operator import Jacobian
-from .peers import ALONE
-from .plan import Budget, distinct_bytes, least_bytes
-from .prediction import CodedSink, Disagreement, Expected, Irregular, Options, PlainSink, Prediction
-from .reach import CallFinder, check_losses, check_unchanged
-from .recorder import Recorder
-from .self_check import NativeSum, RowCheck
-from .tensor_parallel import TensorParallel, attention_is_split, peers_of, refuse_split_positions, whole_losses
-from .torch_functions import without_numbers
 
 # Peak memory allowed by default, in units of what non-private training needs.
 MEMORY_BUDGET = 1.2

@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..jacobian.operator import PlanRow
+from ..jacobian.rows.operator import PlanRow
 from ..support.validate import Refused
 
 ANY_WIDTH = 10_000  # columns; wider than any table

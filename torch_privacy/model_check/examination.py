@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from ..jacobian.independence import Rehearsal
-from ..jacobian.kept import draw_halves
-from ..jacobian.layout import Layouts
-from ..jacobian.operator import PlanRow
-from ..jacobian.reach import check_losses
-from ..jacobian.row_answers import RowAnswers
+from ..jacobian.layouts.known import Layouts
+from ..jacobian.recording.paths import check_losses
+from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
-from ..jacobian.turns import Answers, Turn
+from ..rehearsal.kept import draw_halves
+from ..rehearsal.rehearsal import Rehearsal
+from ..rehearsal.row_digests import RowAnswers
+from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import CollatedExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import AttributeTensors, ModelTensors
 from ..support.normalization import SmallGroups
-from ..support.replay import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
+from ..support.random_state import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, Meeting, Problem, Verdict

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..jacobian.calls import Call
-from ..jacobian.layout import Layouts, Measurement
-from ..jacobian.operator import Jacobian, PlanRow
+from ..jacobian.layouts.known import Layouts, Measurement
+from ..jacobian.recording.calls import Call
+from ..jacobian.recording.unrecorded import NodeUse
+from ..jacobian.rows.operator import Jacobian, PlanRow
 from ..jacobian.tape import Tape
-from ..jacobian.unrecorded import NodeUse
 from ..ops import AnyLayout, Layout
 from ..ops.fallback import ReplayUse
 from ..support.model_state import ModelTensors

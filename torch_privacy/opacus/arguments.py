@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from ..clipping import Adaptive, ClippingRule, Flat, Groups
+from ..mechanisms.clipping import Adaptive, ClippingRule, Flat, Groups
 from ..support.validate import Refused, one_of
 from .run import PrivateLoader
 

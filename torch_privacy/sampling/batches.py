@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
 from ..support.fixed_draws import drawing
 from ..support.model_state import same
-from ..support.replay import SeededRandomNumbers, random_position
+from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.torch_modes import tensors_in
 from ..support.validate import Refused
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils._pytree import tree_flatten
 
-from ..support.replay import SeededRandomNumbers
+from ..support.random_state import SeededRandomNumbers
 from .fingerprint import Unhashable, feed
 from .row_laws import RowLaw, StoredRows
 from .shadow import DatasetShadow

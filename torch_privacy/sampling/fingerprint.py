@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..support.random_state import SeededRandomNumbers
 from ..support.read_file import parse_json, read_bytes
-from ..support.replay import SeededRandomNumbers
 from ..support.validate import Refused, quoted
 from .batches import check_map_style, tensors_and_rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from ..support.replay import SeededRandomNumbers
+from ..support.random_state import SeededRandomNumbers
 from .batches import source_of, tensors_and_rows
 from .fingerprint import FEWEST_ITEMS, MOST_ITEMS, MOST_SECONDS, Unhashable, feed
 

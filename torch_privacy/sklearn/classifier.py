@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import privacy
-from ..clipping import ClippingRule
+from ..mechanisms.clipping import ClippingRule
 from ..support.validate import quoted
 from .base import PrivateEstimator, store
 from .classes import find_classes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from .. import privacy
-from ..clipping import Flat
+from ..mechanisms.clipping import Flat
 from ..privacy.spent import Spent
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage

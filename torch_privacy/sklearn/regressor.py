@@ -15,7 +15,7 @@ from sklearn.base import RegressorMixin
 from torch import Tensor, nn
 
 from .. import privacy
-from ..clipping import ClippingRule
+from ..mechanisms.clipping import ClippingRule
 from ..support.validate import Refused
 from .base import PrivateEstimator, store
 from .features import Bounds, checked_bounds, scaled

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .draws import GOLDEN, MOST_CALLS, Drawn, Draws, Rule, is_time_first
 from .plain_draws import fixed_plain_draws
-from .replay import in_eval, torch_generators
+from .random_state import in_eval, torch_generators
 
 Arguments = dict[str, Any]  # of a call of torch, by their names in its schema
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .draws import GOLDEN, MOST_CALLS, Drawn, Draws, Rule
-from .replay import numpy_generator, set_numpy_generator
+from .random_state import numpy_generator, set_numpy_generator
 
 _WHOLE = {"permutation", "shuffle", "bytes"}  # results that are no row of equally distributed numbers
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..sampling.batches import Batches, BatchRequest
-from ..support.replay import is_recording_disabled
+from ..support.random_state import is_recording_disabled
 from ..support.torch_modes import tensors_in
 from .loop_variables import Finder, frames_of_loop
 from .weights import WeightGuard, moves_nothing

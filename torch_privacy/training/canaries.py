@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..clipping import MicroBatches
 from ..jacobian.tape import Tape
-from ..jacobian.turns import Turn
-from ..mechanism import Mechanism, Recording, Summation, added
+from ..mechanisms.base import Mechanism, Recording, Summation, added
+from ..mechanisms.clipping import MicroBatches
+from ..rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
 from ..sampling.canaries import WithCanaries
 from ..support.draws import IN_EVAL

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..jacobian.turns import Turn
-from ..mechanism import Recording
+from ..mechanisms.base import Recording
+from ..rehearsal.turn import Turn
 from ..support.model_state import MutationGuard
-from ..support.replay import SeededRandomNumbers, is_recording_disabled
+from ..support.random_state import SeededRandomNumbers, is_recording_disabled
 from ..support.script_modules import takes_hooks
 from ..support.torch_modes import OpMode, is_transformed, tensors_in
 

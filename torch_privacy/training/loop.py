@@ -18,22 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..clipping import ClippingRule
-from ..estimated_norms import Sketched
-from ..gep import BGEP, GEP
 from ..jacobian.tape import MEMORY_BUDGET
+from ..mechanisms.clipping import ClippingRule
+from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.gep import BGEP, GEP
 from ..runs.folder import RunFolder
 from ..sampling.batches import Batches, Collate
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import owners_of
 from ..support.validate import Refused, whole
+from .accelerate import check_not_for_accelerate
 from .callbacks import Callback, Callbacks
 from .canaries import Observation
 from .listeners import Listeners
+from .loop_checks import name_of
 from .making import agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
 from .placement import placement_of
-from .prepared import check_not_for_accelerate
 from .releaser import Releaser
 from .reporting import Reporting
 from .resuming import Resuming
@@ -42,7 +43,6 @@ from .schedule import Schedule, factors_of, number_of_steps
 from .settings import TrainingSettings
 from .state import StepSums
 from .step_run import Run, StepRun
-from .user_code import name_of
 
 _END = object()  # of a loop
 _EMPTY = object()  # handed out after a step with an empty batch, of which only `PrivateTraining.steps` takes note

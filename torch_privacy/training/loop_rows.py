@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..jacobian.comparison import CARRIES
+from ..rehearsal.comparison import CARRIES
 from ..sampling.batches import DatasetExamples
 from ..sampling.stored_rows import kind_of, num_bytes
 from ..support.model_state import same

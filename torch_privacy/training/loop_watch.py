@@ -20,8 +20,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..jacobian.comparison import CARRIES, Comparison, quoted
-from ..jacobian.turns import Answers, Turn
+from ..rehearsal.comparison import CARRIES, Comparison, quoted
+from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..support.model_state import ModelState
 from ..support.validate import Refused

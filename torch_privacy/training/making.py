@@ -18,14 +18,14 @@ from ..sampling.canaries import WithCanaries
 from ..sampling.item_check import item_check
 from ..support.model_state import AttributeTensors
 from ..support.validate import Refused
+from .accelerate import without_accelerate
 from .agreement import check_ranks
 from .bystanders import OtherOptimizers, OutsideForwards
 from .loop_watch import LoopWatch
+from .machine import Machine
 from .placement import Placement, Ranked
-from .prepared import without_accelerate
-from .reached import Reached
+from .reached_parameters import Reached
 from .rehearsals import Rehearsals
-from .repetition import Machine
 from .resuming import Resuming
 from .run_files import RunFiles, open_files, settings_of
 from .settings import TrainingSettings, check_scheduler, open_ledger

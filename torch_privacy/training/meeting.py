@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..jacobian.turns import Turn
+from ..rehearsal.turn import Turn
 from .agreement import (
     check_equal_tensors,
     check_equal_turns,
@@ -20,10 +20,10 @@ from .agreement import (
     kind_of_turn,
     names_tag,
 )
+from .loop_checks import plain
 from .placement import Ranked
 from .rehearsals import RARELY, idle_turn
 from .state import Setup, State, StepSums, optimized
-from .user_code import plain
 
 Taken = tuple[dict[str, Tensor], dict[str, int] | None]
 

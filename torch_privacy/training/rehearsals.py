@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..jacobian.code_path import CodePath, RehearsedCode
-from ..jacobian.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
-from ..jacobian.independence import Rehearsal
-from ..jacobian.kept import draw_few, draw_halves, without_ends
-from ..jacobian.turns import Answers, Turn
-from ..mechanism import Summation
+from ..jacobian.recording.coverage import CodePath, RehearsedCode
+from ..mechanisms.base import Summation
+from ..rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
+from ..rehearsal.kept import draw_few, draw_halves, without_ends
+from ..rehearsal.rehearsal import Rehearsal
+from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState

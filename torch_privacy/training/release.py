@@ -24,8 +24,8 @@ from ..sampling.owners import OwnerSampler
 from ..sampling.poisson import Poisson
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
+from .machine import NotRepeated
 from .placement import Placement, Ranked
-from .repetition import NotRepeated
 from .schedule import Plan
 from .settings import TrainingSettings
 

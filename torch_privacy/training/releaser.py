@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mechanism import noise_factors
-from ..support.replay import SeededRandomNumbers
+from ..mechanisms.base import noise_factors
+from ..support.random_state import SeededRandomNumbers
 from ..support.validate import Refused
 from .finite import FiniteRows
 from .listeners import Listener
+from .machine import NotRepeated
 from .meeting import Meeting
-from .repetition import NotRepeated
 from .resuming import Resuming
 from .state import Setup, State, StepSums, now
 

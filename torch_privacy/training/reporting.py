@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .. import privacy
-from ..clipping import ClippingRule
-from ..mechanism import ClippedSum
+from ..mechanisms.base import ClippedSum
+from ..mechanisms.clipping import ClippingRule
 from ..support.validate import Refused, whole
 from .resuming import Resuming
 from .run_files import LOSSES_NOT_COVERED, Scores, check_alike, checked_scores, unreleased, weights_of

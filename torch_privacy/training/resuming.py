@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
+from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import Keys, Releases, new_keys
-from .repetition import Machine, number_of_threads
 from .run_files import RunFiles
 from .settings import check_state
 from .state import Setup, State

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..mechanism import Summation, summary_of
+from ..mechanisms.base import Summation, summary_of
 from ..privacy.summary import Releases, summarize
 from ..runs.folder import RunFolder
 from ..runs.metrics import LossLog, Metrics, has_diverged
@@ -28,10 +28,10 @@ from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number, quoted
 from .listeners import Listener
+from .loop_checks import plain
 from .placement import reshard
 from .release import Share
 from .settings import TrainingSettings
-from .user_code import plain
 
 WHERE = "PrivateTraining"
 LARGEST_SCORE = 1e30
@@ -39,7 +39,9 @@ LONGEST_NAME, LONGEST_SETTING = 200, 10_000  # characters
 LOSSES_NOT_COVERED = (
     "the training losses in metrics.csv and on the page: exact means over the training data, made without noise"
 )
-BESIDE_RELEASES = "what is in the model's file and was made by no release here, as the training found it or the loop changed it"
+BESIDE_RELEASES = (
+    "what is in the model's file and was made by no release here, as the training found it or the loop changed it"
+)
 MOST_NAMES = 5
 FREE_SECONDS, SHARE_OF_TIME = 2.0, 0.05  # for the epsilon of each epoch
 OTHER_FILES = "Give this training a new folder, or delete what is no longer needed."

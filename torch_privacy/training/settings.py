@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..clipping import ClippingRule, MicroBatches, check_rule
-from ..estimated_norms import Sketched
-from ..estimated_norms.mechanism import SketchedSum
-from ..gep import BGEP, GEP
-from ..gep.mechanism import EmbeddedSum
 from ..jacobian.tape import MEMORY_BUDGET
-from ..mechanism import ClippedSum, Mechanism
+from ..mechanisms.base import ClippedSum, Mechanism
+from ..mechanisms.clipping import ClippingRule, MicroBatches, check_rule
+from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.estimated_norms.mechanism import SketchedSum
+from ..mechanisms.gep import BGEP, GEP
+from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..privacy.events.base import WITHOUT_NOISE
 from ..runs.schemas import COUPLED, LOSS_LOG
 from ..sampling.fingerprint import STATE_FINGERPRINT

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import privacy
-from ..mechanism import Mechanism
+from ..mechanisms.base import Mechanism
 from ..model_check.requirements import TensorsOf, check_no_gradient_hooks
 from ..noise import generators
 from ..sampling.batches import Batches
@@ -23,7 +23,7 @@ from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .bystanders import OutsideForwards
 from .placement import Placement, local_of
-from .reached import Reached
+from .reached_parameters import Reached
 from .rehearsals import Rehearsals
 from .release import Releases
 from .schedule import Plan

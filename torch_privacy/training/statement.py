@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import privacy
-from ..mechanism import Mechanism, noise_factors, summary_of
+from ..mechanisms.base import Mechanism, noise_factors, summary_of
 from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..support.validate import Refused
 from ..support.version import __version__

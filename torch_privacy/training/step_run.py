@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.reach import check_losses
-from ..jacobian.row_answers import RowAnswers
+from ..jacobian.parallel.shards import whole_losses
+from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
-from ..jacobian.tensor_parallel import whole_losses
-from ..jacobian.turns import Answers, Turn
-from ..mechanism import Recording, Summation
+from ..mechanisms.base import Recording, Summation
+from ..rehearsal.row_digests import RowAnswers
+from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest, DatasetExamples
 from ..sampling.poisson import Poisson
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups
-from ..support.replay import SeededRandomNumbers, random_position
+from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused
 from .hooks import ForwardHooks, Pending
 from .listeners import Listener
+from .loop_checks import check_user_code, plain, refusing_used_graphs
 from .meeting import Meeting
 from .placement import Ranked
 from .rehearsals import Answered, FirstRun, Part
 from .release import Share
 from .state import Setup, State, StepSums, while_alive
-from .user_code import check_user_code, plain, refusing_used_graphs
 
 Run = Generator[Pending | None, Tensor, StepSums | None]
 

@@ -12,7 +12,7 @@ from scipy.special import ndtr
 from scipy.stats import geom, logser, norm, poisson
 
 from torch_privacy import privacy
-from torch_privacy.clipping import Flat
+from torch_privacy.mechanisms.clipping import Flat
 from torch_privacy.privacy import Gaussian, SubsampledGaussian, SubsampledGEP, SubsampledJL
 
 MNIST, CIFAR, IMDB = 256 / 60000, 256 / 50000, 256 / 25000

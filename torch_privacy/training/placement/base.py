@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...mechanism import Mechanism
+from ...mechanisms.base import Mechanism
 from ...support.model_state import local_of as local_of
 from ...support.ranks import Ranks
 from .buckets import DEFERRED_BYTES, FlatBucket, InFlight, LocalSums, Slice, buckets_of, by_kind

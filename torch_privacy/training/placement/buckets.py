@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...jacobian.clipped_sum import DeferredSum
+from ...jacobian.rows.streamed_sum import DeferredSum
 from ...support.ranks import communicating
 
 BUCKET_BYTES = 2**25  # of sums that are reduced together, where FSDP does not say it

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...mechanism import Mechanism
+from ...mechanisms.base import Mechanism
 from ...support.gathered_weights import GatheredWeights
 from ...support.model_state import local_of
 from ...support.ranks import Ranks

@@ -24,7 +24,7 @@ from torch_privacy.data import Data
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
-from torch_privacy.gep.anchors import random_labels
+from torch_privacy.mechanisms.gep.anchors import random_labels
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     BASELINE,

@@ -31,7 +31,7 @@ from torch_privacy.experiments.models.networks import ResNet20
 from torch_privacy.experiments.papers.yu2021.common import labels_of_the_data
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import seeded
-from torch_privacy.jacobian.operator import Jacobian
+from torch_privacy.jacobian.rows.operator import Jacobian
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import Column, Computation, Context, Numbers
 

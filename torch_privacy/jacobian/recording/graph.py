@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autograd graph of the losses, read once, because asking torch for a node's neighbors is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from ..parallel.shards import on_this_rank
+
+
+class Graph:
+    """The nodes that ``losses`` were computed by; ``children`` are those that a node's gradients go to."""
+
+    def __init__(self, losses: Tensor):
+        assert losses.grad_fn is not None
+        self.root: Node = losses.grad_fn
+        self.children: dict[Node, list[Node]] = {}
+        stack, found = [self.root], self.children
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                children = found[node] = [n for n, _ in node.next_functions if n is not None]
+                stack += children
+
+    def nodes(self) -> Iterator[Node]:
+        """Yields all nodes, starting with that of the losses."""
+        return iter(self.children)
+
+    def has_custom_functions(self) -> bool:
+        """True if a gradient passes an ``autograd.Function``, whose inside cannot be seen."""
+        return any(isinstance(node, BackwardCFunction) for node in self.children)
+
+    def has_scripted_parts(self) -> bool:
+        """True if a gradient passes a part that TorchScript has compiled, whose inside cannot be seen."""
+        return any(type(node).__name__ == "CppFunction" for node in self.children)
+
+    def following(self, node: Node) -> list[Node]:
+        """Returns a node's children; the node may be outside of the graph, as that of a tensor changed in place."""
+        known = self.children.get(node)
+        return _children(node) if known is None else known
+
+    def before(self, stops: Collection[Node]) -> Iterator[Node]:
+        """Yields the nodes that are reached from the losses without passing one of ``stops``."""
+        stack, seen = [self.root], {self.root}
+        while stack:
+            node = stack.pop()
+            if node not in stops:
+                yield node
+                following = [n for n in self.children[node] if n not in seen]
+                seen.update(following)
+                stack += following
+
+    def above(self, nodes: Collection[Node]) -> set[Node]:
+        """Returns the nodes that have one of ``nodes`` strictly below them."""
+        parents = self._parents
+        stack = [parent for node in nodes for parent in parents.get(node, ())]
+        found: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += parents.get(node, ())
+        return found
+
+    @cached_property
+    def _parents(self) -> dict[Node, list[Node]]:
+        parents: dict[Node, list[Node]] = {}
+        for node, children in self.children.items():
+            for child in children:
+                parents.setdefault(child, []).append(node)
+        return parents
+
+
+def leaves_below(node: Node) -> list[Tensor]:
+    """Returns the leaves, such as parameters, that the gradient of a node goes to."""
+    found: dict[int, Tensor] = {}
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        leaf = leaf_of(node)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        below = [n for n in _children(node) if n not in seen]
+        seen.update(below)
+        stack += below
+    return [*found.values()]
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf in which a node accumulates gradients; None for all other nodes."""
+    return getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
+def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
+    """Returns the bytes that autograd saves for the backward in tensors that can hold n examples.
+
+    Shared memory counts once. Sparse tensors do not count, nor do ``excluded`` ones, which are held in any case.
+    """
+    excluded_memory = {on_this_rank(t).untyped_storage().data_ptr() for t in excluded if _has_memory(t)}
+    sizes: dict[int, int] = {}
+    for node in graph.nodes():
+        for tensor in map(on_this_rank, _saved_by(node)):
+            if _has_memory(tensor) and any([size and size % n == 0 for size in tensor.shape]):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum([size for start, size in sizes.items() if start not in excluded_memory])
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
+def _saved_by(node: Node) -> Iterator[Tensor]:
+    """Yields the tensors that a node saves, if it shows them."""
+    if isinstance(node, BackwardCFunction):
+        yield from (t for t in node.saved_tensors if isinstance(t, Tensor))
+        return
+    for name in _saved_names(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place since: the backward itself will raise
+            continue
+        yield from (t for t in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(t, Tensor))
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+
+
+def _children(node: Node) -> list[Node]:
+    return [n for n, _ in node.next_functions if n is not None]

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Jacobian of the per-example losses, as an operator that answers three questions and never forms its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ...ops._base import in_sum_dtype
+from ...ops.dense import Rows
+from ...support.torch_modes import exact
+from ..parallel.shards import TensorParallel
+from .blocks import Block, Direction, JoinedBlocks, OuterProduct, disjoint
+from .norms import chunk_size
+from .plan import choices
+
+
+class Jacobian:
+    """The n x p matrix J whose row i is the gradient of example i's own loss, as a linear operator.
+
+    It is asked three questions: ``squared_norms``, ``project`` and ``weighted_sum``. Every answer is exact up to
+    rounding; half precision is summed in float32. Rows of tied and reused parameters cover all uses together. All
+    answers are detached from the graph.
+
+    Guarantees:
+        - ``squared_norms()[i]`` is the squared norm of row i over all parameters together.
+        - ``weighted_sum(c)`` is Σᵢ cᵢ row_i; with c all ones, the ordinary gradient of the summed losses.
+        - ``project(v)[i, j]`` is the inner product of row i with direction j.
+
+    Of a tensor-parallel model every rank has a part: norms and projections are those of the whole rows, by one
+    all-reduce, and equal on all ranks; sums, rows and directions are those of the rank's own shards.
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        dtype: torch.dtype,
+        parameters: Mapping[str, Tensor],
+        blocks: list[Block],
+        parallel: TensorParallel | None = None,
+    ):
+        self._parallel = parallel
+        self.num_examples = num_examples
+        self._dtype = dtype
+        self._all = parameters  # also those of other columns, which lie behind the same weights
+        self._parameters = parameters
+        self._blocks = blocks
+        self._joined_blocks: JoinedBlocks | None = None
+
+    @property
+    def depends_on_graph(self) -> bool:
+        """True if some sums need another backward, because nothing was kept for them."""
+        return any([block.dropped for block in self._blocks])
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Returns name and shape of every parameter, in the model's order."""
+        return {name: p.shape for name, p in self._parameters.items()}
+
+    # The three questions
+
+    def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
+        """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
+        total = self.first_squared_norms(names)
+        if total.device.type != "cpu" and total.isnan().any():
+            self._settle(names)
+            total = self.first_squared_norms(names)
+        return total
+
+    @exact
+    def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
+        """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
+        wanted = set(self._parameters if names is None else names)
+        if self._parallel is not None:
+            return self._parallel.squared_norms(self._squared_norms_here, wanted)
+        return self._squared_norms_here(wanted)
+
+    @exact
+    def check_equal(self) -> None:
+        """Raises unless tensor-parallel ranks agree on the rows of the parameters that all of them have."""
+        if self._parallel is not None:
+            self._parallel.check_equal(self._squared_norms_here, set(self._parameters))
+
+    def _squared_norms_here(self, wanted: set[str]) -> Tensor:
+        """Returns the squared norms (n,) in this rank's parts of the wanted parameters."""
+        total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
+        separate, joint = self._split(wanted)
+        joined = self._joined
+        others = [block for block in separate if block not in joined]
+        if joined.blocks and len(others) + len(joined.blocks) == len(separate):
+            total += joined.squared_norms().to(total.device)
+            separate = others
+        for block in separate:
+            total += block.first_squared_norms().to(total.device)
+        if joint:
+            total += self._joint_squared_norms(joint, wanted)
+        return total
+
+    @exact
+    def _settle(self, names: tuple[str, ...] | None) -> None:
+        """Computes norms again where a Gram matrix was inaccurate."""
+        separate, _ = self._split(set(self._parameters if names is None else names))
+        for block in separate:
+            if not block.answers_jointly:
+                block.settle()
+
+    @exact
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """Returns J v (n, k) for k directions given as name -> (k, *shape); every parameter must be named."""
+        missing = sorted(set(self._parameters) - set(v))
+        if missing:
+            raise ValueError(f"Jacobian.project: no direction for parameter {', '.join(map(repr, missing))}.")
+        k = len(next(iter(v.values())))
+        others = {name: self._all[name].new_zeros(k, *self._all[name].shape) for name in self._used() - set(v)}
+        directions = {**v, **others}
+        total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
+        if self._parallel is not None:
+            return self._parallel.projections(self._blocks, directions, self._all, total)
+        for block in self._blocks:
+            total = total + block.project(directions, self._all).to(total.device)
+        return total
+
+    @exact
+    def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
+        """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
+        unused = self._parameters.keys() - self._used()
+        total = {name: torch.zeros_like(self._all[name], memory_format=torch.contiguous_format) for name in unused}
+        others = (
+            part
+            for block in self._blocks
+            if block not in self._joined
+            for part in block.last_weighted_sum(c, self._all, self._parameters).items()
+        )
+        for name, part in chain(self._joined.last_weighted_sum(c), others):
+            total[name] = total[name] + part if name in total else part
+        return {name: total[name] for name in self._parameters}
+
+    # Further questions, for the self-check, rehearsals and small models
+
+    @torch.no_grad()
+    def products_of_sum(self, c: Tensor, directions: Mapping[str, OuterProduct]) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and product with the parameter's direction, piece by piece; they add up to those of Jᵀ c."""
+        for block in self._blocks:
+            for name, part in block.products_of_sum(c, directions, self._all).items():
+                if name in self._parameters:
+                    yield name, part
+
+    @torch.no_grad()
+    def project_on(self, direction: Direction) -> Tensor:
+        """Returns the product (n,) of each row with one direction, given in the space of the ops' weights.
+
+        A weight may be computed from parameters: the direction is not pushed through that computation.
+        """
+        total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
+        others = (part for block in self._blocks if block not in self._joined for part in block.project_on(direction))
+        for part in chain(others, self._joined.project_on(direction)):
+            total = total + part.to(total.device)
+        return total
+
+    def rounding(self, names: Iterable[str]) -> float:
+        """Returns the coarsest relative rounding of lengths, products and sums in these columns."""
+        names = set(names)
+        dtypes = {self._sum_dtype, *(p.dtype for name, p in self._parameters.items() if name in names)}
+        dtypes |= {op.dtype for block in self._blocks if not names.isdisjoint(block.names) for op in block.ops}
+        return max(torch.finfo(torch.promote_types(dtype, torch.float32)).eps for dtype in dtypes)
+
+    @exact
+    def rows(self) -> dict[str, Tensor]:
+        """Returns the rows themselves, name -> (n, *shape): n times the memory of the model."""
+        unused = self._parameters.keys() - self._used()
+        total = {name: self._all[name].new_zeros(self.num_examples, *self._all[name].shape) for name in unused}
+        for block in self._blocks:
+            for name, part in block.rows(self._all).items():
+                total[name] = total[name] + part if name in total else part
+        return {name: total[name] for name in self._parameters}
+
+    # Parts of it
+
+    def select(self, index: Tensor | slice) -> Jacobian:
+        """Returns the rows of some of the examples only."""
+        num_examples = len(torch.arange(self.num_examples, device=self._device)[index])
+        return self._with(num_examples, self._parameters, [block.select(index) for block in self._blocks])
+
+    def restricted(self, names: Iterable[str]) -> Jacobian:
+        """Returns the columns of some of the parameters only."""
+        names = set(names)
+        if len(names) == len(self._all) == len(self._parameters):
+            return self
+        kept = {name: p for name, p in self._parameters.items() if name in names}
+        blocks = [block for block in self._blocks if not names.isdisjoint(block.names)]
+        return self._with(self.num_examples, kept, blocks)
+
+    def _with(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
+        other = Jacobian(num_examples, self._dtype, self._all, blocks, self._parallel)
+        other._parameters = parameters
+        return other
+
+    def keep(self, what: object) -> None:
+        """Keeps an object while there are blocks with weights that are computed from parameters."""
+        for block in self._blocks:
+            if not block.direct:
+                block.keeps = what
+
+    # The plan
+
+    def plan(self) -> list[PlanRow]:
+        """Returns how norms and sums are computed, block by block, if memory does not matter."""
+        separate, joint = self._split(set(self._parameters))
+        rows = []
+        for block in separate:
+            kind, best, prices = block.plan()
+            rows.append(PlanRow(block.names, kind, best.method.name, best.keeps, best.cost, best.held, prices))
+        for block in joint:
+            bests = [choices(op)[0] for op in block.ops]
+            cost, held = sum(best.cost for best in bests), sum(best.held for best in bests)
+            rows.append(PlanRow(block.names, block.kind, "joint rows", "x and b", cost, held, {}))
+        order = {name: number for number, name in enumerate(self._parameters)}
+        return sorted(rows, key=lambda row: min(order[name] for name in row.names if name in order))
+
+    def explain(self) -> str:
+        """Returns the plan as a table: parameter, op, how norms and sum are made, operations, bytes, other methods."""
+        head = ("parameter", "op", "norms by", "kept for the sum", "operations", "MiB", "prices of all methods")
+        table = [head, *(row.cells() for row in self.plan())]
+        widths = [max(len(line[k]) for line in table) for k in range(len(head) - 1)]
+        return "\n".join(
+            "  ".join(f"{cell:{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
+            for line in table
+        )
+
+    # How blocks are put together
+
+    @property
+    def _joined(self) -> JoinedBlocks:
+        if self._joined_blocks is None:
+            self._joined_blocks = JoinedBlocks(self._blocks)
+        return self._joined_blocks
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """Returns the widest type of losses and parameters, at least float32, because lengths are sums over all."""
+        least = torch.promote_types(self._dtype, torch.float32)
+        return reduce(torch.promote_types, (p.dtype for p in self._all.values()), least)
+
+    @property
+    def _device(self) -> torch.device:
+        """Returns the device of what has one number for each example, wherever the parameters are."""
+        return next((p.device for p in self._all.values()), torch.device("cpu"))
+
+    def _used(self) -> set[str]:
+        """Returns the parameters that some op used."""
+        return {name for block in self._blocks for name in block.names}
+
+    def _split(self, wanted: set[str]) -> tuple[list[Block], list[Block]]:
+        """Returns the blocks with norms that add up, and those with rows that must be added or pulled back first."""
+        sharing: dict[str, list[Block]] = {}
+        for block in self._blocks:
+            for name in block.names:
+                sharing.setdefault(name, []).append(block)
+        separate, joint = [], []
+        for block in self._blocks:
+            if wanted.isdisjoint(block.names):
+                continue
+            alone = block.stands_alone and disjoint(sharing[block.names[0]])
+            (separate if alone else joint).append(block)
+        return separate, joint
+
+    def _joint_squared_norms(self, blocks: list[Block], wanted: set[str]) -> Tensor:
+        """Returns the squared norms (n,) in the wanted parameters, from rows that are added block by block."""
+        names = {name for block in blocks for name in block.names}
+        floats = self.num_examples * sum(self._all[name].numel() for name in names)
+        size = chunk_size(self.num_examples, floats)
+        parts = []
+        for i in range(0, max(self.num_examples, 1), size):
+            rows: dict[str, Tensor] = {}
+            for block in blocks:
+                for name, part in block.select(slice(i, i + size)).rows(self._all).items():
+                    part = in_sum_dtype(part)
+                    rows[name] = rows[name] + part if name in rows else part
+            squares = [Rows(rows[name]).squared_norms().to(self._device) for name in names & wanted]
+            parts.append(torch.stack(squares).sum(0))
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One line of the plan: how norms and clipped sum of one block are made, with their price."""
+
+    names: tuple[str, ...]
+    op: str
+    norms_by: str
+    keeps: str
+    operations: float
+    held_bytes: int
+    prices: Mapping[str, float]  # method -> operations for the norms
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the line as text."""
+        prices = ", ".join(f"{name} {price:.2g}" for name, price in self.prices.items())
+        names, size = ", ".join(self.names), f"{self.held_bytes / 2**20:.2f}"
+        return names, self.op, self.norms_by, self.keeps, f"{self.operations:.2g}", size, prices

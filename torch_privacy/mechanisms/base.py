@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defines mechanisms: the sums over a batch that a step releases with noise, and the gradient computed from them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import privacy
+from ..jacobian.layouts.known import Layouts, Merging
+from ..jacobian.recording.coverage import CodePath
+from ..jacobian.rows.operator import Jacobian
+from ..jacobian.rows.streamed_sum import DeferredSum
+from ..jacobian.tape import Tape
+from ..privacy import NeighboringRelation
+from ..sampling.poisson import Poisson
+from ..support.model_state import ModelTensors
+from ..support.units import ONE_EXAMPLE
+from ..support.validate import Refused, positive, quoted
+from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
+
+RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of sensitivities and events; they are those of zero-out, too
+ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped row may exceed its bound by both
+PRICED_ROUNDING = 1 + 2.1e-5  # smallest factor on the noise, so that its multiplier is that of rows that exceed it
+LAW_ERROR = 2e-7  # root mean square; measured 1.5e-7 at most, see noise/ziggurat.py
+COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
+
+
+def noise_factors(num_trained: int, noise_multiplier: float) -> dict[str, float]:
+    """Returns the factor that is made on the noise, and those that it covers, which docs/training.md derives.
+
+    - "clipping": a clipped row may exceed its bound by the rounding of its norm and of its factor;
+    - "grid": rounding to the grid lets a row change n numbers by ``2^-32 √n`` standard deviations more;
+    - "law": the drawn law has an error of `LAW_ERROR` in the log probability of each point of the grid, which raises
+      the Rényi divergence of order α by α times its square for each of n numbers: an estimate.
+
+    A release has at most n = 2 ``num_trained`` numbers, with the coordinates and counts that some mechanisms add.
+    """
+    n = 2 * num_trained
+    covered = {
+        "clipping": (1 + ROUNDING) ** 2,
+        "grid": 1 + 2.0**-32 * math.sqrt(n) * noise_multiplier,
+        "law": math.sqrt(1 + 2 * n * (LAW_ERROR * noise_multiplier) ** 2),
+    }
+    return {"made": max(PRICED_ROUNDING, math.prod(covered.values())), **covered}
+
+
+class Recording(Protocol):
+    """Records the user's code and computes the clipped sum of its losses, with exact or estimated norms."""
+
+    @property
+    def code(self) -> CodePath:
+        """Returns the path through the model's code that was run."""
+        ...
+
+    @property
+    def reached(self) -> Collection[str]:
+        """Returns the names of the parameters that the losses were found to depend on."""
+        ...
+
+    @property
+    def measured(self) -> bool:
+        """Returns whether layouts had to be measured, by additional backward passes."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Returns the trained parameters by name."""
+        ...
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Called before the model's forward, with its arguments."""
+
+    def end(self, output: Any) -> None:
+        """Called after the model's forward with its output, or with None if it did not finish."""
+
+    def start(self, batch: Any) -> None:
+        """Records the user's code from the batch on."""
+
+    def stop(self) -> None:
+        """Ends what `start` began, when the losses are there or the loop was left; may be called again."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any, /) -> bool | None: ...
+
+    def clipped_sum(
+        self,
+        losses: Tensor,
+        groups: Mapping[str, Sequence[str]],
+        clip: Any,
+        *,
+        merging: Merging | None = None,
+        may_miss: Iterable[str] = (),
+        memory_budget: float = ...,
+        observe: Any = None,
+    ) -> dict[str, Tensor]:
+        """Returns the clipped sum by name; see `Tape.clipped_sum`."""
+        ...
+
+
+class Summation(ABC):
+    """Clips and sums the rows of one (micro)batch; called once for each group of parameters, with its rows."""
+
+    merging: Merging | None = None  # assigns examples to rows where the mean of several is one row
+    defers = False  # whether it may return a `DeferredSum` for each name, as where sums are reduced bucket by bucket
+
+    def __init__(self) -> None:
+        self.factors: dict[str, Tensor] = {}  # (rows,) by group: the clip factors; 0 for rows that were left out
+        self.norms_of_groups: dict[str, Tensor] = {}  # (rows,) by group: norms before clipping, as they were computed
+
+    @property
+    @abstractmethod
+    def num_left_out(self) -> int:
+        """Returns the number of examples left out because a gradient (of their micro-batch) was not finite. Secret."""
+
+    @abstractmethod
+    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        """Returns the sums, by name, of the clipped rows in one group of parameters. Secret."""
+
+    def compute_factors(self, jacobian: Any, group: str) -> None:
+        """Computes only the factors of the rows in one group of parameters."""
+        self(jacobian, group)
+
+    @abstractmethod
+    def responses(
+        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns ⟨release, vᵢ⟩ and ‖vᵢ‖² for the part vᵢ of each row in the sums, in units of the noise.
+
+        Each entry of both is divided by the standard deviation of its noise. An audit computes its scores from this.
+        """
+
+    def check_bound(self) -> None:  # noqa: B027
+        """Refuses sums in which a row exceeds the clipping rule's bound; called after all groups."""
+
+    def norms(self) -> Tensor:
+        """Returns (rows,) norms before clipping, over all groups; not finite for rows that were left out. Secret."""
+        return torch.stack([norms.double().square() for norms in self.norms_of_groups.values()]).sum(0).sqrt()
+
+    def clipped(self) -> Tensor:
+        """Returns (rows,) True for rows with a factor below 1 in some group. Secret."""
+        return torch.stack([factors < 1 for factors in self.factors.values()]).any(0)
+
+
+def checked_factors(rule: ClippingRule, norms: Tensor, group: str) -> Tensor:
+    """Returns the rule's factors, one for each row; refuses another shape."""
+    factors = rule.factors(norms, group)
+    if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+        shape = tuple(factors.shape) if isinstance(factors, Tensor) else type(factors).__name__
+        raise Refused(
+            f"PrivateTraining: {type(rule).__name__}.factors returned {shape} for {len(norms)} norms: must be a tensor "
+            "with one factor for each."
+        )
+    return factors
+
+
+class BoundCheck:
+    """Checks that no clipped row exceeds its rule's bound."""
+
+    def __init__(self, rule: ClippingRule):
+        self._rule = rule
+        self._squares: dict[str, Tensor] = {}  # (rows,) by group: squared norms of the clipped rows
+
+    def note(self, group: str, factors: Tensor, norms: Tensor) -> None:
+        """Notes the factors and norms (rows,) of the rows in one group of parameters."""
+        self._squares[group] = (factors.double() * norms.double()).square()
+
+    def longest(self) -> Tensor:
+        """Returns the norm of the longest clipped row so far, a number on the rows' device; 0 if there are none."""
+        squares = torch.stack([*self._squares.values()]).sum(0)
+        return squares.max().sqrt() if len(squares) else squares.sum()
+
+    def check(self, longest: float | None = None) -> None:
+        """Refuses a row longer than ``largest_norm``; called after all groups, with their `longest` if it was read."""
+        bound, longest = self._rule.largest_norm(), float(self.longest()) if longest is None else longest
+        if not longest <= bound * (1 + ROUNDING):  # also refuses NaN
+            raise Refused(
+                f"PrivateTraining: {type(self._rule).__name__}.factors lets a row be {longest / bound:.2g} times as "
+                f"long as largest_norm() allows, {bound:.7g}, and the noise is scaled to that. Return factors with "
+                "factors * norms <= the bound, such as (clip_norm / norms).clamp(max=1)."
+            )
+
+
+class Mechanism(ABC):
+    """Defines what one step releases, under the add/remove-one relation; it is the same under zero-out.
+
+    Each step calls ``begin``, then ``recorder`` and ``summation`` for every (micro)batch, then ``complete`` for all
+    sums of the step. These sums, with noise of the standard deviations ``stddevs`` times ``PRICED_ROUNDING``, are the
+    release. ``gradient`` computes the gradient from it.
+
+    Args:
+        expected_batch_size: the divisor, a number that does not depend on the data.
+        views: number of consecutive views of each example in a batch; the mean over them is the example's row.
+        unit: the unit of privacy, which the events name.
+    """
+
+    treated_as_public: tuple[str, ...] = ()  # listed in the privacy statement
+    needs_whole_release = False  # True if ``gradient`` needs all numbers of the release, not those of a shard
+
+    def __init__(self, expected_batch_size: float, views: int = 1, unit: str = ONE_EXAMPLE):
+        self.expected_batch_size, self.views, self.unit = expected_batch_size, views, unit
+        self._layouts = Layouts()
+
+    @abstractmethod
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
+        """Returns the description of one step's release, for the accountant."""
+
+    def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:  # noqa: B027
+        """Refuses noise that gives no meaningful privacy."""
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """Returns the largest L2 change of the sums between neighboring data sets, in units of ``noise_multiplier``."""
+
+    @property
+    def largest_sensitivity(self) -> float:
+        """Returns the sensitivity of the step in which it is largest."""
+        return self.sensitivity
+
+    @abstractmethod
+    def statement(self) -> dict[str, Any]:
+        """Returns name and settings as plain data, for the privacy statement."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings that a resumed run must share with its state."""
+
+    @abstractmethod
+    def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Returns a partition of the parameters: the rows of one group are needed at the same time."""
+
+    def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:  # noqa: B027
+        """Begins a step, which may have an empty batch; ``key`` is the noise key."""
+
+    def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
+        """Returns the recorder for one (micro)batch of ``size`` rows of inputs (examples times views)."""
+        return self.exact_recorder(tensors, size)
+
+    def exact_recorder(self, tensors: ModelTensors, size: int) -> Tape:
+        """Returns a recorder that computes exact norms, whatever the steps use."""
+        return Tape(tensors.trained, tensors.constants, self._layouts, size)
+
+    num_rows: int | None = None  # of a batch, if the mechanism itself lets several examples share a row
+
+    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+        """Returns (size,) the row that the mechanism gives each example of a batch; None if it gives none."""
+        return None
+
+    @abstractmethod
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        """Returns the object that clips and sums one (micro)batch of ``size`` examples.
+
+        ``units`` (size,) are their rows, those of the mechanism or of their owners; None if each has one of its own.
+        """
+
+    def merging(self, units: np.ndarray | None, size: int) -> Merging | None:
+        """Assigns each view to the row of its example or, if several examples share rows, of its unit."""
+        if units is None:
+            return merging_of_views(size, self.views)
+        if self.num_rows is not None:
+            return Merging(torch.from_numpy(units), self.num_rows).of_views(self.views)
+        sizes = np.bincount(units)
+        if (sizes == sizes[0]).all() and (np.diff(units) >= 0).all():
+            return merging_of_views(len(sizes), int(sizes[0]) * self.views)
+        return Merging(torch.from_numpy(units), len(sizes)).of_views(self.views)
+
+    @abstractmethod
+    def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns all sums of the step, contiguous; zero where there are no examples."""
+
+    @abstractmethod
+    def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
+        """Returns the standard deviation of the noise for each of the sums."""
+
+    @abstractmethod
+    def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the mean gradient by name, from the noisy sums alone; updates what the next step takes from them."""
+
+    def explain(self) -> str:
+        """Returns how the norms are computed."""
+        return "exact norms by the tape"
+
+    def equal_tensors(self) -> list[Tensor]:
+        """Returns tensors of the step that has begun, which must be equal on all ranks bit for bit."""
+        return []
+
+    def learned(self) -> Any:
+        """Returns what the batches have shown, which all ranks must know, as plain data."""
+        return None
+
+    def learn(self, known: Sequence[Any]) -> None:  # noqa: B027
+        """Joins what the ranks have `learned`; refuses what contradicts."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the steps so far have changed in the mechanism, to be saved with the training's state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restores what ``state`` returned, from the whole state of a training."""
+
+
+class ClippedSum(Mechanism):
+    """Releases the sum of the clipped rows and, with an adaptive rule, a count.
+
+    Args:
+        rule: the clipping rule.
+        names: names of the trained parameters.
+        expected_batch_size, views, unit: see `Mechanism`.
+        clip_schedule: factor on the rule's bounds in each step; None for 1.
+    """
+
+    def __init__(
+        self,
+        rule: ClippingRule,
+        names: Sequence[str],
+        expected_batch_size: float,
+        views: int = 1,
+        clip_schedule: Sequence[float] | None = None,
+        unit: str = ONE_EXAMPLE,
+    ):
+        super().__init__(expected_batch_size, views, unit)
+        self._planned, self._names = rule.bind(names), frozenset(names)
+        self._clip_schedule = clip_schedule
+        self.rule = self._rule_at(0)  # for the next step
+        self._divisor = self.rule.divisor(expected_batch_size)
+
+    def _rule_at(self, step: int) -> ClippingRule:
+        return self._planned if self._clip_schedule is None else self._planned.scaled(self._clip_schedule[step])
+
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
+        return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, unit=self.unit)
+
+    @property
+    def sensitivity(self) -> float:
+        return self.rule.sensitivity(RELATION)
+
+    @property
+    def largest_sensitivity(self) -> float:
+        if self._clip_schedule is None:
+            return self.sensitivity
+        return self._planned.scaled(max(self._clip_schedule)).sensitivity(RELATION)
+
+    def statement(self) -> dict[str, Any]:
+        if self._clip_schedule is None:
+            return self.rule.statement()
+        return {**self._planned.statement(), "clip_schedule": summary_of(self._clip_schedule)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"clipping": repr(self._planned), "jacobian": repr(None)}
+
+    def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        return self.rule.groups(names)
+
+    def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:
+        new = [name for name in tensors.trained if name not in self._names]
+        if new and isinstance(self.rule, Groups):
+            kind = type(self.rule.made_by or self.rule).__name__
+            raise Refused(
+                f"PrivateTraining: parameter {quoted(new)} was unfrozen, but the bounds of {kind} were computed for "
+                "the parameters that were trained at the start. Begin another PrivateTraining, with the releases so "
+                "far as prior_releases."
+            )
+        if self._clip_schedule is not None:
+            self.rule = self._rule_at(step)
+
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        return _ClippedSummation(self.rule, self.merging(units, size), self.views)
+
+    @property
+    def num_rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.num_groups(self.expected_batch_size) if isinstance(self.rule, MicroBatches) else None
+
+    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+        return None if self.num_rows is None else sampler.groups(step, size, self.num_rows)
+
+    def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        complete = sums_or_zeros(sums, parameters)
+        if isinstance(self.rule, Adaptive):
+            complete[COUNT] = sums.get(COUNT, torch.zeros(1, device="cpu"))
+        return complete
+
+    def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:
+        if not isinstance(self.rule, Adaptive):
+            return dict.fromkeys(names, noise_multiplier * self.sensitivity)
+        split = self.rule.split(noise_multiplier, self.expected_batch_size, RELATION)
+        stddev = split.gradient_noise_multiplier * self.sensitivity
+        return {**dict.fromkeys(names, stddev), COUNT: split.count_noise_stddev}
+
+    def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(self.rule, Adaptive):
+            self.rule = self.rule.updated(float(release.pop(COUNT)), self.expected_batch_size)
+        if release:  # a rank may have no number of a small model
+            torch._foreach_div_([*release.values()], self._divisor)  # pyright: ignore[reportPrivateImportUsage]
+        return release
+
+    def state(self) -> dict[str, Any]:
+        return {"clipping": self.rule.statement()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.rule, Adaptive):
+            clip_norm = state["clipping"].get("clip_norm")
+            positive("PrivateTraining.load_state_dict", clip_norm=clip_norm)
+            self.rule = replace(self.rule, clip_norm=clip_norm)
+
+
+class _ClippedSummation(Summation):
+    """Clips and sums the rows; counts those within the clip norm, and those that are not finite."""
+
+    def __init__(self, rule: ClippingRule, merging: Merging | None, views: int):
+        super().__init__()
+        self._rule, self.merging, self._views = rule, merging, views
+        self._non_finite: set[int] = set()
+        self._bound_check = BoundCheck(rule)
+        self._longest: float | None = None  # of the clipped rows, if it was read from the device already
+
+    @property
+    def num_left_out(self) -> int:
+        if self.merging is None:
+            return len(self._non_finite)
+        left_out = torch.isin(self.merging.assignment, self.merging.assignment.new_tensor(sorted(self._non_finite)))
+        return int(left_out.sum()) // self._views
+
+    @torch.no_grad()
+    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        if hasattr(jacobian, "measured_sum") and jacobian.device.type != "cpu":
+            return self._sum_before_reading(jacobian, group)
+        factors, kept, count = self._weigh(jacobian, group)
+        rows = jacobian if kept is None else jacobian.select(kept)
+        if self.defers and isinstance(rows, Jacobian) and not rows.depends_on_graph:
+            sums: dict[str, Any] = dict.fromkeys(rows.shapes, DeferredSum(rows, factors))
+        else:
+            sums = rows.weighted_sum(factors)
+        return sums if count is None else sums | {COUNT: count}
+
+    @torch.no_grad()
+    def compute_factors(self, jacobian: Any, group: str) -> None:
+        self._weigh(jacobian, group)
+
+    @torch.no_grad()
+    def responses(
+        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        squares, names = jacobian.squared_norms(), jacobian.shapes
+        self._factors_of_finite(squares.sqrt(), group)
+        factors, stddev = self.factors[group].double(), stddevs[next(iter(names))]
+        products = jacobian.project({name: release[name][None] for name in names})[:, 0]
+        finite = squares.isfinite()
+        products, squares = (torch.where(finite, part.double(), 0) for part in (products, squares))
+        return factors * products / stddev**2, factors.square() * squares / stddev**2
+
+    def _sum_before_reading(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+        """Returns the sum where a factor of 0 leaves a row out: the host waits once, afterwards, for all to be checked.
+
+        The rule has one group and no count, because other rules have no price with estimated norms.
+        """
+        norms = self.norms_of_groups[group] = jacobian.first_squared_norms().sqrt()
+        finite = norms.isfinite()
+        norms = torch.where(finite, norms, 0)
+        factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
+        self._note(group, factors, norms)
+        sums, measured = jacobian.measured_sum(factors)
+        asked = torch.cat([finite.double(), self._bound_check.longest().double()[None], measured]).tolist()
+        self._longest = asked[len(norms)]
+        self._non_finite.update(k for k, is_finite in enumerate(asked[: len(norms)]) if not is_finite)
+        jacobian.judge(sums, asked[len(norms) + 1 :])
+        return sums
+
+    def _weigh(self, jacobian: Any, group: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the factors, the indices of the finite rows as `_factors_of_finite` does, and the count, if wanted.
+
+        The host waits for a GPU once, for all that it must know before the sum; if some norm is not finite or must be
+        computed again, a few more times.
+        """
+        norms = jacobian.first_squared_norms().sqrt()
+        if norms.device.type != "cpu":
+            finite = norms.isfinite()
+            known = torch.where(finite, norms, 0)
+            factors = checked_factors(self._rule, known, group)
+            self._note(group, factors, known)
+            counts = [self._rule.count(norms)] if isinstance(self._rule, Adaptive) else []
+            asked = [finite.all(), self._bound_check.longest(), *counts]
+            read = torch.stack([number.double() for number in asked]).cpu()
+            if read[0]:
+                self._longest, self.norms_of_groups[group] = float(read[1]), norms
+                return factors, None, read[2:].to(counts[0].dtype) if counts else None
+            self._longest, norms = None, jacobian.squared_norms().sqrt()
+        count = self._rule.count(norms).reshape(1).cpu() if isinstance(self._rule, Adaptive) else None
+        return *self._factors_of_finite(norms, group), count
+
+    def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
+        """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""
+        finite, self.norms_of_groups[group] = norms.isfinite(), norms
+        if finite.all():
+            factors = checked_factors(self._rule, norms, group)
+            self._note(group, factors, norms)
+            return factors, None
+        self._non_finite.update((~finite).nonzero().flatten().tolist())
+        kept = finite.nonzero().flatten()
+        factors = checked_factors(self._rule, norms[kept], group)
+        zeros = norms.new_zeros(len(norms), dtype=factors.dtype)
+        self._note(group, zeros.index_copy(0, kept, factors), torch.where(finite, norms, 0))
+        return factors, kept
+
+    def _note(self, group: str, factors: Tensor, norms: Tensor) -> None:
+        self.factors[group] = factors
+        self._bound_check.note(group, factors, norms)
+
+    def check_bound(self) -> None:
+        self._bound_check.check(self._longest)
+
+
+def merging_of_views(size: int, views: int) -> Merging | None:
+    """Returns the merging of the ``views`` rows of each of ``size`` examples into one; None if ``views`` is 1."""
+    return None if views == 1 else Merging.views(size, views)
+
+
+def added(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the sums of both by name; neither is changed."""
+    return {**first, **{name: first[name] + part if name in first else part for name, part in second.items()}}
+
+
+def summary_of(schedule: Sequence[float]) -> dict[str, float]:
+    """Returns the factors of a schedule in four numbers, for the privacy statement."""
+    return {"first": schedule[0], "last": schedule[-1], "smallest": min(schedule), "largest": max(schedule)}
+
+
+def sums_or_zeros(sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a contiguous sum for each parameter; zeros after an empty batch."""
+    return {
+        name: sums[name].contiguous()
+        if name in sums
+        else torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for name, p in parameters.items()
+    }

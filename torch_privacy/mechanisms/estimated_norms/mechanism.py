@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``SketchedSum``, the mechanism that clips by estimated norms and checks their price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ... import privacy
+from ...support.model_state import ModelTensors
+from ...support.units import ONE_EXAMPLE
+from ...support.validate import Refused
+from ..base import ClippedSum, Recording
+from ..clipping import ClippingRule, Flat
+from .directions import Directions
+from .projected import Projector
+from .settings import Sketched
+
+MIN_PROJECTIONS = 16  # with fewer, examples with large gradients escape clipping so often that epsilon explodes
+QUICKLY_PRICED = 10  # projections; the accountant needs seconds for fewer
+
+
+class SketchedSum(ClippedSum):
+    """The sum of the clipped rows, clipped by randomly estimated norms.
+
+    Args:
+        setting: the user's choice of the estimate.
+        not_for_release: whether fewer than 16 projections are allowed.
+        rule, names, expected_batch_size, clip_schedule, unit: see `ClippedSum`.
+    """
+
+    def __init__(
+        self,
+        setting: Sketched,
+        rule: ClippingRule,
+        names: Sequence[str],
+        expected_batch_size: float,
+        clip_schedule: Sequence[float] | None = None,
+        *,
+        not_for_release: bool,
+        unit: str = ONE_EXAMPLE,
+    ):
+        if not isinstance(rule, Flat):
+            raise Refused(
+                f"PrivateTraining: {type(rule).__name__} has no price with norms estimated by "
+                "jacobian=Sketched(...). Take Flat(clip_norm), or exact norms, without jacobian=."
+            )
+        super().__init__(rule, names, expected_batch_size, clip_schedule=clip_schedule, unit=unit)
+        self._not_for_release = not_for_release
+        self._estimator = Projector(setting)
+
+    def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledJL:
+        return replace(self._estimator.setting.event(noise_multiplier, sampling_probability), unit=self.unit)
+
+    def check_price(self, noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> None:
+        if not self._not_for_release:
+            _check_price(self.event(noise_multiplier, sampling_probability), num_steps, delta)
+
+    def settings(self) -> dict[str, Any]:
+        setting = self._estimator.setting
+        method = {} if setting.method is None else {"method": setting.method}  # decides about the last bits
+        return {**super().settings(), "jacobian": repr(setting), **method}
+
+    def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
+        return self._estimator.recording(tensors, size, Directions(key, step, part))
+
+    def learned(self) -> Any:
+        return self._estimator.learned
+
+    def learn(self, known: Sequence[Any]) -> None:
+        self._estimator.join([one for one in known if one is not None])
+
+    def explain(self) -> str:
+        return self._estimator.explain()
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "projections": self._estimator.learned}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._estimator.learned = state["projections"]
+
+
+def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> None:
+    """Raises if there are too few projections for a useful epsilon; the message states the epsilon."""
+    count = event.num_projections
+    if count < MIN_PROJECTIONS:
+        quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
+        low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
+        raise Refused(
+            f"PrivateTraining: jacobian=Sketched({count}) would cost an epsilon of {low:.4g} or more "
+            f"at delta = {delta:g}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
+            f"often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
+            "not_for_release=True."
+        )

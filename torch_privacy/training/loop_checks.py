@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses what the user's code must not do between a batch and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rehearsal.comparison import written_into
+from ..support.validate import Refused
+from .hooks import Pending
+
+
+def check_user_code(pending: Pending, losses: Tensor) -> list[str]:
+    """Refuses code that seeded torch, scaled the losses or wrote into a parameter; returns the changed buffers."""
+    if pending.numbers.was_seeded:
+        raise Refused(
+            "PrivateTraining: torch.manual_seed was called inside of the loop. Then anyone can compute the dropout "
+            "masks, which depend on an example's place in the batch. Leave it out: inside the loop all random "
+            "numbers come from the training's secret key, and a resumed run repeats them."
+        )
+    _check_unscaled(losses)
+    written, changed_buffers = pending.guard.changed()
+    if written:
+        raise Refused(written_into(written))
+    return changed_buffers
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function, for statements and messages."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value that equals a later one of the same content: itself, or its text."""
+    return value if type(value) in (int, float, bool, str, type(None)) else repr(value)
+
+
+def _check_unscaled(losses: Tensor) -> None:
+    """Refuses losses that a GradScaler scaled, that is, multiplied by a tensor with a large power of two."""
+    node = losses.grad_fn
+    if node is None or not node.name().startswith("MulBackward"):
+        return
+    for factor in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+        if isinstance(factor, Tensor) and factor.ndim == 0 and factor.dtype == torch.float32:
+            if factor >= 2**10 and float(factor).hex().startswith("0x1.0000000000000p"):
+                raise Refused(
+                    f"PrivateTraining: the losses were multiplied by {float(factor):g}, as GradScaler does. Leave the "
+                    "scaler out: norms and sums are computed in float32, also under autocast with float16."
+                )
+
+
+@contextmanager
+def refusing_used_graphs() -> Iterator[None]:
+    """Turns torch's error about a graph that was used before into a refusal."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise Refused(
+            "PrivateTraining: the graph of the losses was used up before training.step. Leave out losses.backward(): "
+            "step computes the gradient and makes the update."
+        ) from None
