@@ -91,7 +91,15 @@ def way() -> plt.Figure:
         x = number * 2.1
         _box(axes, x, 0, 1.75, 0.95, step, text)
         for k, name in enumerate(names):
-            axes.text(x, -0.78 - 0.3 * k, _file(name).removeprefix("jacobian/"), ha="center", fontsize=8, family="monospace", color=INK)
+            axes.text(
+                x,
+                -0.78 - 0.3 * k,
+                _file(name).removeprefix("jacobian/"),
+                ha="center",
+                fontsize=8,
+                family="monospace",
+                color=INK,
+            )
             places[name] = x
         if number:
             _arrow(axes, (x - 2.1 + 0.875, 0), (x - 0.875, 0), color=ACCENT, width=2.0)

@@ -124,7 +124,7 @@ def test_a_state_names_the_generator_of_the_noise(tmp_path, new_process):
     new_process()
     del state[0]["machine"]["generator"]
     again = resumed(state, run_folder=tmp_path)
-    again._releases.noise._processor = again._releases.noise._device  # any other generator
+    again._state.releases.noise._processor = again._state.releases.noise._device  # any other generator
     message = r"step 2 .*generator was AES-256-CTR, Box-Muller and is AES-256-CTR, ziggurat.* new keys"
     with pytest.warns(UserWarning, match=message):
         train(again)

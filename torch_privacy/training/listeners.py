@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may follow a training step by step without being part of it: run folder, callbacks, audit."""
+"""Provides listeners, which follow a training step by step: run folder, callbacks, audit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a training do together in a step; one process does its own part alone."""
+"""Lets the ranks of a training meet in a step; one process does its own part alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training says about itself: its price, its privacy statement, its run folder."""
+"""Reports on a training: its price, its privacy statement, its run folder."""
 
 from __future__ import annotations
 

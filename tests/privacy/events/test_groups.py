@@ -155,16 +155,21 @@ def test_a_group_is_a_mixture_of_gaussians_elsewhere():
 
 
 def test_sampling_persons_is_compared_with_sampling_examples():
-    found = {size: privacy.compare_persons(1.0, 0.01, 1000, 1e-5, size) for size in (1, 2, 4, 8)}
-    assert [round(one.person.high, 2) for one in found.values()] == [1.83, 3.98, 8.9, 20.9]
-    assert [one.generic for one in found.values()] == pytest.approx([1.83, 4.24, 11.81, None], abs=0.02)
-    assert [one.noise_ratio for one in found.values()] == pytest.approx([1, 0.793, 0.720, 0.697], abs=2e-3)
+    found = {size: privacy.compare_persons(1.0, 0.01, 1000, 1e-5, size) for size in (1, 2, 4, 8, 16)}
+    assert [round(one.person.high, 2) for one in found.values()] == [1.83, 3.98, 8.9, 20.9, 52.72]
+    assert [one.noise_ratio for one in found.values()] == pytest.approx([1, 0.793, 0.720, 0.697, 0.688], abs=2e-3)
+    one_example = privacy.compose([(privacy.SubsampledGaussian(1.0, 0.01), 1000)])
+    for size in (2, 4, 8):
+        whole = found[size].generic
+        of_one = one_example.delta(whole / size).high
+        assert of_one * math.expm1(whole) / math.expm1(whole / size) == pytest.approx(1e-5, rel=1e-3)
+    assert found[16].generic is None
     for size, one in found.items():
         step = privacy.SubsampledGroup(one.noise_multiplier, 0.01, size)
         assert privacy.compose([(step, 1000)]).epsilon(1e-5).high <= one.one.high
     assert "shorter than about 0.70 of the gradient of one example" in found[8].rule
-    assert found[8].lines()[2] == ("  by generic group privacy, for comparison", "none below 240")
-    assert found[8].as_json()["epsilon_by_generic_group_privacy"] is None
+    assert found[16].lines()[2] == ("  by generic group privacy, for comparison", "none below 480")
+    assert found[16].as_json()["epsilon_by_generic_group_privacy"] is None
 
 
 def test_pairs_of_rare_groups_keep_their_digits():

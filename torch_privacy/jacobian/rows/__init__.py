@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, products and sums of the rows of the Jacobian."""
+"""Computes norms, products and sums of the rows of the Jacobian."""

@@ -345,7 +345,8 @@ class MergedEngine:
             total = tilt_entropy(t) - math.log(delta)
             for one, count in ones:
                 losses = one.counted((1 + best) * delta / count)
-                total += count * np.logaddexp.reduce(np.log(one.mass) + t[:, None] * losses, axis=1)
+                with np.errstate(divide="ignore"):  # cells without mass
+                    total += count * np.logaddexp.reduce(np.log(one.mass) + t[:, None] * losses, axis=1)
             best = float(t[(total / t).argmin()])
         return best
 
