@@ -69,7 +69,7 @@ def run(name: str, steps: int, seed: int, reason: str | None = None) -> tuple[fl
 
 def share(name: str, full: float, usual: float, step: float, seed: int) -> float:
     """Returns the share of rehearsals in 1,000 steps: ``full`` seconds for the first, ``usual`` for each later one."""
-    rehearsals = training_of(load(name), STEPS, seed)._rehearsals
+    rehearsals = training_of(load(name), STEPS, seed)._state.rehearsals
     later = sum(rehearsals.are_due(number, 0, 1)[0] for number in range(FIRST, STEPS))
     spent = full + later * usual
     return spent / (spent + STEPS * step)
