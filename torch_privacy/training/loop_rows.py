@@ -21,7 +21,7 @@ from .loop_variables import MISSING, Variable, attributes_of
 
 FEWEST = 4  # examples of a batch that must be found at their places
 FEW_PARTS = 16  # of a container that is looked into
-MOST_BYTES, MOST_BYTES_OFTEN = 2**26, 2**20  # of rows that are exchanged; in every rehearsal
+MOST_BYTES, MOST_BYTES_OFTEN = 2**26, 2**18  # of rows that are exchanged; in every rehearsal
 REFUSED = (
     "PrivateTraining: the losses of a batch change if rows of {} that belong to other examples are exchanged: the loop "
     f"or collate_fn reads private data besides the batch, {CARRIES}. So do means, class weights and neighbors over all "
