@@ -270,10 +270,10 @@ PACKAGES = [
     "privacy",
     "privacy.tradeoff",
     "data",
-    "gep",
+    "mechanisms.gep",
     "jacobian",
     "training",
-    "estimated_norms",
+    "mechanisms.estimated_norms",
     "sklearn",
     "opacus",
 ]

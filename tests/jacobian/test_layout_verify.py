@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from oracle import flat, rows_of_one_graph
 from parts import trained
 from torch import Tensor, nn
-from torch_privacy.jacobian.public_record.calls import Call, Output
 
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.codes import Rounding
 from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
 from torch_privacy.jacobian.layouts.predict import Disagreement, Prediction
+from torch_privacy.jacobian.recording.calls import Call, Output
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
 
