@@ -374,7 +374,7 @@ class DatasetExamples:
     def rows_of_others(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns rows with which those of all other examples are exchanged, and the places of this batch's examples.
 
-        For the data set and, if it is a subset, for the one behind it, whose rows outside of the subset stay.
+        For the data set and, if it is a subset, for the one behind it: there, rows outside of the subset stay.
         """
         rows, kept = self._batches.other_rows(self.generator, self._request.indices), self._request.indices
         source, subset = source_of(self._batches.dataset)

@@ -68,7 +68,7 @@ def is_time_first(shape: tuple[int, ...], count: int) -> bool:
 
 @dataclass
 class Drawn:
-    """Holds what was drawn in a run whose random numbers are replaced.
+    """Holds what was drawn in a run with replaced random numbers.
 
     ``restart`` begins anew, as an item begins: the numbers until its next call do not depend on earlier ones.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds what a training is made of, and how far it has come; the parts of its loop share both."""
+"""Holds the parts of a training, and its progress; the parts of its loop share both."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Setup:
 
 @dataclass
 class State:
-    """Holds how far a training has come, and what it has seen.
+    """Holds the progress of a training, and what it has seen.
 
     Attributes:
         tensors: the present tensors of the model.
