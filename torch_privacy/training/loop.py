@@ -448,8 +448,8 @@ class PrivateTraining(Reporting):
                 raise Refused("a newer loop over the training has begun since this one. Go on with the newer one.")
             if pending.waits:
                 raise Refused(
-                    "the loop went on without training.step(losses) for its batch, or after an error in it. Call it once "
-                    "for every batch; after an error, iterate over the training anew."
+                    "the loop went on without training.step(losses) for its batch, or after an error in it. Call it "
+                    "once for every batch; after an error, iterate over the training anew."
                 )
         return None
 
