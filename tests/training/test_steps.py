@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``PrivateTraining.steps`` hands out one iterator for each step, empty batches included."""
 
+import contextlib
+
 import pytest
 import torch
-from trainings import cross_entropy, network, training_of
+from trainings import cross_entropy, network, train, training_of
 
 import torch_privacy as tp
+from torch_privacy.training.release import Releases
 
 RARE = {"expected_batch_size": 0.8, "num_steps": 12, "microbatch_size": 1}
 
@@ -66,3 +69,28 @@ def test_released_weights_may_be_loaded_and_others_are_noticed():
     with torch.no_grad():
         next(training.model.parameters()).add_(1)
     assert training._progress().moved_otherwise
+
+
+def train_on(training):
+    """Goes on whatever the disk does."""
+    for x, y in training:
+        with contextlib.suppress(OSError):
+            training.step(cross_entropy(training.model, x, y))
+
+
+def test_a_loop_that_goes_on_after_an_error_of_the_release_must_iterate_anew(monkeypatch):
+    """Otherwise the next step's examples would be taken for those of the step that failed."""
+    training, release, batches = training_of(), Releases.release, []
+
+    def fails_once(self, step, *arguments):
+        if step == 3 and not batches:
+            batches.append("failed")
+            raise OSError("the disk is full")
+        return release(self, step, *arguments)
+
+    monkeypatch.setattr(Releases, "release", fails_once)
+    with pytest.raises(tp.Refused, match=r"after an error in it.*iterate over the training anew"):
+        train_on(training)
+    assert training.step_count == 3
+    sizes = [len(batch) for batch in train(training)]
+    assert sizes == [len(training._state.releases.indices(step)) for step in (3, 4, 5)]
