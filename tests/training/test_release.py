@@ -5,6 +5,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -446,3 +447,11 @@ def test_state_and_statement_name_the_generator_of_the_noise():
     generator = "AES-256-CTR, ziggurat"
     assert training.state_dict()["machine"]["generator"] == generator
     assert training.statement()["noise"] == f"Gaussian, float64 on a grid, key from the operating system: {generator}"
+
+
+def test_a_warning_names_the_line_of_the_users_loop():
+    x, y = data().tensors
+    training = training_of(dataset=TensorDataset(torch.where(torch.arange(N)[:, None] % 3 > 0, torch.inf, x), y))
+    with pytest.warns(UserWarning, match="half of the examples") as caught:
+        train(training)
+    assert {Path(warning.filename).name for warning in caught} == {"trainings.py"}

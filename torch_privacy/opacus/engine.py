@@ -228,7 +228,7 @@ class PrivacyEngine(Checkpointing):
             ValueError: ``delta`` is 1/n or more.
         """
         for run in self.accountant.runs:
-            check_delta(run.training.settings.num_examples, delta, stacklevel=4)
+            check_delta(run.training.settings.num_examples, delta)
         return self.accountant.get_epsilon(delta)
 
     @classmethod

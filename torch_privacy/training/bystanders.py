@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..sampling.batches import Batches, BatchRequest
 from ..support.random_state import is_recording_disabled
 from ..support.torch_modes import tensors_in
+from ..support.warning import warn
 from .loop_variables import Finder, frames_of_loop
 from .weights import WeightGuard, moves_nothing
 
@@ -89,7 +89,7 @@ class OtherOptimizers:
             return
         name = _names_of(optimizer)
         self._names[id(optimizer)] = optimizer, name
-        warnings.warn(WARNED.format(type(optimizer).__name__, name), stacklevel=2)
+        warn(WARNED.format(type(optimizer).__name__, name))
 
 
 def _is_private_step() -> bool:

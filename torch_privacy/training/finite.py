@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices batches whose gradients are not finite, of which a step would release noise alone."""
 
-import warnings
-
 from ..support.validate import Refused
+from ..support.warning import warn
 
 FEWEST = 4  # examples without a finite gradient that cannot be chance
 FIRST_STEPS = 8
@@ -43,8 +42,7 @@ class FiniteRows:
         counts = (num_lost, num_drawn), (self._lost, self._drawn)
         if not self._has_warned and any(lost >= FEWEST and 2 * lost >= drawn for lost, drawn in counts):
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"PrivateTraining: half of the examples of step {step}, or more, have a gradient that is not finite, "
-                f"so that the step is mostly noise. {CAUSES} training.num_non_finite counts them.",
-                stacklevel=4,
+                f"so that the step is mostly noise. {CAUSES} training.num_non_finite counts them."
             )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from ..sampling.batches import Batches, Collate
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import owners_of
 from ..support.validate import Refused, whole
+from ..support.warning import warn
 from .accelerate import check_not_for_accelerate
 from .callbacks import Callback, Callbacks
 from .canaries import Observation
@@ -402,7 +402,7 @@ class PrivateTraining(Reporting):
             state.tensors = setup.tensors()
             state.guard.activate()
             if state.has_ended and state.step >= setup.account.steps_allowed:
-                warnings.warn(ALL_STEPS_MADE.format(state.step), stacklevel=4)
+                warn(ALL_STEPS_MADE.format(state.step))
             state.rehearsals.watch.begin_loop()
             releases, fetched = None, iter(())
             try:

@@ -10,7 +10,6 @@ must follow from the step count or from the released weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..support.model_state import ModelState
 from ..support.validate import Refused
+from ..support.warning import warn
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, alike, content_of
 from .loop_rows import OtherRows, reads_others
@@ -204,7 +204,7 @@ class LoopWatch:
         for suspect in named:
             suspect.is_named = True
         if named:
-            warnings.warn(WARNED.format(quoted([*dict.fromkeys(suspect.name for suspect in named)])), stacklevel=2)
+            warn(WARNED.format(quoted([*dict.fromkeys(suspect.name for suspect in named)])))
 
     @property
     def is_clear(self) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..jacobian.tape import never_reached
 from ..mechanisms.base import Mechanism
 from ..rehearsal.comparison import quoted
 from ..support.ranks import Ranks, RefusedTogether
+from ..support.warning import warn
 
 PATIENCE = 8  # batches that may miss a parameter, if random numbers may decide which layers are run
 WARNED = (
@@ -51,7 +51,7 @@ class Reached:
         missing = [name for name in trained if name not in self.names]
         if missing and not self._has_warned:
             self._has_warned = True
-            warnings.warn(WARNED.format(quoted(missing)), stacklevel=2)
+            warn(WARNED.format(quoted(missing)))
 
     def note(self, reached: Collection[str], used_otherwise: Collection[str]) -> None:
         """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped."""

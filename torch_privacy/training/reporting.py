@@ -60,7 +60,7 @@ class Reporting:
                 f"This one protects one {self._setup.settings.unit} with all of its examples: leave it out."
             )
         if delta is not None:
-            check_delta(self._setup.settings.num_units, delta, self._setup.settings.unit, stacklevel=3)
+            check_delta(self._setup.settings.num_units, delta, self._setup.settings.unit)
         elif self._setup.settings.delta is not None:
             delta = self._setup.settings.delta
         else:

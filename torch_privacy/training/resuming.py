@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
+from ..support.warning import warn
 from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import Keys, Releases, new_keys
@@ -145,11 +145,10 @@ class Resuming:
         released = min(len(setup.ledger) - state.releases.number(0), setup.settings.num_steps)
         skipped = released - state.step
         if skipped > 0:
-            warnings.warn(
+            warn(
                 f"PrivateTraining: steps {state.step} to {released - 1} were released after the state was saved. "
                 f"They are not repeated: the {skipped} updates are lost and stay paid. Training goes on with step "
-                f"{released} of {setup.settings.num_steps}.",
-                stacklevel=4,
+                f"{released} of {setup.settings.num_steps}."
             )
             state.step = released
 
@@ -176,7 +175,7 @@ class Resuming:
         found = "" if self._machine is None else self._machine.differences(here)
         state.use(self.new_releases(num_lost=num_lost), setup.account)
         allowed = setup.account.steps_allowed
-        warnings.warn(
+        warn(
             f"PrivateTraining: step {step} did not repeat bit for bit what was released before the training was "
             f"resumed ({found or 'the loop, the data or the machine differ'}). Training goes on from here with new "
             f"keys for noise and batches, and the ledger counts the {num_lost} steps that are made again, too: "
@@ -184,6 +183,5 @@ class Resuming:
                 f"epsilon will be that of {num_steps + num_lost} steps."
                 if allowed == num_steps
                 else f"{allowed} of {num_steps} steps are made, so that epsilon stays within its limit."
-            ),
-            stacklevel=2,
+            )
         )

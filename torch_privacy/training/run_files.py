@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..runs.metrics import LossLog, Metrics, has_diverged
 from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number, quoted
+from ..support.warning import warn
 from .listeners import Listener
 from .loop_checks import plain
 from .placement import reshard
@@ -74,10 +74,9 @@ def write_page(folder: RunFolder) -> None:
         folder.write_report(render.render([folder]))
     except Exception as error:  # of any kind: a plot must not cost the run
         cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-        warnings.warn(
+        warn(
             f"{folder.report}: the report could not be made ({cause}). The run is complete without it. Make it with: "
-            f"torch-privacy report {folder.path} --out {folder.report}",
-            stacklevel=2,
+            f"torch-privacy report {folder.path} --out {folder.report}"
         )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 from ..support.ranks import Ranks
 from ..support.read_file import parse_json, read_bytes
 from ..support.validate import Refused
+from ..support.warning import warn
 from ..support.write_file import PARTIAL, sync_directory, write_whole
 from .loop import PrivateTraining
 
@@ -149,11 +149,10 @@ class SecretFolder:
     def warn_kept(self, where: str) -> None:
         """Warns that the keys of a training that was stopped before its last step are kept."""
         if self.steps() and Ranks.here().is_first:
-            warnings.warn(
+            warn(
                 f"{where}: the training stopped before its last step, and {str(self.path)!r} keeps the keys of noise "
                 "and batches, to go on. Whoever reads them can subtract the noise: delete that folder if the training "
-                "is over.",
-                stacklevel=4,
+                "is over."
             )
 
     def _delete_start(self) -> None:

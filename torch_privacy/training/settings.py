@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from ..sampling.shared_examples import share_examples
 from ..support.schema import violation
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between, whole
+from ..support.warning import warn
 from .schedule import WHERE, Plan
 
 KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
@@ -110,7 +110,7 @@ class TrainingSettings:
             units = "examples" if self.owners is None else "owners, which it counts"
             raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} {units}.")
         if self.delta is not None:
-            check_delta(n, self.delta, self.unit, stacklevel=5)
+            check_delta(n, self.delta, self.unit)
         if self.assume_independent is not None and not str(self.assume_independent).strip():
             raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
         not_releases = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
@@ -320,16 +320,15 @@ def _digest(factors: tuple[float, ...]) -> str:
     return hashlib.sha256(np.array(factors, dtype="<f8").tobytes()).hexdigest()
 
 
-def check_delta(num_units: int, delta: float, unit: str = ONE_EXAMPLE, *, stacklevel: int) -> float:
+def check_delta(num_units: int, delta: float, unit: str = ONE_EXAMPLE) -> float:
     """Returns ``delta`` if it is below 1/n; warns if it is above 1/(10 n). n counts examples, or owners."""
     n = num_units
     hint = f"It must be below 1/n for the {n} {plural(unit)}; 1 / (10 n) or less is usual."
     strictly_between("PrivateTraining", 0, 1 / n, delta=delta, hint=hint)
     if delta > 1 / (10 * n) * (1 + 1e-9):
-        warnings.warn(
+        warn(
             f"delta={delta!r} is close to 1/n for the {n} {plural(unit)}: with that probability everything about some "
-            f"{unit} may be revealed. Take 1 / (10 n) = {1 / (10 * n):.2g} or less.",
-            stacklevel=stacklevel,
+            f"{unit} may be revealed. Take 1 / (10 n) = {1 / (10 * n):.2g} or less."
         )
     return delta
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from ..support.normalization import SmallGroups
 from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused
+from ..support.warning import warn
 from .hooks import ForwardHooks, Pending
 from .listeners import Listener
 from .loop_checks import check_user_code, plain, refusing_used_graphs
@@ -411,4 +411,4 @@ class StepRun:
 
 
 def _warn_of_forward(text: str) -> None:
-    warnings.warn(f"PrivateTraining: {text}", stacklevel=4)
+    warn(f"PrivateTraining: {text}")

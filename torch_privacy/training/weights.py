@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..support.validate import Refused
+from ..support.warning import warn
 from .placement import local_of
 
 SAMPLED = 16  # entries of each parameter that are compared
@@ -251,7 +251,7 @@ class WeightGuard:
         else:
             marks.renew_versions()
         if self._moved_otherwise and not known:
-            warnings.warn(MOVED_IN_LOOP.format(self._moved_otherwise), stacklevel=2)
+            warn(MOVED_IN_LOOP.format(self._moved_otherwise))
         return marks
 
     def update(
