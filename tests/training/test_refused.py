@@ -256,3 +256,18 @@ def test_layers_that_random_numbers_skip_may_be_missed_in_the_first_batches(chan
     ):
         train(training)
     assert training.step_count == steps
+
+
+def update_by_hand(training, parameters):
+    for x, y in training:
+        gradients = torch.autograd.grad(cross_entropy(training.model, x, y).mean(), parameters)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.data -= 0.1 * gradient
+        training.step(cross_entropy(training.model, x, y))
+
+
+def test_an_update_by_hand_of_parameters_in_a_list_is_refused_by_name():
+    training = training_of()
+    with pytest.raises(tp.Refused, match=r"changed '0.bias', '0.weight'.*Write into no parameter"):
+        update_by_hand(training, [*training.model.parameters()])
+    assert training.step_count == 0

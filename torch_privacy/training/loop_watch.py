@@ -10,7 +10,7 @@ must follow from the step count or from the released weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -241,8 +241,8 @@ class LoopWatch:
         found += [variable for key, variable in self._of_model.items() if key in self._written]
         if examples.fetches_here:
             found += [v for source in examples.sources for v in attributes_of(source) if is_small(v.read())]
-        trained = self.others.parameters
-        return {variable.key: variable for variable in found if id(variable.read()) not in trained}
+        known = {id(t) for t in (*model.parameters(), *model.buffers())} | self.others.parameters
+        return {variable.key: variable for variable in found if not _holds_only(variable.read(), known)}
 
     def _note_counts(self, found: Mapping[_Key, Variable], step: int) -> None:
         for key, variable in found.items():
@@ -459,3 +459,9 @@ def _grouped(others: list[_Other]) -> dict[tuple[str, str], list[_Other]]:
     for other in others:
         groups.setdefault((other[0].scope, other[0].group), []).append(other)
     return groups
+
+
+def _holds_only(value: Any, known: Collection[int]) -> bool:
+    """True for a tensor with one of these ids, and for a list, tuple or dictionary of such, as of parameters."""
+    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return bool(parts) and all(id(part) in known for part in parts)
