@@ -399,6 +399,18 @@ def class_weights_over_all_data(training, model):
         training.step(errors(model, x, y) * (1 + labels.count(1)))
 
 
+def end_of(entry):
+    return entry if entry.before is None else end_of(entry.before)
+
+
+def end_of_a_linked_list(training, model):
+    chain = linked(100)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * (1 + end_of(chain).value)):
+            end_of(chain).value = float(losses.detach().mean())
+
+
 REFUSED = {  # loop -> what the refusal names
     median_of_the_last_epoch: "depend on each other",
     running_mean_unless_rehearsing: "depend on each other",
@@ -433,6 +445,7 @@ NAMED = {  # loop -> the variable that warning and statement name
     a_dataclass: "meter.total",
     a_default_argument: "last_of.__kwdefaults__.memory",
     set_once: "mean",
+    end_of_a_linked_list: "chain" + 99 * ".before" + ".value",
     state_of_a_criterion: "criterion",
 }
 
@@ -690,7 +703,34 @@ def a_generator_of_batches(training, model):
     assert len(means) > STEPS
 
 
+class Entry:
+    def __init__(self, value, before):
+        self.value, self.before = value, before
+
+
+def linked(length):
+    entry = None
+    for number in range(length):
+        entry = Entry(number, entry)
+    return entry
+
+
+def containers_within_themselves(training, model):
+    ring, shared, chain, deep = [0], [0], linked(400), []
+    ring.append(ring)
+    for _ in range(40):
+        shared, deep = [shared, shared], [deep]
+    model.ring, model.chain, tree = {"at": ring}, chain, {"steps": 0}
+    tree["root"] = model.ring["own"] = tree
+    for x, y, _ in training:
+        ring[0], shared[0], deep[0], tree["steps"] = training.step_count, [x, shared[0]], [x], training.step_count
+        training.step(errors(model, x, y))
+    assert ring[1] is ring
+    assert tree["root"] is tree
+
+
 HONEST = [
+    containers_within_themselves,
     running_logs,
     early_stopping,
     warm_up_by_a_counter_of_its_own,

@@ -19,6 +19,7 @@ from .script_modules import registries_of
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
 SIMPLE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device})
+MAX_DEPTH = 32  # levels of containers or objects within each other that are followed at once
 LARGEST_GLOBAL = 2**24  # entries of a global tensor, beyond which it is left out
 Entry = tuple[str, MutableMapping[str, Any], str, Any]  # dotted name, dictionary that holds it, key, value
 Modules = list[tuple[str, nn.Module]]
@@ -87,10 +88,14 @@ class _Walk:
     def __init__(self, modules: Modules):
         self._modules = modules
         self._seen = {id(module) for _, module in modules}
+        self._depth = 0
+        self._deeper: list[tuple[str, Any]] = []  # for later, such as the rest of a long linked list
 
     def entries(self) -> Iterator[Entry]:
         for prefix, module in self._modules:
             yield from self._of_module(prefix, module)
+        while self._deeper:
+            yield from self._parts(*self._deeper.pop())
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > MAX_ENTRIES:
@@ -120,9 +125,16 @@ class _Walk:
 
     def _parts(self, name: str, value: Any) -> Iterator[Entry]:
         """Yields what a value holds: an object, a function, a class or a container of these."""
-        kind = type(value)
-        if kind in SIMPLE or isinstance(value, (Tensor, ModuleType)):
+        if type(value) in SIMPLE or isinstance(value, (Tensor, ModuleType)):
             return
+        if self._depth == MAX_DEPTH:
+            self._deeper.append((name, value))
+            return
+        self._depth += 1
+        yield from self._parts_here(name, value)
+        self._depth -= 1
+
+    def _parts_here(self, name: str, value: Any) -> Iterator[Entry]:
         if isinstance(value, FunctionType):
             yield from self._of_function(value)
         elif isinstance(value, type):

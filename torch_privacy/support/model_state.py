@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .held_state import MAX_ENTRIES, SIMPLE, Entry, Modules, place_of, state_entries
+from .held_state import MAX_DEPTH, MAX_ENTRIES, SIMPLE, Entry, Modules, place_of, state_entries
 from .script_modules import scripted
-from .torch_modes import tensors_in
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,24 @@ class AttributeTensors:
     """
 
     def __init__(self, model: nn.Module):
-        found = (t for _, _, _, value in state_entries([*model.named_modules()]) for t in tensors_in(value))
+        found = _tensors_held([value for *_, value in state_entries([*model.named_modules()])])
         self._kept = [(t, t._version) for t in found if not t.requires_grad and not t.is_inference()]
 
     def unchanged(self) -> list[Tensor]:
         """Returns the tensors into which nothing was written since."""
         return [t for t, version in self._kept if t._version == version]
+
+
+def _tensors_held(values: list[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among values and in containers, which may contain themselves."""
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            values += value.values() if isinstance(value, Mapping) else value
 
 
 class ModelTree:
@@ -179,21 +190,56 @@ def _parameter_entries(modules: Modules, names: Collection[str]) -> Iterator[Ent
                 yield name, module._parameters, key, value
 
 
-def _copied(value: Any) -> Any:
-    """Returns a copy of the content, which changes in place do not reach; values of unknown types are not copied."""
+class Visits:
+    """Remembers the containers that a recursion has entered, so that it ends where one contains itself."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[int, ...], Any] = {}
+        self._entered: list[Any] = []  # so that no other object gets its id
+        self._levels = MAX_DEPTH
+
+    def result(self, entered: tuple[Any, ...], compute: Callable[[], Any], *, within: Any, below: Any) -> Any:
+        """Returns ``compute()``, once for each container or pair of them.
+
+        Returns ``within`` to a part of these containers that leads to them again, and ``below`` in too deep a level.
+        """
+        if not self._levels:
+            return below
+        key = tuple(map(id, entered))
+        if key not in self._results:
+            self._results[key] = within
+            self._entered.append(entered)
+            self._levels -= 1
+            self._results[key] = compute()
+            self._levels += 1
+        return self._results[key]
+
+
+def _copied(value: Any, visits: Visits | None = None) -> Any:
+    """Returns a copy of the content, which changes in place do not reach.
+
+    Values of unknown types are not copied, nor are containers in themselves, or deep within each other.
+    """
     if type(value) in SIMPLE:
         return value
     if isinstance(value, Tensor):
         return value.detach().clone() if _has_entries(value) else value
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, Mapping):
-        return {key: _copied(v) for key, v in value.items()} if len(value) <= MAX_ENTRIES else len(value)
-    if isinstance(value, (list, tuple, deque)):
-        return [_copied(v) for v in value] if len(value) <= MAX_ENTRIES else len(value)
+    if not isinstance(value, (Mapping, list, tuple, deque, set, frozenset)):
+        return value
+    if len(value) > MAX_ENTRIES:
+        return len(value)
     if isinstance(value, (set, frozenset)):
-        return set(value) if len(value) <= MAX_ENTRIES else len(value)
-    return value
+        return set(value)
+    visits = visits or Visits()
+    return visits.result((value,), lambda: _copied_parts(value, visits), within=value, below=value)
+
+
+def _copied_parts(container: Any, visits: Visits) -> Any:
+    if isinstance(container, Mapping):
+        return {key: _copied(part, visits) for key, part in container.items()}
+    return [_copied(part, visits) for part in container]
 
 
 def _has_entries(value: Tensor) -> bool:
@@ -201,8 +247,8 @@ def _has_entries(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.is_meta and not value.is_inference() and not value.is_nested
 
 
-def same(value: Any, content: Any) -> bool:
-    """True if a value has this content; NaN equals NaN."""
+def same(value: Any, content: Any, visits: Visits | None = None) -> bool:
+    """True if a value has this content; NaN equals NaN. Containers deep within each other must be the same objects."""
     if value is content:
         return True
     if isinstance(value, Tensor):
@@ -214,17 +260,22 @@ def same(value: Any, content: Any) -> bool:
         return alike and np.array_equal(value, content, equal_nan=value.dtype.kind in "fc")
     if isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and isinstance(content, int):
         return len(value) == content
-    if isinstance(value, Mapping):
-        alike = isinstance(content, Mapping) and value.keys() == content.keys()
-        return alike and all(same(v, content[key]) for key, v in value.items())
-    if isinstance(value, (list, tuple, deque)):
-        alike = isinstance(content, (list, tuple, deque)) and len(value) == len(content)
-        return alike and all(same(v, w) for v, w in zip(value, content, strict=True))
+    if isinstance(value, (Mapping, list, tuple, deque)):
+        visits = visits or Visits()
+        return visits.result((value, content), lambda: _same_parts(value, content, visits), within=True, below=False)
     if isinstance(value, float) and isinstance(content, float):
         return value == content or (value != value and content != content)
     if isinstance(value, (bool, int, complex, str, bytes, set, frozenset)):
         return type(value) is type(content) and value == content
     return False
+
+
+def _same_parts(value: Any, content: Any, visits: Visits) -> bool:
+    if isinstance(value, Mapping):
+        alike = isinstance(content, Mapping) and value.keys() == content.keys()
+        return alike and all(same(v, content[key], visits) for key, v in value.items())
+    alike = isinstance(content, (list, tuple, deque)) and len(value) == len(content)
+    return alike and all(same(v, w, visits) for v, w in zip(value, content, strict=True))
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -239,6 +290,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
     """Writes the content back into a value that may have been changed in place."""
+    if value is content:  # it was not copied
+        return
     if isinstance(value, Tensor):
         if _has_entries(value) and not _equal(value.detach(), content):
             value.copy_(content)

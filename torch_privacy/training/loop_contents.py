@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..sampling.stored_rows import kind_of
-from ..support.model_state import MAX_ENTRIES, same
+from ..support.held_state import MAX_ENTRIES
+from ..support.model_state import Visits, same
 from .loop_variables import MISSING, Variable, is_cached, is_flat, is_table
 
 MOST_NUMBERS = 2**22  # of a tensor or array that is copied; of a larger one some numbers are compared
@@ -53,8 +54,11 @@ class Replacement:
         raise NotImplementedError
 
 
-def content_of(value: Any) -> Any:
-    """Returns a copy of the content with the same types, which changes in place do not reach."""
+def content_of(value: Any, visits: Visits | None = None) -> Any:
+    """Returns a copy of the content with the same types, which changes in place do not reach.
+
+    Containers in themselves, or deep within each other, are not copied.
+    """
     if type(value) in _CONSTANT:
         return value
     if isinstance(value, (Tensor, np.ndarray)):
@@ -68,9 +72,20 @@ def content_of(value: Any) -> Any:
         return value.cache_info()[1::2]  # misses and present size
     if is_table(value):
         return rows_of(value, np.arange(len(value)))
-    if isinstance(value, (*_SEQUENCES, Mapping)) and len(value) <= MAX_ENTRIES and not is_flat(value):
-        return rebuilt(value, [content_of(part) for part in _values(value)])
+    if isinstance(value, (*_SEQUENCES, Mapping)) and _has_parts(value):
+        inner = visits or Visits()
+        copied = functools.partial(_copied, value, inner)
+        return inner.result((value,), copied, within=value, below=value)
     return copy(value) if isinstance(value, (set, list, dict, deque)) else value
+
+
+def _copied(container: Any, visits: Visits) -> Any:
+    return rebuilt(container, [content_of(part, visits) for part in _values(container)])
+
+
+def _has_parts(value: Any) -> bool:
+    """True for a container that is not long, of more than numbers and texts."""
+    return not isinstance(value, (Tensor, np.ndarray, set)) and len(value) <= MAX_ENTRIES and not is_flat(value)
 
 
 def _is_plain(value: Tensor | np.ndarray) -> bool:
@@ -101,8 +116,8 @@ def rebuilt(container: Any, values: list[Any]) -> Any:
     return container
 
 
-def alike(value: Any, content: Any) -> bool:
-    """True if a value has this content."""
+def alike(value: Any, content: Any, visits: Visits | None = None) -> bool:
+    """True if a value has this content; containers deep within each other must be the same objects."""
     if type(value) in _CONSTANT:
         return type(value) is type(content) and (value is content or same(value, content))
     if isinstance(content, Sample):
@@ -113,16 +128,22 @@ def alike(value: Any, content: Any) -> bool:
         return False
     if is_table(value):
         return same_table(value, content)
-    if isinstance(value, Mapping):
-        return value.keys() == content.keys() and all(alike(v, content[key]) for key, v in value.items())
-    if isinstance(value, _SEQUENCES):
-        return len(value) == len(content) and all(map(alike, value, content))
+    if isinstance(value, (Mapping, *_SEQUENCES)):
+        visits = visits or Visits()
+        compare = functools.partial(_alike_parts, value, content, visits)
+        return visits.result((value, content), compare, within=True, below=value is content)
     if isinstance(value, np.generic):
         return same(value.item(), content.item())
     return same(value, content)
 
 
-def other_content(value: Any, old: Any) -> Any:
+def _alike_parts(value: Any, content: Any, visits: Visits) -> bool:
+    if isinstance(value, Mapping):
+        return value.keys() == content.keys() and all(alike(v, content[key], visits) for key, v in value.items())
+    return len(value) == len(content) and all(alike(v, c, visits) for v, c in zip(value, content, strict=False))
+
+
+def other_content(value: Any, old: Any, visits: Visits | None = None) -> Any:
     """Returns another content of the same type, shape, length and keys, which the user's code takes as it took the old.
 
     It is the old content where that fits; else the value's own numbers in another order, or a smaller number. MISSING
@@ -135,7 +156,9 @@ def other_content(value: Any, old: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return _other_numbers(value, old)
     if isinstance(value, (*_SEQUENCES, dict)):
-        return _other_parts(value, old)
+        visits = visits or Visits()
+        others = functools.partial(_other_parts, value, old, visits)
+        return visits.result((value, old), others, within=MISSING, below=MISSING)
     if is_table(value):
         return _other_rows(value, old)
     if type(value) is type(old) and not isinstance(value, Mapping):
@@ -179,12 +202,12 @@ def _rolled(value: Tensor) -> Tensor:
     return value * SMALLER if torch.equal(rolled, value) and value.is_floating_point() else rolled
 
 
-def _other_parts(value: Any, old: Any) -> Any:
+def _other_parts(value: Any, old: Any, visits: Visits) -> Any:
     """Returns a container with other parts: each has its old content; those that are new have another order."""
     if not 0 < len(value) <= MAX_ENTRIES:
         return MISSING
     values, olds = _values(value), _old_parts(value, old)
-    others = [v if alike(v, o) else other_content(v, o) for v, o in zip(values, olds, strict=True)]
+    others = [v if alike(v, o) else other_content(v, o, visits) for v, o in zip(values, olds, strict=True)]
     others = [v if other is MISSING else other for v, other in zip(values, others, strict=True)]
     if all(map(alike, values, others)):
         others = (
@@ -205,26 +228,27 @@ class Saved:
     """Keeps a value as it is: the object, its parts, and its content, to put all of them back."""
 
     def __init__(self, value: Any):
-        self.value, self._parts = value, ()
+        self.value = value
+        self._contents: list[tuple[Any, Any]] = []  # of the parts, and after them of what they are in
+        self._save(value, Visits())
+
+    def _save(self, value: Any, visits: Visits) -> None:
+        content = None
         if isinstance(value, (Tensor, np.ndarray)):
             is_result = isinstance(value, Tensor) and not value.is_leaf and value.requires_grad
-            content = value if is_result else content_of(value)
-            self._content = None if content is value or isinstance(content, Sample) else content
+            copied = value if is_result else content_of(value)
+            content = None if copied is value or isinstance(copied, Sample) else copied
         elif type(value) is set or isinstance(value, (list, dict, deque)):
-            self._content = copy(value)
-            if len(value) <= MAX_ENTRIES and not is_flat(value):
-                self._parts = [Saved(part) for part in _values(value)]
-        elif isinstance(value, tuple):
-            self._content, self._parts = None, [Saved(part) for part in value]
-        else:
-            self._content = None
+            content = copy(value)
+        if isinstance(value, tuple) or (content is not None and _has_parts(value)):
+            visits.result((value,), lambda: [self._save(part, visits) for part in _values(value)], within=(), below=())
+        if content is not None:
+            self._contents.append((value, content))
 
     def restore(self) -> None:
         """Puts parts and content back into the object."""
-        for part in self._parts:
-            part.restore()
-        if self._content is not None:
-            fill(self.value, self._content)
+        for value, content in self._contents:
+            fill(value, content)
 
 
 @torch.no_grad()
@@ -250,7 +274,7 @@ def fill(value: Any, content: Any) -> bool:
                 value[key] = c
     elif isinstance(value, set):
         value ^= value ^ content
-    elif len(value) != len(content) or any(v is not c for v, c in zip(value, content, strict=True)):
+    elif [*map(id, value)] != [*map(id, content)]:
         value.clear()
         value.extend(content)
     return True

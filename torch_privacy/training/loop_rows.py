@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..rehearsal.comparison import CARRIES
 from ..sampling.batches import DatasetExamples
 from ..sampling.stored_rows import kind_of, num_bytes
-from ..support.model_state import same
+from ..support.model_state import Visits, same
 from .loop_contents import Replacement, rebuilt, rows_of
 from .loop_variables import MISSING, Variable, attributes_of
 
@@ -69,6 +69,9 @@ class OtherRows(Replacement):
 
     def exchanged(self, value: Any) -> Any:
         """Returns the value with other rows in place of those of other examples."""
+        return self._exchanged(value, Visits())
+
+    def _exchanged(self, value: Any, visits: Visits) -> Any:
         if not isinstance(value, Collection) or isinstance(value, (str, bytes)) or getattr(value, "ndim", 1) == 0:
             return MISSING
         if len(value) in self._laws:
@@ -76,12 +79,14 @@ class OtherRows(Replacement):
             if num_bytes(value) <= self._most and self._has_batch(value, places):
                 return rows_of(value, rows)
         if type(value) in (tuple, list, dict) and 0 < len(value) <= FEW_PARTS:
-            parts = [*value.values()] if isinstance(value, Mapping) else [*value]
-            others = [self.exchanged(part) for part in parts]
-            if any(other is not MISSING for other in others):
-                kept = [part if other is MISSING else other for part, other in zip(parts, others, strict=True)]
-                return rebuilt(value, kept)
+            return visits.result((value,), lambda: self._with_other_parts(value, visits), within=MISSING, below=MISSING)
         return MISSING
+
+    def _with_other_parts(self, value: Any, visits: Visits) -> Any:
+        parts = [*value.values()] if isinstance(value, Mapping) else [*value]
+        others = [self._exchanged(part, visits) for part in parts]
+        kept = [part if other is MISSING else other for part, other in zip(parts, others, strict=True)]
+        return MISSING if all(other is MISSING for other in others) else rebuilt(value, kept)
 
     def _has_batch(self, value: Any, places: np.ndarray) -> bool:
         """True if a tensor, array, list or table has the batch's numbers at the places of its examples."""

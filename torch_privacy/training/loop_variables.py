@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..sampling.stored_rows import kind_of
+from ..support.held_state import MAX_DEPTH
 from ..support.script_modules import registries_of
 
 MISSING: Any = object()  # content of a variable that has no value
@@ -143,6 +144,8 @@ class Finder:
         self.named: set[str] = set()  # in the user's code, as far as it was seen
         self._found: dict[tuple[str, str], Variable] = {}
         self._kept: list[Any] = []  # what was seen, so that no other object gets its id
+        self._depth = 0
+        self._deeper: list[tuple[str, str, Any, str]] = []  # for later, such as the rest of a long linked list
 
     def variables(self, frames: Collection[FrameType], *functions: Any) -> list[Variable]:
         """Returns the variables of these frames and functions, and of what they name."""
@@ -151,6 +154,8 @@ class Finder:
             self._visit_frame(frame)
         for function in functions:
             self._descend("", getattr(function, "__name__", type(function).__name__), function)
+        while self._deeper:
+            self._descend(*self._deeper.pop())
         return [*self._found.values()]
 
     def _visit_frame(self, frame: FrameType) -> None:
@@ -173,14 +178,21 @@ class Finder:
 
     def _descend(self, scope: str, name: str, value: Any, group: str = "") -> None:
         """Walks over the parts of a container, and over what a module, an object, a function or a class holds."""
-        is_data, is_simple = _kinds(type(value))
+        _, is_simple = _kinds(type(value))
         if is_simple or id(value) in self._seen:
             return
         if isinstance(value, type):
             return self._visit_class(value)
+        if self._depth == MAX_DEPTH:
+            return self._deeper.append((scope, name, value, group))
         self._seen.add(id(value))
         self._kept.append(value)
-        if is_data:
+        self._depth += 1
+        self._descend_into(scope, name, value, group)
+        self._depth -= 1
+
+    def _descend_into(self, scope: str, name: str, value: Any, group: str) -> None:
+        if isinstance(value, _DATA):
             for key, part in _parts(value):
                 self._descend(scope, f"{name}[{key!r}]", part, group)
         elif isinstance(value, nn.Module):
