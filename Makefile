@@ -18,17 +18,17 @@ help:  ## show this list
 train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
 
-test: $(VENV)/.test  ## run the tests; ARGS="-m 'not slow'" leaves the slow ones out; DEVICE=cuda: those for a GPU; JOBS=4: more at once
+test: $(VENV)/.test  ## run the tests that judge a change, in five minutes; DEVICE=cuda: those for a GPU; JOBS=4: more at once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
-thorough: $(VENV)/.test  ## run what `test` leaves out: more ranks, and more kinds of what it shows
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough -m thorough $(ARGS)
+thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
-	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz $(ARGS)
+	$(BIN)/python -m pytest --all -m hypothesis --hypothesis-profile fuzz $(ARGS)
 
 faults: $(VENV)/.test  ## interrupt, kill, flip bits and fail the disk at every place, not at a few
-	TORCH_PRIVACY_ALL_FAULTS=1 $(BIN)/python -m pytest --thorough tests/faults $(ARGS)
+	TORCH_PRIVACY_ALL_FAULTS=1 $(BIN)/python -m pytest --all tests/faults $(ARGS)
 
 check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import gloo_pool
 import pretended_gpu
 import pytest
 import torch
+from chosen import of_make_test
 from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
@@ -19,7 +20,8 @@ settings.load_profile("fixed")  # before pytest obeys --hypothesis-profile
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--device``: the tests that can, run on this device; the others are left out."""
     parser.addoption("--device", default="cpu", help="cuda, or pretend (a GPU in pure Python); by default all, on cpu")
-    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough, too")
+    parser.addoption("--thorough", action="store_true", help="run what is left out by default")
+    parser.addoption("--all", action="store_true", help="run every case of every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,17 +42,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if needs_it else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that cannot run on the device, and the thorough ones unless they are asked for."""
-    other_device, thorough = config.getoption("--device") != "cpu", config.getoption("--thorough")
-    left_out = [
-        item
-        for item in items
-        if (other_device and not runs_on_device(item)) or (item.get_closest_marker("thorough") and not thorough)
-    ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    """Leaves out the tests that cannot run on the device, and those of `make test` or of `make thorough`.
+
+    A test that is named with its file (``path::test``) runs with every case.
+    """
+    if not config.getoption("--all") and not any("::" in argument for argument in config.args):
+        few = of_make_test(items)
+        thorough = config.getoption("--thorough")
+        _leave_out(config, items, [item for item in items if (item in few) == thorough])
+    if config.getoption("--device") != "cpu":
+        _leave_out(config, items, [item for item in items if not runs_on_device(item)])
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -113,6 +113,7 @@ def assert_shown(printed: str, shown: str, tolerance: float = 0.0) -> None:
         assert close, f"{here} is printed, {there} shown:\n{printed}"
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")  # Lightning's own call
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
 @pytest.mark.parametrize("page", pages_with("python", "pycon"))
@@ -160,7 +161,7 @@ def test_commands_of_the_page_are_valid(page, capsys, monkeypatch, tmp_path):
                         assert_shown(printed, block.output)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_table_of_accountants_is_what_its_command_prints():
     """But for the times in its last column, and the widths of columns that follow from them."""
     (block,) = (

@@ -65,6 +65,7 @@ def waiting_for_rank_1(rank: int):
     return "did not wait"
 
 
+@pytest.mark.thorough
 def test_a_hang_shows_the_stack_of_each_rank_and_later_calls_run(own_ranks: Pool):
     with pytest.raises(Hang) as caught:
         own_ranks.run(waiting_for_rank_1, timeout=1)

@@ -17,7 +17,6 @@ from torch import nn
 
 import torch_privacy as tp
 
-pytestmark = pytest.mark.slow
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
 ACCELERATE = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "accelerate": [*ACCELERATE, "--dynamo_backend", "no"]}
@@ -96,12 +95,14 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.thorough
 def test_prepared_and_sharded_models_train_under_accelerate_as_alone(tmp_path):
     (tmp_path / "program.py").write_text(OWN)
     for found in json.loads(launch("accelerate", tmp_path / "program.py")):
         assert_trained_as_alone(found)
 
 
+@pytest.mark.thorough
 def test_program_of_the_page_runs_on_two_ranks(tmp_path):
     shown = [block for block in blocks("docs/distributed.md") if block.language == "python"]
     (tmp_path / "program.py").write_text("\n".join(block.text for block in shown))

@@ -309,6 +309,7 @@ class Interrupts(lightning.Callback):
             raise OSError("lost power")
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("at", [3, 5, 6], ids=["in an epoch", "at its end", "in the second"])
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_path, at):
     schedule = lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"}  # noqa: E731
@@ -337,6 +338,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_pat
     assert not (tmp_path / "run" / "secret").exists()  # the run is over
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_start(tmp_path):
     schedule = lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"}  # noqa: E731
     with pytest.raises(OSError, match="lost power"):
@@ -350,6 +352,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_sta
     assert not (tmp_path / "run" / "secret").exists()
 
 
+@pytest.mark.thorough
 def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
     fitted(Logged(), val=DataLoader(data(8), batch_size=4), run_folder=tmp_path / "run")
     results = (tmp_path / "run" / "results.json").read_text()
@@ -358,6 +361,7 @@ def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_checkpoints_without_their_keys_are_refused(tmp_path):
     saved = {"callbacks": [saving(tmp_path, every_n_train_steps=5)], "settings": {"enable_checkpointing": True}}
     fitted(Module(), **saved)
@@ -643,7 +647,7 @@ def fitted_on_ranks(rank, settings):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("privacy", [{}, {"expected_batch_size": 3}], ids=["plain", "stand-ins"])
 def test_two_ranks_train_as_one(ranks2, privacy):
     (steps, weights, ledger), (others, same, _) = ranks2.run(fitted_on_ranks, {"privacy": privacy})
@@ -655,7 +659,7 @@ def test_two_ranks_train_as_one(ranks2, privacy):
     assert len(ledger["releases"]) == steps
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_save_one_secret(ranks2, tmp_path):
     ranks2.run(fitted_on_ranks, {"privacy": {}, "folder": str(tmp_path)})
     assert not (tmp_path / "run" / "secret").exists()  # it is over on both

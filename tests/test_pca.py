@@ -154,6 +154,7 @@ def test_noise_is_symmetric_and_isotropic_in_the_frobenius_norm():
     assert above.std() == pytest.approx(1, abs=4 / (2 * len(above)) ** 0.5)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("row", ["one entry", "all equal", "random"])
 def test_noise_hides_every_direction_of_change_alike(row):
     """⟨Z, uuᵀ⟩ is standard normal for each unit u, so neighbors are as hard to distinguish as in a Gaussian release."""
@@ -415,6 +416,7 @@ def test_training_on_components_that_are_not_private_is_not_private():
     assert training.statement()["private"] is False
 
 
+@pytest.mark.thorough
 def test_resumed_run_accepts_only_its_own_components(tmp_path):
     pca, other = (tp.PrivatePCA(2, noise_multiplier=4.0).fit(random_rows()) for _ in range(2))
     training, model = classifier(pca, run_folder=tmp_path)

@@ -53,6 +53,7 @@ def assert_same_release(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(one[name], other[name], strict=True)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("of_rank_0", [0, 1, 150, 299, 300])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_release_equals_that_of_one_process_bit_for_bit(dtype, of_rank_0, ranks2: Pool):
@@ -62,6 +63,7 @@ def test_release_equals_that_of_one_process_bit_for_bit(dtype, of_rank_0, ranks2
         assert_same_release(part, public(whole))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_same_rows_on_all_ranks_count_once_if_that_is_said(dtype, ranks2: Pool):
     rows, settings = random_rows(dtype=dtype), {"test_seed": 3, "sampling_probability": 0.4, "rows": "same"}
@@ -184,6 +186,7 @@ def fit_named(rank: int, parts: Sequence[np.ndarray], names: list[list[str]]) ->
         return fit(rank, parts, {})
 
 
+@pytest.mark.thorough
 def test_other_names_of_features_are_refused(ranks2: Pool):
     parts, names = divided(random_rows(d=3), 100), [["age", "rent", "pay"], ["age", "pay", "rent"]]
     text = ranks2.refusal(fit_named, parts, names)
@@ -269,6 +272,7 @@ def release_that_fails(rank: int, parts: Sequence[np.ndarray], function: str) ->
     return str(refusal.value), all(getattr(pca, name) is before[name] for name in FITTED if name != "n_features_in_")
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("function", ["scaled_second_moment", "add_symmetric_noise", "leading_eigenvectors"])
 def test_failure_of_the_first_rank_leaves_the_release_before_it_on_all(function, ranks2: Pool):
     outcomes = ranks2.run(release_that_fails, divided(random_rows(), 100), function)

@@ -32,6 +32,7 @@ def audited(capsys, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_a_run_is_audited_with_its_own_settings(trained, capsys):
     code, content = audited(capsys, trained, "--canaries", 500)
     assert code == 0
@@ -69,6 +70,7 @@ def test_an_audit_that_was_killed_can_be_repeated_and_its_releases_stay(tmp_path
         make_room(out)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["npz", "safetensors"])
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 def test_canaries_come_from_a_file(tmp_path, capsys, ending, score):
@@ -84,6 +86,7 @@ def test_canaries_come_from_a_file(tmp_path, capsys, ending, score):
     assert content["num_canaries"] == 40
 
 
+@pytest.mark.thorough
 def test_own_scores_test_the_ledger_of_a_run(trained, tmp_path, capsys):
     normal = np.random.default_rng(0).normal
     path = tmp_path / "scores.json"
@@ -160,6 +163,7 @@ def test_mistakes_are_named_in_one_sentence(arguments, named, trained, tmp_path,
     assert "Traceback" not in error
 
 
+@pytest.mark.thorough
 def test_numbers_of_an_audit_that_was_changed_are_refused(trained, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     for path in trained.iterdir():

@@ -103,13 +103,14 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("arguments", WITHOUT_TORCH.values(), ids=WITHOUT_TORCH)
-@pytest.mark.slow
 def test_cli_does_not_wait_for_torch(arguments):
     code = "import sys; from torch_privacy.cli import run; run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES)
 def test_cli_answers_a_mistake_with_one_sentence_and_code_2(arguments, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -167,7 +168,7 @@ def test_epsilon_json_has_every_number(capsys):
     assert shown["attacker"]["true_positive_rate"] == {"low": power.low, "high": power.high}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_epsilon_and_compare_price_a_person_with_several_examples(capsys):
     assert run(["epsilon", *EVENTS, "--group-size", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -188,6 +189,7 @@ def test_epsilon_json_says_null_where_a_number_is_infinite(capsys):
     assert shown["epsilon"]["high"] > 400
 
 
+@pytest.mark.thorough
 def test_calibrate_never_ends_above_the_target(capsys):
     assert run(["calibrate", "--epsilon", "2", *EVENTS[2:], "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -253,8 +255,8 @@ PICTURES = {
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("command", PICTURES)
-@pytest.mark.slow
 def test_plot_draws_the_same_picture_each_time_and_changes_no_answer(command, tmp_path, capsys):
     assert run([*PICTURES[command], "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -278,7 +280,6 @@ def test_plot_writes_the_format_of_the_name(kind, tmp_path):
         plots.save(figure, tmp_path / "curve")
 
 
-@pytest.mark.slow
 def test_compare_holds_every_claim_against_the_certified_bracket(capsys):
     assert run(["compare", *EVENTS, "--json"]) == 0
     claims = {claim["accountant"]: claim for claim in json.loads(capsys.readouterr().out)["claims"]}
@@ -296,6 +297,7 @@ def test_compare_holds_every_claim_against_the_certified_bracket(capsys):
     assert claims["moments accountant"]["epsilon"] == privacy.moments(1.1, 0.01, 100, 1e-5)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("width", [72, 80, 120])
 def test_compare_table_says_what_is_below_the_truth_at_any_width(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))

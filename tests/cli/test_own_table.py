@@ -101,7 +101,7 @@ def events_of(folder: Path) -> list[tuple[privacy.Event, int]]:
     return ledger.events
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_train_on_a_table_prints_the_epsilon_of_the_ledger_learning_included(finished):
     events = events_of(finished.folder)
     assert events[-1][1] == STEPS
@@ -117,7 +117,6 @@ def test_train_on_a_table_prints_the_epsilon_of_the_ledger_learning_included(fin
     assert "'income' (target) 2 categories: high, low" in finished.err
 
 
-@pytest.mark.slow
 def test_run_folder_of_a_table_keeps_the_schema_with_a_digest(finished):
     results = json.loads((finished.folder / "results.json").read_text())
     assert results["experiment"] == "table"
@@ -130,7 +129,6 @@ def test_run_folder_of_a_table_keeps_the_schema_with_a_digest(finished):
     assert results["num_examples"] + results["num_test_examples"] == N
 
 
-@pytest.mark.slow
 def test_run_folder_holds_nothing_that_was_not_priced(file, finished):
     """Neither a category of one row nor an extreme value, nor a digest by which a guess of the table is verified."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -139,7 +137,6 @@ def test_run_folder_holds_nothing_that_was_not_priced(file, finished):
             assert secret.encode() not in content, (name, secret)
 
 
-@pytest.mark.slow
 def test_only_the_owner_reads_where_the_table_lies_and_exact_numbers(file, finished):
     """Settings, statement, results, page, and what else may be published have the table's name alone."""
     own = {"metrics.csv", "report.html", "results.json", "fingerprint.key", "paths.json"}
@@ -150,7 +147,6 @@ def test_only_the_owner_reads_where_the_table_lies_and_exact_numbers(file, finis
     assert subject_of(str(finished.folder))[1]["file"] == str(file)
 
 
-@pytest.mark.slow
 def test_statement_has_a_fingerprint_of_the_table_that_tells_nothing_without_its_key(file, finished):
     statement, key = finished.folder / "privacy.json", finished.folder / "fingerprint.key"
     assert key.stat().st_mode & 0o777 == 0o600
@@ -161,7 +157,6 @@ def test_statement_has_a_fingerprint_of_the_table_that_tells_nothing_without_its
     assert not tp.matches_fingerprint(statement, rows, key)
 
 
-@pytest.mark.slow
 def test_same_settings_make_the_same_split(file, finished):
     settings = subject_of(str(finished.folder))[1]
     task, again = (own_table.build_task(own_table.STUDY.settings(**settings)) for _ in range(2))
@@ -172,7 +167,6 @@ def test_same_settings_make_the_same_split(file, finished):
     assert not task.exact or "of 'job'" in task.exact[0]
 
 
-@pytest.mark.slow
 def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp_path, capsys):
     schema, folder = tmp_path / "schema.toml", tmp_path / "run"
     schema.write_text(SCHEMA)
@@ -184,7 +178,7 @@ def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp
     assert not any(b"not of the declared" in content for content in contents(folder).values())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "_check_priced", lambda *_: None)  # takes seconds
     path = tmp_path / "people.csv"
@@ -221,7 +215,7 @@ def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch
     assert "was changed since the run began" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_owners_are_protected_in_learning_split_and_training(file, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_check_priced", lambda *_: None)
     frame = people().assign(customer_id=np.arange(N) // 3)
@@ -311,6 +305,7 @@ TABLES = {  # content of a file -> words of the refusal
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("text", "words"), TABLES.values(), ids=TABLES)
 def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -328,6 +323,7 @@ def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, word
     assert 0 < spent < 4
 
 
+@pytest.mark.thorough
 def test_a_refusal_after_learning_leaves_a_ledger_too(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "check_settings", lambda *_: (_ for _ in ()).throw(ValueError("train: no.")))
     assert run(["train", str(file), *TRAIN, "--run", str(tmp_path / "run")]) == 2

@@ -89,7 +89,6 @@ def by_hand(folder, frame):
         return model.eval()((encoded.numbers, encoded.categories))
 
 
-@pytest.mark.slow
 def test_predicted_classes_are_those_of_the_saved_network(runs, tmp_path, capsys):
     new = people(50, seed=1)
     new.drop(columns="income").to_csv(tmp_path / "new.csv", index=False)
@@ -102,7 +101,6 @@ def test_predicted_classes_are_those_of_the_saved_network(runs, tmp_path, capsys
     torch.testing.assert_close(torch.tensor(found).float(), probabilities, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_predicted_numbers_are_in_the_unit_of_the_target(runs, tmp_path, capsys):
     new = people(50, seed=1)
     new.to_csv(tmp_path / "new.csv", index=False)
@@ -113,7 +111,6 @@ def test_predicted_numbers_are_in_the_unit_of_the_target(runs, tmp_path, capsys)
     assert list(rows[0]) == ["prediction"]
 
 
-@pytest.mark.slow
 def test_columns_of_a_new_table_may_be_in_any_order_more_or_without_the_target(runs, tmp_path, capsys):
     new = people(20, seed=2)
     new.to_csv(tmp_path / "new.csv", index=False)
@@ -127,7 +124,6 @@ def test_columns_of_a_new_table_may_be_in_any_order_more_or_without_the_target(r
     assert predicted(capsys, runs["income"], tmp_path / "new.parquet")[0] == plain
 
 
-@pytest.mark.slow
 def test_unknown_categories_are_other_and_missing_cells_are_predicted_too(runs, tmp_path, capsys):
     for name, job in {"known": "nurse", "a": "astronaut", "b": "poet", "none": ""}.items():
         (tmp_path / f"{name}.csv").write_text(f"age,job\n40,{job}\n,{job}\n")
@@ -139,7 +135,6 @@ def test_unknown_categories_are_other_and_missing_cells_are_predicted_too(runs, 
     assert len(rows["none"]) == 2
 
 
-@pytest.mark.slow
 def test_no_cell_of_the_predictions_is_a_formula_and_numbers_stay():
     names = ["=HYPERLINK(1)", "+cmd", "-x", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "-1", "+2.5e3", "plain"]
     frame = pd.DataFrame({"prediction": np.array(names, object), "=A1": -1.5})
@@ -155,7 +150,6 @@ def test_empty_table_gives_the_header_alone(runs, tmp_path, capsys):
     assert capsys.readouterr().out == "prediction,probability of high,probability of low\n"
 
 
-@pytest.mark.slow
 def test_predictions_go_to_a_file_or_into_json(runs, tmp_path, capsys):
     new, out = tmp_path / "new.csv", tmp_path / "out.csv"
     people(5, seed=3).to_csv(new, index=False)
@@ -171,7 +165,6 @@ def test_predictions_go_to_a_file_or_into_json(runs, tmp_path, capsys):
     assert "is the table itself" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_predict_refuses_what_does_not_fit_in_one_sentence(runs, tmp_path, capsys):
     changed = tmp_path / "changed"
     changed.mkdir()
@@ -193,7 +186,6 @@ def test_predict_refuses_what_does_not_fit_in_one_sentence(runs, tmp_path, capsy
         assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err), shown.err
 
 
-@pytest.mark.slow
 def test_report_and_audit_know_the_run_on_a_table(runs, tmp_path, capsys):
     assert run(["report", str(runs["rent"]), "--out", str(tmp_path / "report.html")]) == 0
     experiment, settings = auditing.subject_of(str(runs["income"]))

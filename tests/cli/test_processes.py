@@ -147,7 +147,7 @@ def torchrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_trains_and_says_everything_once(tmp_path):
     options = ["--epochs", "0.2", "--batch-size", "1000", "--run", "run"]
     done = torchrun("train", "adult", *options, folder=tmp_path)
@@ -161,7 +161,7 @@ def test_torchrun_trains_and_says_everything_once(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_refuses_in_one_sentence(tmp_path):
     done = torchrun("train", "adult", "--delta", "1", folder=tmp_path)
     assert done.returncode != 0
@@ -174,7 +174,7 @@ def test_torchrun_refuses_in_one_sentence(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_wait_for_the_rows_that_rank_0_computes(tmp_path):
     options = ["--quick", "--only", "naive*", "--run", "run"]
     done = torchrun("reproduce", "gdp-adult", *options, folder=tmp_path)

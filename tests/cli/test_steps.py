@@ -44,6 +44,7 @@ def test_steps_are_those_of_a_training(capsys):
     assert answer(capsys, "epsilon", "--noise-multiplier", "1", *ADULT)["num_steps"] == number_of_steps(settings, 29305)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
@@ -65,6 +66,7 @@ def test_output_shows_how_the_steps_follow(capsys):
     assert "delta 3.412e-06 = 1 / (10 x 29,305)" in shown
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("n", "given", "delta"),
     [(500, [], 1e-5), (29305, [], 1 / 293050), (29305, ["--delta", "3e-5"], 3e-5)],

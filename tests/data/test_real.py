@@ -26,6 +26,7 @@ def test_mnist():
     assert data.files["train-images-idx3-ubyte.gz"].startswith("440fcabf73cc546f")
 
 
+@pytest.mark.thorough
 def test_cifar10_compact_form():
     file = COMPACT.folder(SHARED).read("cifar10_test_images.u8.xz")
     x = _undo_differences(_read_pixels(file))

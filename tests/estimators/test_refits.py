@@ -54,6 +54,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_grid_is_refused_before_its_first_fit_with_the_price_of_a_search(search):
     x, y = data()
@@ -68,6 +69,7 @@ def test_cross_validation_is_refused_by_name():
         cross_val_score(classifier(), x, y, cv=2)
 
 
+@pytest.mark.thorough
 def test_prices_named_are_certified():
     x, y = data()
     with pytest.raises(tp.Refused) as refused:
@@ -82,6 +84,7 @@ def test_prices_named_are_certified():
         assert float(named) - 1e-3 <= exact <= float(named)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("how", ["the same estimator", "another", "some rows", "as float32", "in another order"])
 def test_a_further_fit_to_the_same_rows_is_refused(how):
     x, y = data()
@@ -215,6 +218,7 @@ class TestElsewhere:
         pickle.loads(sent).fit(x, y).fit(x, y)
 
 
+@pytest.mark.thorough
 def test_a_run_folder_holds_one_fit(tmp_path):
     x, y = data()
     fitted = classifier(run_folder=tmp_path / "run").fit(x, y)

@@ -193,6 +193,7 @@ def test_run_in_use_or_of_another_kind_is_refused(tiny, tmp_path, capsys):
     assert "Continue a training with train --resume" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_training_row_resumes_from_its_checkpoint(tmp_path):
     run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True, seeds=[3])
     job = run.unfinished()[0]
@@ -237,6 +238,7 @@ def test_releases_without_a_checkpoint_are_not_thrown_away(tmp_path, capsys):
     assert job.folder.ledger.read_bytes() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("quick", "said"), [(None, "has no 'quick'; the file is damaged"), (False, "was trained with other epochs than")]
 )
@@ -282,7 +284,7 @@ def test_summary_says_at_which_delta_the_epsilons_are(name, delta, tmp_path):
     assert table.summary(results).endswith(f"epsilon at delta = {delta}" if delta else "1 s on m")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["accountant-q0.01", "gdp-calibration"])
 def test_quick_look_at_accounting_has_every_figure_and_number_of_the_paper(name, tmp_path, capsys):
     path = tmp_path / "r"
@@ -297,7 +299,7 @@ def test_quick_look_at_accounting_has_every_figure_and_number_of_the_paper(name,
     assert list(path.glob("figure-*.svg"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_experiment_with_a_training_ends_with_its_numbers_and_a_page(tmp_path, capsys):
     path = tmp_path / "r"
     assert command(["reproduce", "gdp-adult", "--quick", "--run", str(path), "--json"]) == 0

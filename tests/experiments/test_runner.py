@@ -116,7 +116,7 @@ def test_finished_run_cannot_be_resumed(finished, capsys):
     assert "this run is complete, nothing is left to resume" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_json_output_is_one_object(tmp_path, capfd):
     arguments = ["train", "adult", "--run", str(tmp_path / "r"), "--epochs", "0.1", "--no-baseline", "--json"]
     assert command(arguments) == 0
@@ -127,7 +127,7 @@ def test_json_output_is_one_object(tmp_path, capfd):
     assert results["run"] == str(tmp_path / "r")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_output_elsewhere_than_a_terminal_is_one_line_per_epoch(tmp_path, capfd):
     arguments = ["train", "adult", "--run", str(tmp_path / "r"), "--epochs", "2", "--batch-size", "3000"]
     assert command(arguments) == 0
@@ -160,7 +160,7 @@ def test_checkpoint_is_for_the_owner_only(tmp_path):
     assert stat.S_IMODE(os.stat(run.folder.checkpoint).st_mode) == 0o600
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_checkpoint_is_renewed_at_the_end_of_each_epoch(tmp_path):
     run = Run.start(tmp_path / "run", "adult", epochs=2, expected_batch_size=5000, baseline=False)
     for steps_before, saved in [(0, 0), (5, 0), (1, 6), (5, 6), (1, 12)]:  # 12 steps in all, 6 to an epoch
@@ -168,7 +168,7 @@ def test_checkpoint_is_renewed_at_the_end_of_each_epoch(tmp_path):
         assert torch.load(run.folder.checkpoint)["training"]["step_count"] == saved
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_run_ends_when_its_last_steps_draw_nobody(tmp_path):
     for attempt in range(4):  # one step in e is empty at a mean of one example
         run = Run.start(tmp_path / f"{attempt}", "adult", epochs=1e-4, expected_batch_size=1, baseline=False)
@@ -177,6 +177,7 @@ def test_run_ends_when_its_last_steps_draw_nobody(tmp_path):
         assert [row.step for row in run.private.rows] == [3]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("stop", [0, 1, 5, STEPS])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "killed"])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, saved):
@@ -194,6 +195,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, saved):
     assert_equal_weights(stopped.model.state_dict(), whole.model.state_dict())
 
 
+@pytest.mark.thorough
 def test_runs_do_not_share_their_noise(tmp_path):
     one, other = (Run.start(tmp_path / name, "adult", **TINY) for name in ("one", "other"))
     drain(one)
@@ -201,6 +203,7 @@ def test_runs_do_not_share_their_noise(tmp_path):
     assert not torch.equal(one.model[0].weight, other.model[0].weight)
 
 
+@pytest.mark.thorough
 def test_baseline_depends_on_the_public_seed_alone(tmp_path):
     one, other = (Run.start(tmp_path / name, "adult", epochs=0.1) for name in ("one", "other"))
     drain(one)
@@ -244,7 +247,7 @@ def start_in_a_process(path):
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_stopped_command_can_be_resumed(tmp_path, number, code):
     path = tmp_path / "run"
@@ -291,7 +294,7 @@ def assert_refused(arguments, words, capfd):
 BUSY = "another process is training in this folder"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_second_process_is_kept_out_of_a_run(tmp_path, capfd):
     path = tmp_path / "run"
     process = start_in_a_process(path)
@@ -312,6 +315,7 @@ def test_second_start_in_a_folder_is_kept_out(tmp_path, capfd):
     Run.start(folder.path, "adult", **TINY).close()
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("content", [b"garbage", b"", b"\x80\x02}q\x00."], ids=["garbage", "empty", "other pickle"])
 def test_damaged_checkpoint_is_refused(stopped, content, capfd):
     stopped.checkpoint.write_bytes(content)
@@ -331,6 +335,7 @@ def test_truncated_checkpoint_is_refused(stopped, capfd):
     )
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("edit", "words"),
     {
@@ -369,6 +374,7 @@ def test_full_disk_under_the_ledger_names_the_folder(tmp_path, capfd, monkeypatc
     assert_refused(arguments, f"{tmp_path / 'run'}: Ledger: wrote only 3", capfd)
 
 
+@pytest.mark.thorough
 def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
     end_epoch = runner.Log.end_epoch
 
@@ -383,6 +389,7 @@ def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
     assert json.loads((tmp_path / "run" / "results.json").read_text())["diverged"] == ["private"]
 
 
+@pytest.mark.thorough
 def test_failing_summary_does_not_lose_the_model(tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("no summary today")
@@ -400,12 +407,14 @@ def test_failing_summary_does_not_lose_the_model(tmp_path, monkeypatch):
     assert again.folder.is_complete
 
 
+@pytest.mark.thorough
 def test_epsilon_high_is_what_the_ledger_says(tmp_path):
     run = Run.start(tmp_path / "run", "adult", **TINY)
     drain(run, at_most=4)
     assert run.epsilon_high(4) == run.training.spent().epsilon.high < run.epsilon_high(5)
 
 
+@pytest.mark.thorough
 def test_a_score_that_is_not_finite_does_not_lose_the_run(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(runner, "test_score", lambda task, model: float("nan"))
     path = tmp_path / "run"

@@ -60,7 +60,7 @@ def weights_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder.model)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_run_on_two_ranks_has_the_metrics_and_weights_of_one_process(ranks2, tmp_path):
     results, none = ranks2.run(whole, tmp_path / "two")
     alone = whole(0, tmp_path / "one")
@@ -76,7 +76,7 @@ def test_run_on_two_ranks_has_the_metrics_and_weights_of_one_process(ranks2, tmp
     assert two.read_results()["ranks"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_stopped_run_goes_on_on_all_ranks_and_keeps_its_keys_in_one_secret_file(ranks2, tmp_path):
     stopped = RunFolder(tmp_path / "stopped")
     ranks2.run(first_half, stopped.path)
@@ -100,7 +100,7 @@ def unstopped(rank: int, path: Any) -> None:
     run.finish()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_run_of_two_ranks_can_go_on_in_one_process(ranks2, tmp_path):
     ranks2.run(first_half, tmp_path / "run")
     assert second_half(0, tmp_path / "run") == 3

@@ -36,6 +36,7 @@ def test_a_grid_has_every_combination_or_some_at_random():
         grid(tried, 0, 0)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("projections", [0, 3])
 def test_stand_in_data_tell_good_settings_from_useless_ones(projections):
     candidates = [{"learning_rate": 1e-6}, {"learning_rate": 0.5}]
@@ -62,6 +63,7 @@ def test_synthetic_people_are_drawn_by_the_seed():
     assert not torch.equal(one, other)
 
 
+@pytest.mark.thorough
 def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatch):
     noises = []
     monkeypatch.setattr(search, "rank", None)  # nothing is ranked without noise
@@ -92,6 +94,7 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_target_holds_for_the_whole_search_and_for_any_batch_size(monkeypatch):
     monkeypatch.setattr(private_search, "CALIBRATIONS", 3)
     candidates = [{"expected_batch_size": 256}, {"expected_batch_size": 1024}]
@@ -100,6 +103,7 @@ def test_a_target_holds_for_the_whole_search_and_for_any_batch_size(monkeypatch)
     assert privacy.compose([(job.event, 1)]).epsilon(1e-5).high <= 3.0
 
 
+@pytest.mark.thorough
 def test_the_worst_of_several_costs_at_least_as_much_as_each():
     runs = [(privacy.SubsampledGaussian(1.0, 0.01), 500), (privacy.SubsampledGaussian(2.0, 0.1), 50)]
     worst = privacy.compose([(worst_of(runs), 1)])

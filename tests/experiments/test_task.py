@@ -89,6 +89,7 @@ def finish(run):
     return run.finish()
 
 
+@pytest.mark.thorough
 def test_task_chooses_score_optimizer_schedule_and_arguments(regression, tmp_path):
     run = Run.start(tmp_path / "r", "regression")
     results = finish(run)
@@ -106,6 +107,7 @@ def test_task_chooses_score_optimizer_schedule_and_arguments(regression, tmp_pat
     assert "RMSE" in run.folder.report.read_text()
 
 
+@pytest.mark.thorough
 def test_baseline_stops_early_where_the_task_holds_out_training_data(regression, tmp_path, monkeypatch):
     def away(model):  # from the true weights: every epoch is worse than the one before, on any data
         torch.nn.init.ones_(model[0].weight)
@@ -150,6 +152,7 @@ def test_best_epoch_keeps_the_earlier_of_equals_and_a_copy(regression):
     assert runner.BestEpoch(task, float("nan"), one).of(model) is not one
 
 
+@pytest.mark.thorough
 def test_baseline_has_its_own_optimizer_where_the_task_says_so(regression, tmp_path):
     def idle(model):
         return torch.optim.SGD(model.parameters(), lr=0.0)
@@ -162,6 +165,7 @@ def test_baseline_has_its_own_optimizer_where_the_task_says_so(regression, tmp_p
     assert results["test_score"] < results["baseline_test_score"]
 
 
+@pytest.mark.thorough
 def test_prior_release_is_part_of_every_epsilon(regression, tmp_path):
     run = Run.start(tmp_path / "r", "regression", baseline=False)
     results = finish(run)
@@ -174,6 +178,7 @@ def test_prior_release_is_part_of_every_epsilon(regression, tmp_path):
     assert [release["count"] for release in results["privacy"]["releases"]] == [1, 20]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop", [0, 7, 20])
 def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regression, tmp_path, stop):
     run = Run.start(tmp_path / "stopped", "regression", baseline=False)
@@ -189,6 +194,7 @@ def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regressi
     assert stopped.folder.ledger.read_text() == whole.folder.ledger.read_text()
 
 
+@pytest.mark.thorough
 def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regression, tmp_path):
     regression(in_views)
     run = Run.start(tmp_path / "stopped", "regression")

@@ -55,7 +55,7 @@ MODELS = {"convolution": convolution, "attention": Attention, "recurrent": Recur
 NORMS = (1e-45, 1e-30, 1e-10, 1e10, 1e21, 1e38, 1e300)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", [tp.Flat, tp.PerLayer])
 @pytest.mark.parametrize("kind", MODELS)
 def test_any_clip_norm_trains_or_is_refused_as_diverged(kind, rule, tally):

@@ -152,6 +152,7 @@ def check(tally, kind: str, found: Outcome, right: bool, what: object) -> None:
     assert right, (what, found)
 
 
+@pytest.mark.thorough
 @examples(12, 2500)
 @given(chosen=mutations(FINISHED))
 def test_report_of_a_damaged_training(chosen, runs, pages, tally):
@@ -191,6 +192,7 @@ def truth(runs):
 STOPPED = ["settings.json", "ledger.jsonl", "checkpoint.pt"]
 
 
+@pytest.mark.thorough
 @examples(15, 2500)
 @given(chosen=mutations([*STOPPED, "checkpoint.pt", "checkpoint.pt"]))
 def test_resume_of_a_damaged_training(chosen, runs, truth, tally):

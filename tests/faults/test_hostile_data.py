@@ -24,6 +24,7 @@ def read(content: bytes) -> object:
     return unpickle(File(Path("batch"), "", content, "Get another."))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("suffix", PACK)
 def test_a_bomb_is_not_unpacked(suffix, monkeypatch):
     monkeypatch.setattr(files, "LARGEST", 2**20)

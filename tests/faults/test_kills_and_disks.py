@@ -50,7 +50,7 @@ def command(tmp_path_factory):
     return trials("command", tmp_path_factory.mktemp("command"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", NAMES)
 def test_faults_at_the_writes_of_the_library_lose_nothing(library, tally, fault):
     """After a resume, model, ledger and folder are those of an undisturbed run bit for bit."""
@@ -60,7 +60,7 @@ def test_faults_at_the_writes_of_the_library_lose_nothing(library, tally, fault)
     assert found["failures"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", NAMES)
 def test_faults_at_the_writes_of_the_command_lose_nothing(command, tally, fault):
     found = command[fault]
@@ -69,14 +69,14 @@ def test_faults_at_the_writes_of_the_command_lose_nothing(command, tally, fault)
     assert found["failures"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_workers_lose_no_step(tmp_path, tally):
     found = trials("workers", tmp_path)["kill"]
     tally("workers killed", found["tried"], found["right"])
     assert found["failures"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_with_one_folder_never_train_at_once(tmp_path, tally):
     """One is refused in one sentence; what the other makes is that of a single process."""
     count, right = (20 if ALL else 2), 0
@@ -118,7 +118,7 @@ class JumpingClock:
         return time.perf_counter() + self._offset
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_clock_that_jumps_changes_no_number(tmp_path, monkeypatch, tally):
     """Nor does the epsilon that is shown ever fall below the certified one."""
 

@@ -166,6 +166,7 @@ def places(tmp_path, monkeypatch):
     (tmp_path / "LOOP").symlink_to("LOOP")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(SHARE) if ALL else [0])
 def test_odd_commands_end_in_one_sentence(first, places, tally, tmp_path):
     failed = []
@@ -178,7 +179,7 @@ def test_odd_commands_end_in_one_sentence(first, places, tally, tmp_path):
     assert not failed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_odd_commands_in_processes_of_their_own(places, tally):
     """With names that are not UTF-8, as the system passes them."""
     lines = [

@@ -114,6 +114,7 @@ def lines(folder: Path) -> list[str]:
 DEATHS = {"before the record": (1, DIES), "after the record": (0, DIES + 1), "before its update": (1, DIES + 1)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("death", DEATHS)
 @HOWS
 def test_a_rank_that_dies_loses_no_release_and_repeats_none_with_other_sums(launcher, tmp_path, how, death):
@@ -157,6 +158,7 @@ def assert_skipped(found: list[dict[str, Any]], before: list[str], folder: Path)
         assert all(torch.equal(one["weights"][name], weight) for name, weight in found[0]["weights"].items())
 
 
+@pytest.mark.thorough
 @HOWS
 def test_released_steps_are_skipped_if_asked_for(launcher, tmp_path, how):
     before = killed(launcher, how, tmp_path)
@@ -164,25 +166,28 @@ def test_released_steps_are_skipped_if_asked_for(launcher, tmp_path, how):
         assert_skipped(pool.run(go_on, how, tmp_path, "skip"), before, tmp_path)
 
 
+@pytest.mark.thorough
 @HOWS
 def test_one_process_goes_on_after_two_ranks_and_skips_their_releases(launcher, tmp_path, how):
     before = killed(launcher, how, tmp_path)
     assert_skipped([go_on(None, None, tmp_path, None)], before, tmp_path)
 
 
+@pytest.mark.thorough
 def test_other_placements_go_on_and_skip_the_releases(launcher, tmp_path):
     before = killed(launcher, "layers", tmp_path)
     with launcher.pool(2) as pool:
         assert_skipped(pool.run(go_on, "ddp", tmp_path, None), before, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("layers", "ddp"))])
 def test_four_ranks_go_on_after_two_and_skip_their_releases(launcher, ranks4, tmp_path, how):
     before = killed(launcher, "layers", tmp_path)
     assert_skipped(ranks4.run(go_on, how, tmp_path, None), before, tmp_path)
 
 
+@pytest.mark.thorough
 def test_steps_that_other_ranks_cannot_repeat_are_made_again_with_new_keys_and_paid(launcher, tmp_path):
     before = killed(launcher, "layers", tmp_path)
     with launcher.pool(1) as one:  # this process has made other releases with the same key
@@ -211,6 +216,7 @@ def out_of_memory(rank: int, how: str) -> int:
     return training.step_count
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 def test_a_rank_that_fails_where_others_wait_for_its_sums_does_not_wait_for_them(launcher, how):
     with launcher.pool(2) as pool:

@@ -81,6 +81,7 @@ def assert_counted(training, witness):
     assert training.num_lost == len(training.ledger) - training.step_count
 
 
+@pytest.mark.thorough
 def test_steps_are_repeated_with_the_recorded_number_of_threads(tmp_path, new_process):
     torch.set_num_threads(2)
     whole = secret_training(run_folder=tmp_path)
@@ -100,6 +101,7 @@ def test_steps_are_repeated_with_the_recorded_number_of_threads(tmp_path, new_pr
     assert (again.num_lost, len(again.ledger)) == (0, 6)
 
 
+@pytest.mark.thorough
 def test_a_number_of_threads_that_the_state_does_not_know_is_named(tmp_path, new_process):
     torch.set_num_threads(2)
     whole = secret_training(run_folder=tmp_path)
@@ -131,6 +133,7 @@ def test_a_state_names_the_generator_of_the_noise(tmp_path, new_process):
     assert again.num_lost == 3
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("same_until", [2, 3, 4])
 def test_a_run_that_cannot_be_repeated_goes_on_with_new_keys(
@@ -163,6 +166,7 @@ def test_a_run_that_cannot_be_repeated_goes_on_with_new_keys(
     assert len(witness.used) == 6 + lost
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("limit", ["target", "budget"])
 def test_a_limit_on_epsilon_holds_with_the_lost_steps(tmp_path, new_process, limit):
     delta, epsilon = 1e-3, privacy.compose([(privacy.SubsampledGaussian(1.0, 0.2), 6)]).epsilon_high(1e-3) * 1.001
@@ -216,6 +220,7 @@ def test_crash_after_crash_on_changing_machines(tmp_path, witness, new_process):
     assert (last.num_lost, len(last.ledger)) == (lost, length)
 
 
+@pytest.mark.thorough
 def test_an_empty_batch_that_cannot_be_repeated(tmp_path, new_process):
     settings = {"run_folder": tmp_path, "expected_batch_size": 0.01}
     first = secret_training(**settings)
@@ -233,6 +238,7 @@ def test_an_empty_batch_that_cannot_be_repeated(tmp_path, new_process):
     assert (again.step_count, len(again.ledger)) == (6, 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 def test_an_exception_in_the_update_and_a_later_crash_lose_no_run(tmp_path, witness, new_process, error, moment):
@@ -284,7 +290,7 @@ def test_an_exception_in_the_update_and_a_later_crash_lose_no_run(tmp_path, witn
     assert_counted(again, witness)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("epsilon", [None, 0.5])
 def test_a_run_of_the_command_goes_on_elsewhere(tmp_path, monkeypatch, new_process, epsilon):
     """A line on stderr says so; progress, metrics and results count the lost steps."""

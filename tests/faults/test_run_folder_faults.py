@@ -60,7 +60,7 @@ def test_a_drawing_in_a_folder_is_shown_as_an_image_only(drawing):
     assert shown.count("<img ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_works_in_a_locale_without_utf_8(tmp_path):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     run = tmp_path / "run"

@@ -13,7 +13,6 @@ ALL = "TORCH_PRIVACY_ALL_FAULTS" in os.environ  # set by ``make faults``
 PER_STEP = 1.0  # KiB of a release in memory, in its ledger and in the allocator
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(not ALL, reason="takes a minute; make faults runs it")
 def test_memory_stays_flat(tmp_path):

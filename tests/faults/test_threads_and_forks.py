@@ -53,6 +53,7 @@ def with_dropout():
     return training_of(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 2)), num_steps=20)
 
 
+@pytest.mark.thorough
 def test_trainings_in_threads_are_those_of_one_thread_bit_for_bit(tally):
     """The random state belongs to all threads: dropout draws from the right key all the same."""
     expected, trials = with_dropout(), 20 if ALL else 3
@@ -144,6 +145,7 @@ def forked(function):
     return said
 
 
+@pytest.mark.thorough
 def test_a_fork_releases_nothing(tmp_path, tally):
     """It has the parent's keys: neither a step nor a line in the ledger's file, in memory or not, at any moment."""
     expected, said = training_of(), []

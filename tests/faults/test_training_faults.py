@@ -6,6 +6,7 @@ import torch
 from trainings import cross_entropy, parameters_of, train, training_of
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 21, 34, 55])
 def test_an_interrupt_in_the_exit_of_no_grad_leaves_gradients_on(number, monkeypatch):
     expected, training = training_of(), training_of()

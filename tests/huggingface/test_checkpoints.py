@@ -18,7 +18,6 @@ import torch_privacy as tp
 from torch_privacy.huggingface import PrivateTrainer
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning"),  # by PEFT
 ]
 QUICK = {"assume_independent": "other tests rehearse"}
@@ -135,6 +134,7 @@ def test_a_finished_training_leaves_no_key_behind(tmp_path):
         trainer_in(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.thorough
 def test_a_training_that_is_stopped_early_keeps_its_keys_and_says_so(tmp_path):
     trainer = trainer_in(tmp_path, save_steps=1)
     trainer.add_callback(StopsAt(2))
@@ -150,6 +150,7 @@ def test_a_training_that_is_stopped_early_keeps_its_keys_and_says_so(tmp_path):
     assert not (tmp_path / "run" / "secret").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_a_training_goes_on_that_was_stopped_before_its_first_checkpoint(tmp_path, strategy):
     trainer = trainer_in(tmp_path, save_steps=4, save_strategy=strategy)
@@ -204,6 +205,7 @@ def stopped(tmp_path_factory):
     return lambda to: copytree(folder, to, dirs_exist_ok=True)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", CANNOT)
 def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypatch, stopped):
     monkeypatch.chdir(tmp_path)
@@ -215,6 +217,7 @@ def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypat
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
+@pytest.mark.thorough
 def test_new_training_in_the_folder_of_another_is_refused(tmp_path, stopped):
     stopped(tmp_path)
     with pytest.raises(tp.Refused, match="resume_from_checkpoint=True"):
@@ -236,6 +239,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((np.argmax(prediction.predictions, 1) == prediction.label_ids).mean())}
 
 
+@pytest.mark.thorough
 def test_best_checkpoint_is_loaded_and_the_choice_is_named(tmp_path):
     evaluated = encoded(count=100)[80:]  # none of the training data
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "eval_dataset": evaluated}
@@ -279,6 +283,7 @@ def test_choice_by_the_private_data_is_refused(tmp_path):
         assert trainer.training is None
 
 
+@pytest.mark.thorough
 def test_adapter_is_saved_and_generates(tmp_path):
     torch.manual_seed(1)
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -300,6 +305,7 @@ def test_adapter_is_saved_and_generates(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_tied_embeddings_stay_tied(tmp_path):
     model = gpt2()
     data = [{"input_ids": row["input_ids"][:5], "labels": row["input_ids"][:5]} for row in encoded(labels=False)]

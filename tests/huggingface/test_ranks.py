@@ -16,7 +16,6 @@ from transformers import DataCollatorWithPadding, TrainerCallback
 
 from torch_privacy.huggingface import PrivateTrainer
 
-pytestmark = pytest.mark.slow
 SHARDED = {
     "fsdp": True,
     "fsdp_config": {
@@ -87,6 +86,7 @@ def on_a_rank(rank: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_ranks_train_as_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch_privacy.report.render.render", lambda folders: "<html></html>")

@@ -29,7 +29,6 @@ from transformers import (
 import torch_privacy as tp
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning"),  # by PEFT
 ]
 
@@ -75,6 +74,7 @@ def texts() -> list[dict[str, Any]]:
     return [row | {"text": "not an input"} for row in encoded()]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_the_plain_loop(case, tmp_path):
     new_model, data, collator, privacy, settings = CASES[case]()
@@ -117,6 +117,7 @@ class Events(TrainerCallback):
         self.events.append(("log", state.global_step))
 
 
+@pytest.mark.thorough
 def test_callbacks_logs_and_schedules_see_releases_only(tmp_path):
     events, turns = Events(), []
     trainer = trainer_of(
@@ -145,6 +146,7 @@ def test_callbacks_logs_and_schedules_see_releases_only(tmp_path):
     assert trainer.state.total_flos == 6 * tokens * trainer.model.num_parameters(exclude_embeddings=True)
 
 
+@pytest.mark.thorough
 def test_losses_in_logs_are_called_not_private_and_epsilon_stands_beside(tmp_path):
     settings = {"logging_strategy": "steps", "logging_steps": 1, "max_steps": 2}
     trainer = trainer_of(tmp_path, bert(), encoded(), DataCollatorWithPadding(tokenizer()), QUICK, **settings)
@@ -157,6 +159,7 @@ def test_losses_in_logs_are_called_not_private_and_epsilon_stands_beside(tmp_pat
     assert "train_loss_not_private" in output.metrics
 
 
+@pytest.mark.thorough
 def test_steps_of_epochs_are_counted_in_whole_numbers(tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 1.5}
     privacy = QUICK | {"expected_batch_size": 25}  # 60 examples: 3 steps in an epoch, 3.6 in one and a half
@@ -198,6 +201,7 @@ def test_budget_ends_the_training(tmp_path):
     assert trainer.training.spent().epsilon.high <= 0.9
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("kind", [list, Dataset.from_list])
 def test_owners_are_a_column_of_the_data(kind, tmp_path):
     rows = [row | {"author": i // 3} for i, row in enumerate(encoded())]

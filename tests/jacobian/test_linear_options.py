@@ -42,6 +42,7 @@ def equations(draw: st.DrawFn) -> tuple[str, str, str]:
     return tuple("".join(draw(st.permutations(labels))) for labels in (x, [*shared, *inputs, *outputs], y))
 
 
+@pytest.mark.thorough
 @draws(60)
 @given(labels=equations(), weight_first=st.booleans(), ellipsis=st.booleans())
 def test_einsum_matches_one_backward_per_example(labels, weight_first, ellipsis):

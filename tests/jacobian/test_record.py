@@ -59,6 +59,7 @@ def test_nothing_is_kept_on_the_model():
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.thorough
 def test_memory_of_a_model_is_freed_with_it():
     gc.collect()
     before = len(recording._MEMORIES._memories)

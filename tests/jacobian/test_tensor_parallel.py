@@ -99,6 +99,7 @@ def check_case(rank, case, dtype):
     return found
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -147,6 +148,7 @@ def check_clipped(rank, case, groups, budget):
     return found
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("budget", [1.2, 1e-9], ids=["usual", "least"])
 @pytest.mark.parametrize("groups", ["flat", "layers"])
 @pytest.mark.parametrize("case", ["perceptron", "uneven shards", "tied", "adapters"])
@@ -193,6 +195,7 @@ def against(conclude):
     return concluded
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["forgets", "spot checks", "unsure", "against", "budgets", "dead units"])
 def test_ranks_that_find_different_things_make_the_same_backwards(ranks2, how):
     first, second = ranks2.run(differ, how)

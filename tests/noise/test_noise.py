@@ -44,7 +44,6 @@ def test_noise_has_the_normal_tail():
         assert stats.binomtest(count, len(z), 2 * stats.norm.sf(limit)).pvalue > 1e-4
 
 
-@pytest.mark.slow
 def test_noise_is_standard_normal_to_the_sixth_moment():
     size, z = 10 * MILLION, torch.empty(10 * MILLION, dtype=torch.float64)
     Noise(key_from_test_seed(2, "noise")).fill(0, {"z": z})
@@ -55,7 +54,7 @@ def test_noise_is_standard_normal_to_the_sixth_moment():
         assert abs(z.pow(power).mean().item() - expected) < 4 * error
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_noise_has_the_normal_tail_far_out():
     """Counts draws among 2e8, also beyond the ziggurat's last edge."""
     limits, counts = (3.0, 4.0, edges()[0], 5.0, 5.5), np.zeros(5, int)

@@ -151,6 +151,7 @@ def test_weights_moved_by_other_code_are_said() -> None:
 # Histories
 
 
+@pytest.mark.thorough
 def test_histories_cost_what_opacus_says_without_its_error() -> None:
     random = np.random.default_rng(0)
     for _ in range(20):

@@ -73,6 +73,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("on_original", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -91,6 +92,7 @@ def test_schedulers_count_steps_not_rehearsals(name: str, on_original: bool) -> 
     assert_same_weights(model, reference)
 
 
+@pytest.mark.thorough
 def test_a_scheduler_may_advance_once_in_an_epoch() -> None:
     _, model, optimizer, loader = made_private()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

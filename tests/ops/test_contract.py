@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from contract import OpContract
@@ -17,6 +18,7 @@ from torch_privacy.ops.embedding import Embedding, TiedEmbedding
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
 
+pytestmark = pytest.mark.every_case
 POSITIONS = {"no position": 0, "one position": 1, "several positions": 4, "more positions than entries": 15}
 
 

@@ -146,6 +146,7 @@ RDP_ROWS = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("row", RDP_ROWS)
 def test_rdp_reproduces_the_published_rows_and_lies_above_the_truth(row):
     *setting, delta, epsilon = RDP_ROWS[row]

@@ -61,6 +61,7 @@ def test_a_p_value_is_never_below_that_of_randomized_response(epsilon, share):
         assert p_value(EpsilonDelta(epsilon, 0.0), Guesses(m, r, v)) >= binom.sf(v - 1, r, p) * (1 - 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("mu", [1.0])
 def test_an_honest_claim_is_rejected_no_more_often_than_stated(mu, independent):
@@ -111,6 +112,7 @@ def test_a_curve_is_interpolated_as_it_is():
     assert [fast(float(alpha)) for alpha in alphas] == pytest.approx(np.asarray(curve(alphas)).tolist(), abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_the_plan_does_not_depend_on_the_scores_and_fits_the_canaries():
     for noise, q, steps in [(1.0, 1.0, 1), (0.6, 0.01, 500), (30.0, 0.1, 3), (0.3, 0.2, 5)]:
         profile = privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)])

@@ -23,7 +23,6 @@ EXACT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("target", "num_steps"), EXACT)
 def test_calibrate_is_just_above_the_exact_noise_multiplier(target, num_steps):
     found = privacy.calibrate(target, 1e-5, sampling_probability=MNIST, num_steps=num_steps)

@@ -182,6 +182,7 @@ def test_epsilon_grows_with_steps_and_sampling_and_falls_with_noise(sigma, q, st
     assert poisson(sigma * 1.1, q, steps).epsilon(1e-5).low <= high
 
 
+@pytest.mark.thorough
 @given(st.floats(0.7, 5), st.floats(1e-2, 0.5), st.integers(1, 200))
 def test_tradeoff_is_convex_symmetric_and_below_guessing(sigma, q, steps):
     alpha = np.linspace(0, 1, 101)
@@ -257,6 +258,7 @@ def test_mu_and_posterior_of_gaussians_bracket_the_closed_form():
     assert profile.posterior(0.3) == profile.posterior(0.3, 0.01)
 
 
+@pytest.mark.thorough
 @given(st.floats(0.7, 5), st.floats(1e-2, 0.5), st.integers(1, 200))
 def test_no_tradeoff_lies_below_that_of_its_mu(sigma, q, steps):
     profile, alpha = poisson(sigma, q, steps), np.linspace(0, 1, 401)
@@ -319,7 +321,7 @@ def test_tradeoff_refuses_alpha(alpha):
         poisson(1.0, 0.1, 1).tradeoff(alpha)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("num_steps", [1, 30, 1000])
 @pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.01), (1.0, 0.1), (2.0, 0.004)])
 def test_pld_accountant_is_an_upper_witness(sigma, q, num_steps):
@@ -331,7 +333,7 @@ def test_pld_accountant_is_an_upper_witness(sigma, q, num_steps):
     assert high == pytest.approx(above, rel=2e-3, abs=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sigma", "q", "num_steps"), [(0.55, 256 / 29305, 2061), (1.0, 0.05, 300), (2.0, 0.01, 1000)])
 def test_prv_accountant_is_a_witness_on_both_sides(sigma, q, num_steps):
     mechanism = PoissonSubsampledGaussianMechanism(noise_multiplier=sigma, sampling_probability=q)
@@ -342,7 +344,6 @@ def test_prv_accountant_is_a_witness_on_both_sides(sigma, q, num_steps):
     assert low <= above
 
 
-@pytest.mark.slow
 def test_random_settings_are_bracketed_or_refused():
     draw = np.random.default_rng(3)
     for _ in range(40):
@@ -389,7 +390,6 @@ def test_extreme_settings_are_bracketed_below_the_full_batch(sigma, q, num_steps
     assert_answers(sigma, q, num_steps, delta)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("q", [1e-20, 1e-8, 256 / 29305, 1 - 1e-16, 1.0])
 @pytest.mark.parametrize("sigma", [1e-6, 0.049, 0.06, 0.3, 1, 100, 1e6])
 def test_grid_of_all_settings_is_bracketed_below_the_full_batch(sigma, q):
@@ -408,6 +408,7 @@ def test_much_noise_is_nearly_gaussian_and_tightly_bracketed(sigma, q, num_steps
     assert high == pytest.approx(privacy.clt(sigma, q, num_steps).epsilon(1e-5), rel=rel)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("q", [1e-20, 1e-12])
 def test_tiny_sampling_probability_is_free_once_delta_covers_it(q):
     assert poisson(1.0, q, 1_000_000).epsilon(1.1e6 * q) == (0, 0)

@@ -36,6 +36,7 @@ def exact_step(noise, r, q, epsilon):
         return float(mpmath.mpf(q) * value)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("noise", "r", "q", "epsilon"), [(3.0, 64, 0.02, 6.0), (2.0, 128, 0.5, 5.0), (1.0, 16, 0.1, 2.0)]
 )
@@ -91,6 +92,7 @@ def test_pure_dp_is_the_largest_loss(event, epsilon, count):
         assert low == high == math.inf
 
 
+@pytest.mark.thorough
 @given(st.floats(0.01, 5), st.floats(1e-12, 0.1), st.integers(1, 5))
 def test_known_guarantee_is_returned_at_its_own_delta(epsilon, delta, count):
     assert privacy.compose([(PROFILE((epsilon,), (delta,)), 1)]).epsilon(delta).high <= epsilon + 1e-13
@@ -134,6 +136,7 @@ def test_delta_of_one_is_refused():
             privacy.compose([(privacy.Laplace(1.0), 1)]).epsilon(delta)
 
 
+@pytest.mark.thorough
 @draws(20)
 @given(st.lists(st.floats(0.1, 2.5), min_size=1, max_size=3), st.floats(1e-4, 0.5))
 def test_tradeoff_of_known_guarantees_is_that_of_randomized_responses(epsilons, alpha):
@@ -183,6 +186,7 @@ def test_grouping_many_different_steps_encloses_them(seed, log_delta):
     assert dispatch.grouped_gaussians(steps, 60) is None
 
 
+@pytest.mark.thorough
 def test_two_thousand_different_steps_are_bracketed():
     events = [(privacy.SubsampledGaussian(1.0, 0.001 * (1 + i / 2000)), 1) for i in range(2000)]
     low, high = privacy.compose(events).epsilon(1e-5)
@@ -266,6 +270,7 @@ def test_rare_sampling_is_bracketed_narrowly(noise, q, steps, delta):
     assert profile.epsilon_high(delta) == high
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.01, 100), (20.0, 0.001, 1000)])
 @pytest.mark.parametrize("delta", [1e-100, 1e-300])
 def test_moments_bound_where_delta_is_tiny(sigma: float, q: float, steps: int, delta: float) -> None:

@@ -27,6 +27,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_releases_cost_the_same_there(name):
     event = interop.to_dp_event(EXPORTED[name])

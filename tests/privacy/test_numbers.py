@@ -87,6 +87,7 @@ def test_events_of_scalars_are_plain_json():
     assert {type(event.noise_multiplier), type(event.sampling_probability)} == {float}
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "events",
     [

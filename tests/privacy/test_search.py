@@ -52,6 +52,7 @@ def test_a_poisson_number_of_runs_may_be_zero():
     assert None in [search_privately(lambda c: (0.0, c), [1], event) for _ in range(20)]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
 def test_the_privacy_loss_of_the_search_is_within_its_price(distribution):
     """A run reveals a bit with probability 3/4; the search keeps the larger bit, and its frequencies are compared."""

@@ -236,6 +236,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", HONEST)
 def test_independent_examples_with_random_numbers_train(name):
     training = trained(*HONEST[name]())
@@ -243,6 +244,7 @@ def test_independent_examples_with_random_numbers_train(name):
     assert training.statement()["independence"]["not_compared"] == []
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", COUPLED)
 def test_examples_that_depend_on_each_other_under_random_numbers_are_refused(name):
     assert_refused(*COUPLED[name]())
@@ -322,6 +324,7 @@ def test_the_generators_do_not_advance_and_their_functions_come_back(rule):
     assert found == (torch.rand(()).item(), np.random.rand(), random.random())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: np.random.rand(), lambda: random.random()])
 def test_a_loop_that_waits_for_a_number_ends(draw):
     with drawing(Draws(Rule.AT_LEVEL, 7, 0.5), 3):

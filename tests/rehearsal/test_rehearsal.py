@@ -425,6 +425,7 @@ KEEPING = {  # model, and the name in the refusal
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", KEEPING)
 def test_state_kept_by_the_forward_is_refused_by_name(name):
     model, named = KEEPING[name]()
@@ -439,6 +440,7 @@ OVERWRITTEN = {  # state of a batch that is never read before it is written agai
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", OVERWRITTEN)
 def test_state_that_is_overwritten_before_it_is_read_may_be_kept(name):
     program = Program(Keeping(OVERWRITTEN[name], seen={}), points())
@@ -462,6 +464,7 @@ DURATIONS = {  # what differs from run to run, and is never read
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", DURATIONS)
 def test_durations_that_are_never_read_may_be_kept(name):
     program = Program(Keeping(DURATIONS[name], times=[], seen={}, last=0.0, watch=Stopwatch()), points())
@@ -686,6 +689,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", DRAWS)
 def test_division_by_the_batch_is_refused_under_dropout(name):
     model = linear(lambda m, x: m.f(DRAWS[name](x)))
@@ -1026,17 +1030,12 @@ INDEPENDENT = {
         linear(), labeled(), lambda m, b: torch.where(b[1] > 0, 3 * cross_entropy(m, b), cross_entropy(m, b))
     ),
 }
-SCANNED = {"packed", "last token", "last token by gather", "experts"}
 
 
 def by_program(*settings):
     """Parametrizes a test by every independent program with each of these settings."""
     pairs = [(name, key) for name in INDEPENDENT for key in settings]
-    slow = [key != "as it is" and name in SCANNED for name, key in pairs]
-    marks = [[pytest.mark.slow] if is_slow else [] for is_slow in slow]
-    return pytest.mark.parametrize(
-        ("name", "settings"), [pytest.param(*pair, marks=own) for pair, own in zip(pairs, marks, strict=True)]
-    )
+    return pytest.mark.parametrize(("name", "settings"), pairs)
 
 
 SETTINGS = {
@@ -1048,6 +1047,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @by_program(*SETTINGS)
 def test_independent_examples_train(name, settings):
     program = INDEPENDENT[name]()
@@ -1068,7 +1068,6 @@ def test_independent_examples_train_in_several_views(name):
     assert training.step_count == 10
 
 
-@pytest.mark.slow
 def test_independent_examples_train_by_workers():
     program = INDEPENDENT["random crops"]()
     program.run(training := program.training(num_workers=2, num_steps=10))
@@ -1114,6 +1113,7 @@ def trained_state(program, **settings):
     return state_of(training.model), training.ledger.state_dict(), training.num_non_finite
 
 
+@pytest.mark.thorough(but=1)
 @by_program("as it is", "microbatches")
 def test_rehearsals_leave_the_trained_model_bit_for_bit(name, settings):
     states = []
@@ -1140,7 +1140,8 @@ def draws_of_all(m, batch):
     return losses_of(m, batch) * (1 + 0.1 * noise)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2)])
 @pytest.mark.parametrize("end", ["finished", "broken off", "failed", "refused"])
 def test_the_random_numbers_after_a_loop_are_those_without_it(end, num_workers):
     training = Program(dropped(), Crops()).training(num_workers=num_workers)
@@ -1206,7 +1207,7 @@ def test_the_random_numbers_of_a_batch_do_not_depend_on_the_users_seed():
     assert drawn[0][2] != drawn[1][2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["dropout", "counts of calls", "layers left out"])
 def test_rehearsals_are_less_than_a_fifth_of_the_turns_over_300_steps(name):
     program = INDEPENDENT[name]()
@@ -1273,6 +1274,7 @@ def test_the_statement_names_what_rehearsals_could_not_compare():
     assert "random even in eval mode" in note
 
 
+@pytest.mark.thorough
 def test_examples_that_can_be_neither_replaced_nor_left_out_are_refused():
     lengths = np.random.default_rng(0).integers(1, 2**20, N)
     examples = [torch.randn(int(length)) for length in lengths]
@@ -1385,6 +1387,7 @@ OF_OTHER_KINDS = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", OF_OTHER_KINDS)
 def test_batches_of_other_kinds_train(name):
     program = OF_OTHER_KINDS[name]()

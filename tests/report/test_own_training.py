@@ -237,7 +237,6 @@ def test_model_card_of_a_stopped_training_says_what_is_counted(tmp_path):
     assert "the bound above counts all planned steps" in card
 
 
-@pytest.mark.slow
 def test_command_writes_card_and_page(tmp_path, monkeypatch, capsys):
     write_own(tmp_path / "run")
     write_own(tmp_path / "other")

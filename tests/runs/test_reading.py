@@ -35,6 +35,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(TREES)
 def test_what_json_writes_is_read(tree):
     try:
@@ -179,6 +180,7 @@ def test_every_keyword_of_the_published_schema_is_known():
     assert violation({**statement_schema(), "required": []}, {"private": True, "num_examples": 1}) == ""
 
 
+@pytest.mark.thorough
 def test_changed_files_of_a_finished_run_are_refused(tmp_path):
     run = Run.start(tmp_path / "run", "adult", epochs=0.1, expected_batch_size=2000, baseline=False)
     list(run.steps())

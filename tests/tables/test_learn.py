@@ -113,7 +113,7 @@ def test_price_is_within_the_budget_and_nearly_used(learnt):
     assert len({release.fingerprint for release in learnt.releases}) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (8.0, 1e-9)])
 def test_budget_is_met_from_below(epsilon, delta):
     budget = Budget.of(open_schema(table(2)), 500, 1, epsilon, delta)
@@ -121,6 +121,7 @@ def test_budget_is_met_from_below(epsilon, delta):
     assert 0.9 * epsilon < privacy.compose(budget.events).epsilon_high(delta) <= epsilon
 
 
+@pytest.mark.thorough
 def test_prices_depend_on_schema_and_number_of_rows_alone():
     frame = table(500)
     other = pd.DataFrame({name: ["1"] * 250 + ["2"] * 250 for name in frame})
@@ -145,6 +146,7 @@ def test_complete_schema_costs_counts_alone():
         assert abs(found.counts["y"][sort] - expected) < error
 
 
+@pytest.mark.thorough
 def test_a_task_that_is_stated_is_kept():
     frame = table()[["age", "city", "year"]]
     frame["y"] = np.random.default_rng(0).choice(["1", "2", "3"], N)
@@ -314,6 +316,7 @@ def test_the_threshold_is_that_of_the_release():
     assert min(found.values()) == threshold
 
 
+@pytest.mark.thorough
 def test_opendp_alone_would_understate_the_chance_to_pass_a_threshold():
     """The reason for a threshold that is higher by one: if this fails, opendp has changed."""
     domain = opendp.domains.map_domain(opendp.domains.atom_domain(T="String"), opendp.domains.atom_domain(T="u32"))
@@ -415,7 +418,6 @@ def test_opendp_prices_thresholds_for_all_values_of_an_owner():
     assert delta == pytest.approx(12 * norm.sf((500 - 6) / noise.stddev), rel=0.02)
 
 
-@pytest.mark.slow
 def test_learnt_releases_count_in_a_training():
     import torch
 

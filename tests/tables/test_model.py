@@ -71,7 +71,7 @@ def test_wrong_numbers_are_refused(n, epsilon, delta):
         defaults(n, epsilon, delta)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_training_from_file_to_score(tmp_path):
     rng = np.random.default_rng(0)
     n = 3000

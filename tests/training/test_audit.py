@@ -148,6 +148,7 @@ def test_a_step_without_canaries_shows_its_noise_and_nothing_else():
     assert 0.2 < observed.projections.std() < 3
 
 
+@pytest.mark.thorough
 def test_absent_canaries_are_never_fetched_and_present_ones_are():
     class Own(Dataset):
         def __len__(self) -> int:
@@ -214,6 +215,7 @@ def test_losses_are_those_before_and_after_training():
     assert named.outside == pytest.approx(own.outside)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("score", ["gradient", "loss"])
 @pytest.mark.parametrize(
     "settings",
@@ -276,6 +278,7 @@ def test_an_ordinary_training_cannot_continue_the_ledger_of_an_audit(tmp_path):
         Trainer(run_folder=tmp_path)(examples(90))
 
 
+@pytest.mark.thorough
 def test_coins_come_from_the_system_unless_a_test_fixes_them():
     insides = {len(tp.audit(Trainer(), examples(60), tp.GradientCanaries(20)).inside) for _ in range(6)}
     assert len(insides) > 1
@@ -283,6 +286,7 @@ def test_coins_come_from_the_system_unless_a_test_fixes_them():
     assert len(fixed) == 1
 
 
+@pytest.mark.thorough
 def test_many_canaries_are_noted():
     few = tp.audit(Trainer(), examples(300), examples(30, seed=1))
     many = tp.audit(Trainer(), examples(60), examples(30, seed=1))

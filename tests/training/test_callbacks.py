@@ -62,6 +62,7 @@ def numbers(losses, norms, clipped):
     return {"loss": losses.mean().item(), "share_clipped": share, "norm_q10": q10, "norm_q50": q50, "norm_q90": q90}
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("rule", [*RULES, "flat in microbatches", "groups in microbatches"])
 def test_numbers_are_those_of_one_backward_per_example(rule):
     settings = {"microbatch_size": 3} if rule.endswith(" in microbatches") else {}
@@ -147,6 +148,7 @@ def test_learning_rates_are_those_of_the_step_not_of_the_next():
     assert [rates for _, _, rates in kept.steps] == [(1.0,), (0.5,), (0.25,)]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -284,7 +286,7 @@ def on_one_rank_only(rank):
     training_of(model, optimizer=optimizer, callbacks=[] if rank else [Kept()])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("placement", "settings"),
     [
@@ -305,7 +307,6 @@ def test_every_rank_is_told_the_numbers_of_the_whole_batch(ranks2, placement, se
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_callback_that_raises_on_one_rank_stops_all(ranks2):
     (first, steps), (second, others) = ranks2.run(fails_on_one)
     assert "disk full" in first
@@ -313,7 +314,6 @@ def test_a_callback_that_raises_on_one_rank_stops_all(ranks2):
     assert steps == others == 2
 
 
-@pytest.mark.slow
 def test_callbacks_on_one_rank_only_are_refused(ranks2):
     from gloo_pool import RanksFailed
 
@@ -360,7 +360,7 @@ def events_of(folder):
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
-@pytest.mark.slow  # imports TensorBoard
+@pytest.mark.thorough
 def test_tensorboard_callback_writes_the_numbers_under_marked_tags(tmp_path):
     kept = Kept()
     model = network()
@@ -379,7 +379,6 @@ def test_tensorboard_callback_writes_the_numbers_under_marked_tags(tmp_path):
         assert dict(found[f"not_private/{name}"]) == pytest.approx({k: of_steps[k] for k in (2, 4, 5)}, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_tensorboard_callback_marks_the_epsilon_of_a_test_and_leaves_a_writer_open(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 

@@ -36,6 +36,7 @@ def of_model(step: list[Collective]) -> list[Collective]:
 # Bytes
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_sends_no_more_bytes_than_an_ordinary_one(ranks2, name, how):
@@ -70,7 +71,7 @@ def test_a_settled_step_has_five_messages(ranks2):
     assert messages == [2 * 32, 2 * 32, 2 * 32, 1, 2 * 32]  # begin, the turn's end, the digests, the record, the update
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_of_replicated_shards_sends_no_more_bytes_than_an_ordinary_one(ranks4, name):
     for found in ranks4.run(counted, name, "hsdp", 12):
@@ -121,6 +122,7 @@ def assert_equal_on_all_ranks(found: list[tuple[list[list[Collective]], list[int
     assert turns == found[1][1]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("name", DATA)
 def test_ranks_make_the_same_collectives_whatever_their_data(ranks2, name, how):
@@ -142,6 +144,7 @@ def with_other_rehearsals(rank: int, how: str) -> tuple[tuple[list[list[Collecti
         return private_steps(case(expected_batch_size=8, num_steps=8), how), sum(rehearsed)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_a_rank_that_rehearses_alone_makes_the_collectives_of_all(ranks2, how):
     found = ranks2.run(with_other_rehearsals, how)
@@ -164,6 +167,7 @@ def with_new_code(rank: int, how: str, turns_before: int) -> tuple[list[list[Col
     return private_steps(case(expected_batch_size=8, num_steps=8), how, losses)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_a_rank_with_new_code_makes_the_collectives_of_all(ranks2, how):
     (_, turns), _ = ranks2.run(with_new_code, how, 1000)

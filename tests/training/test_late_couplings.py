@@ -150,6 +150,7 @@ def copy_of(model):
     return {name: t.clone() for name, t in model.state_dict().items()}
 
 
+@pytest.mark.thorough
 def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path):
     training, _ = found_late(tmp_path)
     coupled = training._state.rehearsals.coupled
@@ -168,6 +169,7 @@ def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path)
     assert named in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("later", "private"), [(0, True), (1, False)])
 def test_a_state_from_before_repeats_the_releases_that_may_leak(tmp_path, later, private):
     training, states = found_late(tmp_path)

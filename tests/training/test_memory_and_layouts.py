@@ -33,6 +33,7 @@ from torch_privacy.mechanisms.base import PRICED_ROUNDING
 MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", [tp.Flat(0.5), tp.EachLayer(0.3), tp.MicroBatches(0.5, 4)], ids=str)
 @pytest.mark.parametrize("case", MEASURED_EVERY_BATCH)
 def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case, rule):
@@ -69,6 +70,7 @@ def trained_under(memory_budget, model, x):
     return parameters_of(training)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", ["convolutional network", "tied language model", "long short-term memory"])
 def test_any_memory_budget_gives_the_same_training(case):
     results = []

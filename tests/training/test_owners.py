@@ -267,6 +267,7 @@ def on_rank(rank: int | None, how: str | None, settings: dict[str, Any]) -> tupl
     return whole_weights(training.model), seen
 
 
+@pytest.mark.thorough(but=1)
 @VIEWS
 @pytest.mark.parametrize(("how", "settings"), RANKED, ids=["whole", "parts", "few"])
 def test_two_ranks_train_as_one_process_and_divide_no_owner(ranks2, how, settings):
@@ -358,6 +359,7 @@ def in_folder(folder: Path, **settings: Any) -> tp.PrivateTraining:
     return tp.PrivateTraining(model, optimizer, data(), **plain | OWNED | settings)
 
 
+@pytest.mark.thorough
 def test_a_run_folder_names_the_unit_and_not_the_number_of_examples(tmp_path):
     folder = tmp_path / "run"
     train(in_folder(folder))
@@ -633,6 +635,7 @@ def test_units_are_those_of_the_sampler_in_every_part():
         assert len(set(zip(share.units, names, strict=True))) == len(set(names)) == share.units.max() + 1
 
 
+@pytest.mark.thorough
 def test_a_run_folder_counts_owners_and_nowhere_examples(tmp_path):
     ids = [f"c{k % 61}" for k in range(1237)]
     data = TensorDataset(torch.randn(1237, 4), torch.arange(1237) % 3)

@@ -172,6 +172,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("planted", [False, True], ids=["honest", "planted"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_audit_catches_a_planted_bug(name: str, planted: bool, monkeypatch: pytest.MonkeyPatch):
@@ -253,6 +254,7 @@ def noisy_sums(dataset: Dataset, weight: float = 0.0, **settings: Any) -> tuple[
     return settings["expected_batch_size"] * torch.stack(optimizer.seen), training
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planted", [False, True], ids=["honest", "planted"])
 def test_shuffled_batches_are_caught(planted: bool, monkeypatch: pytest.MonkeyPatch):
     if planted:
@@ -267,6 +269,7 @@ def test_shuffled_batches_are_caught(planted: bool, monkeypatch: pytest.MonkeyPa
     assert result.is_rejected == planted, result.p_value
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planted", [False, True], ids=["honest", "planted"])
 def test_a_divisor_that_depends_on_the_batch_is_caught(planted: bool, monkeypatch: pytest.MonkeyPatch):
     if planted:
@@ -292,6 +295,7 @@ def test_a_divisor_that_depends_on_the_batch_is_caught(planted: bool, monkeypatc
     assert result.is_rejected == planted, result.p_value
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("planted", [False, True], ids=["honest", "planted"])
 def test_one_key_for_two_runs_is_caught(planted: bool):
     settings = {"expected_batch_size": 2, "num_steps": 100, "noise_multiplier": 2.0}

@@ -122,6 +122,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("ranks", "rank", "replicas"), SHARDED.values(), ids=SHARDED)
 def test_a_rank_draws_the_noise_of_its_shard_alone(ranks, rank, replicas):
     shards = ranks // replicas

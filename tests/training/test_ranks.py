@@ -42,28 +42,33 @@ def assert_as_in_one_process(
     return expected, found
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", SMALL)
 def test_sharded_sums_are_those_of_one_process(ranks2, name):
     assert_as_in_one_process(ranks2, name, "layers", noise_multiplier=HARDLY_ANY_NOISE)
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "columns"])
 def test_sums_of_ddp_are_those_of_one_process(ranks2, name):
     assert_as_in_one_process(ranks2, name, "ddp", noise_multiplier=HARDLY_ANY_NOISE)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["first layer", "all but one", "kept after forward"])
 @pytest.mark.parametrize("noise", [HARDLY_ANY_NOISE, 1.0])
 def test_models_that_are_sharded_in_part_get_the_weights_of_one_process(ranks2, how, noise):
     assert_as_in_one_process(ranks2, "uneven", how, noise_multiplier=noise)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("how", ["layers", pytest.param("ddp", marks=pytest.mark.thorough)])
 def test_transformers_get_the_weights_of_one_process(ranks2, name, how):
     assert_as_in_one_process(ranks2, name, how, noise_multiplier=HARDLY_ANY_NOISE)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["root", "layers", "ddp"])
 @pytest.mark.parametrize("name", ["uneven", "one example a step", "microbatches"])
 def test_noise_is_that_of_one_process(ranks2, name, how):
@@ -73,14 +78,14 @@ def test_noise_is_that_of_one_process(ranks2, name, how):
 FOUR = ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("layers", "ddp"))]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", FOUR)
 @pytest.mark.parametrize("name", ["uneven", "one example a step", "microbatches", "views", "tied", *REAL])
 def test_four_ranks_give_the_weights_of_one_process(ranks4, name, how):
     assert_as_in_one_process(ranks4, name, how, noise_multiplier=HARDLY_ANY_NOISE)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", FOUR)
 @pytest.mark.parametrize("name", ["uneven", "one example a step"])
 def test_four_ranks_make_the_noise_of_one_process(ranks4, name, how):
@@ -93,6 +98,7 @@ def own(rule: str) -> Any:
     return groups if rule == "groups" else RULES[rule][0]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_each_clipping_rule_clips_as_in_one_process(ranks2, rule, how):
@@ -101,17 +107,20 @@ def test_each_clipping_rule_clips_as_in_one_process(ranks2, rule, how):
     assert_as_in_one_process(ranks2, "uneven", how, clipping=own(rule), noise_multiplier=noise)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", ["adaptive", "per layer"])
 def test_clipping_rules_take_microbatches(ranks2, rule):
     noise = 1.0 if rule == "adaptive" else HARDLY_ANY_NOISE
     assert_as_in_one_process(ranks2, "uneven", "layers", clipping=own(rule), noise_multiplier=noise, microbatch_size=4)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["ddp", "layers"])
 def test_estimated_norms_are_those_of_one_process(ranks2, how):
     assert_as_in_one_process(ranks2, "uneven", how, jacobian=tp.Sketched(16), noise_multiplier=0.05)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", SUBSPACES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_perturbed_embeddings_are_those_of_one_process(ranks2, name, how):
@@ -153,6 +162,7 @@ def accounts(rank: int | None, how: str | None, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_all_ranks_know_the_price_and_only_the_first_keeps_files_and_keys(ranks2, tmp_path, how):
     alone = accounts(None, None, tmp_path)

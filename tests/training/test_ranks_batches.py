@@ -63,6 +63,7 @@ FOUR = ["hsdp", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("lay
 STEPS = 80
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_noise_of_two_ranks_has_the_variance_of_one_process(ranks2, how):
     alone = changes(None, None, STEPS)
@@ -108,13 +109,14 @@ BATCHES = [
 ]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("settings", BATCHES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_two_ranks_divide_the_batch_of_one_process(ranks2, how, settings):
     assert_one_batch_divided(ranks2.run(examples, how, settings), examples(None, None, settings))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("settings", BATCHES)
 @pytest.mark.parametrize("how", FOUR)
 def test_four_ranks_divide_the_batch_of_one_process(ranks4, how, settings):
@@ -180,6 +182,7 @@ def of_texts(rank: int | None, how: str | None, settings: dict[str, Any], checke
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("settings", [{"expected_batch_size": 3, "num_steps": 8}, {"microbatch_size": 2}])
 def test_ranks_with_other_shapes_measure_as_long_as_they_need(ranks2, how, settings):
@@ -189,6 +192,7 @@ def test_ranks_with_other_shapes_measure_as_long_as_they_need(ranks2, how, setti
             torch.testing.assert_close(weights[name], weight)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("checked", [0, 1])
 def test_a_rank_that_checks_more_than_the_others_does_not_stop_them(ranks2, how, checked):
@@ -235,6 +239,7 @@ def sharded_experts(rank: int | None, how: str | None) -> Any:
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_an_expert_that_only_one_rank_calls_is_trained_as_in_one_process(ranks2, how):
     expected = sharded_experts(None, None)

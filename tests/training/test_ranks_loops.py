@@ -90,6 +90,7 @@ def own_scheduler(rank: int | None, how: str | None) -> Found:
     return whole_weights(training.model), None
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 @pytest.mark.parametrize("loop", [with_targets, weights_outside, own_scheduler])
 def test_loops_do_on_ranks_what_they_do_in_one_process(ranks2, how, loop):
@@ -134,6 +135,7 @@ def uninterrupted(rank: int | None, how: str | None, rule: str) -> Found:
     return whole_weights(training.model), (repr(training.clipping), 0, training.ledger.state_dict())
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 @pytest.mark.parametrize("rule", ["flat", "adaptive", "micro-batches"])
 def test_ranks_resume_a_run_of_any_rule_bit_for_bit(ranks2, how, rule):
@@ -163,6 +165,7 @@ def masks(rank: int, how: str) -> list[list[float]]:
     return kept
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 def test_no_two_examples_share_random_numbers(ranks2, how):
     """With one seed for all ranks, the first examples of their parts would have one dropout mask."""

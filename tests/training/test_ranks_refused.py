@@ -227,6 +227,7 @@ def only_on_rank(rank: int, how: str, losses: str, chosen: int, first_step: int)
         assert made == len(training.ledger) == first_step, (made, len(training.ledger))
 
 
+@pytest.mark.thorough(but=2)
 @SHARDED_OR_NOT
 @pytest.mark.parametrize(("chosen", "first_step"), [(1, 0), (0, 3)])
 @pytest.mark.parametrize(
@@ -272,6 +273,7 @@ def leaving_together(rank: int, how: str) -> int:
     return training.step_count
 
 
+@pytest.mark.thorough(but=1)
 @SHARDED_OR_NOT
 def test_a_loop_that_one_rank_leaves_early_is_refused_on_the_others(ranks2, how):
     left, found = reversed(ranks2.outcomes(leaving_early, how))
@@ -370,6 +372,7 @@ def not_finite(rank: int | None, how: str | None) -> Any:
     return whole_weights(training.model), training.num_non_finite
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore:PrivateTraining. half of the examples")  # as every second has no gradient
 @SHARDED_OR_NOT
 def test_a_stand_in_without_a_gradient_counts_nowhere(ranks2, how):

@@ -271,6 +271,7 @@ def deaths() -> list[Any]:
     return [pytest.param(*one, marks=[] if one in FEW_DEATHS else [pytest.mark.thorough]) for one in ALL_DEATHS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "rank", "how"), deaths())
 def test_a_death_costs_no_release_and_the_same_ranks_repeat_bit_for_bit(launcher, tmp_path, place, rank, how):
     """The steps after the checkpoint have the same gradients on every rank, as `assert_paid` compares."""
@@ -293,12 +294,13 @@ CHANGES = [
     pytest.param(2, "layers", 1, None, id="2 to one process"),
     pytest.param(2, "ddp", 2, "layers", id="DDP to FSDP"),
     pytest.param(2, "layers", 2, "ddp", id="FSDP to DDP", marks=pytest.mark.thorough),
-    pytest.param(2, "layers", 3, "layers", id="2 to 3", marks=pytest.mark.slow),
+    pytest.param(2, "layers", 3, "layers", id="2 to 3"),
     pytest.param(2, "ddp", 4, "hsdp", id="DDP to HSDP", marks=pytest.mark.thorough),
     pytest.param(4, "hsdp", 4, "layers", id="HSDP to FSDP", marks=pytest.mark.thorough),
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "how", "new_size", "new_how"), CHANGES)
 def test_other_ranks_skip_what_was_released(launcher, tmp_path, size, how, new_size, new_how):
     """Repeating a step with other rounding would release the same noise twice."""
@@ -314,6 +316,7 @@ def test_other_ranks_skip_what_was_released(launcher, tmp_path, size, how, new_s
         assert result["average_steps"] == EVERY + STEPS - (DEATH + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "how", "new_size", "new_how"), [*CHANGES, pytest.param(1, None, 2, "layers")])
 def test_a_training_that_moves_to_other_ranks_has_the_weights_of_one_process(
     launcher, tmp_path, size, how, new_size, new_how
@@ -344,6 +347,7 @@ def whole_life(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return {"weights": whole_weights(training.model), "averaged": whole_weights(average.model)}
 
 
+@pytest.mark.thorough
 def test_other_ranks_that_are_told_to_repeat_take_new_keys(launcher, tmp_path):
     killed(launcher, tmp_path, "layers", ("before all know of the record", 1, DEATH, "kill"))
     before = ledger_of(tmp_path)
@@ -359,6 +363,7 @@ def test_other_ranks_that_are_told_to_repeat_take_new_keys(launcher, tmp_path):
     assert len({key for key, _ in assert_paid(tmp_path)}) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "rank", "complete"),
     [
@@ -381,6 +386,7 @@ def test_a_death_in_a_checkpoint_leaves_a_complete_one(launcher, tmp_path, place
     assert len(assert_paid(tmp_path)) == STEPS
 
 
+@pytest.mark.thorough
 def test_keys_are_in_one_file_that_its_owner_alone_can_read(launcher, tmp_path):
     before = os.umask(0)
     try:
@@ -415,6 +421,7 @@ def with_a_timeout(rank: int, store: str, seconds: float) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.thorough
 def test_messages_keep_the_timeout_of_the_process_group(launcher, tmp_path):
     with launcher.pool(2) as pool:
         waited, _ = pool.run(with_a_timeout, str(tmp_path / "store"), 2.0)
@@ -461,6 +468,7 @@ def with_settings(rank: int, folder: Path, how: str | None, rule: str, pokes: bo
 SKETCHED = {"jacobian": tp.Sketched(16), "clipping": tp.Flat(0.5)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "how", "new_size", "new_how"),
     [("adaptive", "layers", 1, None), ("adaptive", "layers", 2, "ddp"), ("sketched", "ddp", 1, None)],
@@ -500,14 +508,14 @@ def with_bad_files(rank: int, folder: Path) -> list[Any]:
     return [str(unwritten.value), str(damaged.value), tp.load_secret(training, folder / "absent")]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 2])
 def test_all_others_know_of_a_death_at_once(launcher, tmp_path, rank):
     """Also those that exchange no messages with the dead rank."""
     killed(launcher, tmp_path, "layers", ("before the sums", rank, DEATH, "kill"), 4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_starts_the_ranks_again(tmp_path):
     """A rank is killed in the first life, between the record and the update, and another in the second.
 

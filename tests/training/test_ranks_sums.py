@@ -47,6 +47,7 @@ def in_small_buckets(rank: int, name: str, how: str) -> tuple[dict[str, Tensor],
     return result.weights, len(computed)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize(
     "name", ["uneven", "microbatches", "tied", "prelu and weight norm", "gru", "non-finite examples", "memory budget"]
@@ -71,6 +72,7 @@ def with_evaluation(rank: int | None, how: str | None) -> tuple[list[float], dic
     return scores, whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 def test_the_model_may_be_evaluated_between_steps(ranks2, how):
     """FSDP leaves the root's weights gathered after an evaluation, and would go on with these after the next update."""

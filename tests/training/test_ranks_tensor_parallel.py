@@ -127,17 +127,20 @@ def assert_as_in_one_process(
     return expected, found
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("case", models.CASES)
 def test_sums_of_shards_are_those_of_one_process(ranks2, case):
     assert_as_in_one_process(ranks2, case, noise_multiplier=HARDLY_ANY_NOISE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("case", ["perceptron", "uneven shards", "tied", PADDED, "table by features", "adapters"])
 def test_noise_of_shards_is_that_of_one_process(ranks2, case, optimizer):
     assert_as_in_one_process(ranks2, case, optimizer=optimizer)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("noise", [1.0, HARDLY_ANY_NOISE])
 @pytest.mark.parametrize("case", ["perceptron", "attention by heads"])
 def test_shards_in_float32_are_those_of_one_process(ranks2, case, noise):
@@ -152,6 +155,7 @@ RULES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["perceptron", "tied"])
 def test_each_rule_clips_rows_over_shards_as_in_one_process(ranks2, case, rule):
@@ -169,6 +173,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mesh", [(2,), (1, 2), (2, 1)], ids=str)
 def test_settings_mean_the_same_over_shards(ranks2, mesh, name):
@@ -176,6 +181,7 @@ def test_settings_mean_the_same_over_shards(ranks2, mesh, name):
     assert (expected.non_finite > 5) == (name == "examples that are not finite")
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", ["perceptron", "uneven shards", "tied", PADDED, "table by features", "adapters"])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
 def test_sharded_shards_are_those_of_one_process(ranks2, mesh, case):
@@ -185,7 +191,7 @@ def test_sharded_shards_are_those_of_one_process(ranks2, mesh, case):
 FEW = [case if k < 4 else pytest.param(case, marks=pytest.mark.thorough) for k, case in enumerate(models.CASES)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("noise", [pytest.param(1.0, marks=pytest.mark.thorough), HARDLY_ANY_NOISE])
 @pytest.mark.parametrize("case", FEW)
 def test_four_ranks_give_the_weights_of_one_process(ranks4, case, noise):
@@ -260,6 +266,7 @@ def resumed(rank: int) -> float:
     return difference(whole_weights(again.model), whole_weights(uninterrupted.model))
 
 
+@pytest.mark.thorough
 def test_a_resumed_training_repeats_bit_for_bit(ranks2):
     assert ranks2.run(resumed) == [0.0, 0.0]
 
@@ -384,6 +391,7 @@ def only_on_rank(rank: int, change: str, chosen: int, first_step: int) -> None:
         assert training.step_count == len(training.ledger) == first_step
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("chosen", "first_step"), [(1, 0), (0, 3)])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -435,6 +443,7 @@ def rehearsing_otherwise(rank: int, at: str) -> None:
         go(start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), num_steps=8))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("at", ["begins", "goes on"])
 def test_ranks_that_rehearse_otherwise_are_refused(ranks2, at):
     assert "rehearses its batch otherwise than a rank with the same batch" in ranks2.refusal(rehearsing_otherwise, at)

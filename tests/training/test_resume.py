@@ -268,7 +268,7 @@ torch.save(parameters_of(training), folder / "final.pt")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_run_resumes_with_the_same_ledger_and_batches(tmp_path):
     kill_at = int(torch.randint(5, 12, (), generator=torch.Generator().manual_seed(torch.Generator().seed())))
     folders = [tmp_path / "whole", tmp_path / "killed"]

@@ -138,6 +138,7 @@ def test_losses_do_not_depend_on_how_a_batch_is_computed(finished, tmp_path, set
     assert found == pytest.approx([row.loss for row in rows_in(finished[0])], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_batches_without_examples_and_losses_that_are_not_finite(tmp_path):
     training = new(tmp_path / "empty", expected_batch_size=0.01, num_steps=3)
     assert train(training) == []
@@ -214,6 +215,7 @@ def test_scores_are_added_and_what_is_no_score_is_refused(tmp_path):
     assert results_in(tmp_path)["scores"] == {}
 
 
+@pytest.mark.thorough
 def test_a_training_that_stops_early_is_unfinished_until_it_is_written(tmp_path):
     training = new(tmp_path)
     with pytest.raises(ValueError, match="no step was made yet"):
@@ -491,6 +493,7 @@ def test_a_training_whose_folder_somebody_else_writes_keeps_only_the_ledger_ther
         training.write_run()
 
 
+@pytest.mark.thorough
 def test_an_adaptive_rule_and_prior_releases_are_priced(tmp_path):
     prior = [privacy.Release(privacy.Gaussian(5.0), "an earlier one")]
     settings = {"num_steps": 3, "clipping": tp.Adaptive(0.5, count_noise_stddev=5.0), "prior_releases": prior}

@@ -31,7 +31,7 @@ def files_of(rank: int | None, name: str, how: str | None, folder: Path) -> dict
     return {"weights": whole_weights(training.model), "stopped": stopped}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "how"), [("uneven", "layers"), ("uneven", "ddp"), ("GPT-2", "layers")])
 def test_rank_0_writes_all_weights_and_the_losses_of_all_ranks(ranks2, tmp_path, name, how):
     before = report.render

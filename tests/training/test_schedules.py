@@ -182,7 +182,6 @@ def test_a_rule_of_ones_own_must_say_how_it_is_scaled():
         training_of(clipping=Own(1.0), clip_schedule=NOISE)
 
 
-@pytest.mark.slow
 def test_estimated_norms_follow_the_schedules():
     more = {"noise_schedule": NOISE, "clip_schedule": NOISE, "test_seed": 1}
     sketched = train(training_of(jacobian=tp.Sketched(32), **more))
@@ -219,6 +218,7 @@ def test_spent_is_a_number_never_below_the_truth():
     assert float(train(training_of(test_seed=1)).spent()) == math.inf
 
 
+@pytest.mark.thorough
 def test_a_run_folder_names_the_schedules(tmp_path):
     training = train(training_of(noise_schedule=NOISE, clip_schedule=NOISE, run_folder=tmp_path / "run"))
     folder = RunFolder(tmp_path / "run")

@@ -93,7 +93,7 @@ class Dictionaries(torch.utils.data.Dataset):
         return {"x": x, "target": (y, i)}
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2)])
 def test_any_collatable_structure_and_workers(num_workers):
     training = training_of(dataset=Dictionaries(), num_workers=num_workers, microbatch_size=5)
     for batch in training:

@@ -26,7 +26,7 @@ dist.destroy_process_group()
 CASES = [("uneven", "layers"), ("one example a step", "ddp"), ("experts", "layers"), ("microbatches", "root")]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_of_torchrun_give_the_weights_of_one(tmp_path):
     settings = {"noise_multiplier": 1e-6}
     code = SCRIPT.format(paths=[str(TESTS.parent), str(TESTS)], cases=CASES, settings=settings)

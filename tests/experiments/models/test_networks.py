@@ -80,6 +80,7 @@ def test_network_passes_every_check(name):
     assert checkup.ok, checkup
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", INPUTS)
 def test_network_trains_privately(name):
     data = torch.utils.data.TensorDataset(INPUTS[name](4), torch.tensor([0, 1, 0, 1]))

@@ -50,6 +50,7 @@ def test_gep_costs_twice_its_claim_where_sampling_is_rare():
     assert plain[EXACT].high < 8
 
 
+@pytest.mark.thorough
 def test_one_projection_has_no_privacy_at_the_printed_epsilon():
     numbers = numbers_of("JL(1), MNIST")
     assert numbers[EXACT].low < 4.24e11 < numbers[EXACT].high  # a bracket of the accounting, computed independently

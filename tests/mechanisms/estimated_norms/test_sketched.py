@@ -230,6 +230,7 @@ def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
     return torch.cat([p.detach().flatten() for p in training.model.parameters()])
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("box", [*BLACK_BOXES])
 def test_black_boxes_train_privately_and_state_their_price(box):
     torch.manual_seed(1)
@@ -280,6 +281,7 @@ def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
     assert "not what its projections say" in training.explain()
 
 
+@pytest.mark.thorough
 def test_dropout_that_forward_mode_draws_anew_is_noticed():
     layer = nn.TransformerEncoderLayer(8, 2, 8, 0.5, batch_first=True)
     training = training_of(nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 8), layer, nn.Flatten()))
@@ -305,6 +307,7 @@ def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
     torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_many_projections_train_like_exact_norms():
     exact = tp.PrivateTraining(
         model := small(), torch.optim.SGD(model.parameters(), lr=0.1), data(),
@@ -339,6 +342,7 @@ def test_groups_are_even_and_a_single_direction_is_not_batched():
     assert "directions together" in explanations[1]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("box", ["lstm", "custom function without"])
 def test_a_resumed_run_repeats_bit_for_bit(box, microbatch_size):

@@ -252,6 +252,7 @@ def test_default_share_has_the_least_noise():
 STOPS = {"equal": gep, "share": lambda: gep(share=0.3), "alone": lambda: tp.BGEP(subspace(num_anchors=20))}
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("kind", STOPS)
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind):
     whole = gep_training(STOPS[kind]())

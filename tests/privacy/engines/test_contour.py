@@ -66,6 +66,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("pair", PAIRS)
 @draws(8)
 @given(
@@ -140,6 +141,7 @@ def test_few_steps_and_unsmooth_pairs_are_left_to_the_lattice():
     assert 0 < low <= high <= low * 1.001
 
 
+@pytest.mark.thorough
 def test_ten_noise_levels_match_the_notes_and_any_order():
     events = [(privacy.SubsampledGaussian(1.0 + i / 10, 0.01), 2000) for i in range(10)]
     forward, backward = privacy.compose(events).epsilon(1e-5), privacy.compose(events[::-1]).epsilon(1e-5)
@@ -158,7 +160,7 @@ def test_ten_million_steps_are_one_more_question():
     assert high == pytest.approx(approximate, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @draws(12)
 @given(st.floats(-0.5, 1.3), st.floats(-5, 0), st.floats(0, 6), st.floats(-12, -3))
 def test_pld_accountant_is_never_below_us(log_noise, log_q, log_steps, log_delta):
@@ -173,7 +175,7 @@ def test_pld_accountant_is_never_below_us(log_noise, log_q, log_steps, log_delta
     assert above <= high + 0.02 * high + 1e-4 * steps**0.5 + 1e-3  # its discretisation
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Assuming that true epsilon:UserWarning")
 @draws(6)
 @given(st.floats(0.6, 3), st.floats(-3, -1), st.integers(100, 1000), st.floats(-8, -3))

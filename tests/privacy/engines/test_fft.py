@@ -46,6 +46,7 @@ def test_tilt_recovers_a_tail_that_an_untilted_fft_drowns():
     assert composed.at_most(29.0) == pytest.approx(truth, rel=1e-8)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("s", [0.0, 1e-3, 0.05, 0.5])
 @pytest.mark.parametrize("steps", [200, 20_000])
 def test_brackets_of_composed_coins_contain_forty_digits(steps, s):

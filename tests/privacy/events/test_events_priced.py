@@ -50,6 +50,7 @@ JL_TABLE = {  # projections -> remove and add for each setting
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("projections", JL_TABLE)
 def test_jl_table_of_the_notes(projections):
     for (noise, q, steps), expected in zip(SETTINGS.values(), JL_TABLE[projections], strict=True):
@@ -67,7 +68,7 @@ FEW = {  # projections -> the notes' bounds in the remove direction, and add, fo
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("projections", FEW)
 def test_few_projections_match_the_bounds_of_the_notes(projections):
     width = 0.4 if projections < 3 else 3e-3  # beyond 1e5 nobody cares
@@ -150,6 +151,7 @@ def test_blocks_of_unequal_noise_are_one_gaussian_as_in_the_notes(embedding, res
 INFLATION = [(8, 2.602), (16, 1.339), (32, 1.089), (64, 1.035), (128, 1.016), (256, 1.008)]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("projections", "noise"), INFLATION)
 def test_estimated_norms_need_the_noise_of_the_notes(projections, noise):
     exact = epsilon(SubsampledGaussian(1.0, 0.01), 2000).high
@@ -332,6 +334,7 @@ def test_search_over_pure_runs_costs_what_the_published_theorem_says(distributio
     assert 0.97 < epsilon(search, 1, 1e-9).high / (times * 0.5) < 1.02
 
 
+@pytest.mark.thorough
 def test_search_over_hardly_private_runs_is_no_better_than_its_runs():
     search = privacy.Repeated(((SubsampledGaussian(2.0, 0.01), 1000),), 10)
     one = privacy.compose(search.releases).epsilon(1e-6).high
@@ -355,6 +358,7 @@ ALL = [
 ]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
 def test_every_event_survives_json_and_has_one_step_prices(event):
     assert privacy.event_from_dict(json.loads(json.dumps(privacy.event_to_dict(event)))) == event
@@ -502,6 +506,7 @@ HEAVY = {  # lists with a heavy tail: alone, in whole batches, beside bounded lo
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HEAVY)
 def test_heavy_tails_have_narrow_brackets_above_each_part(name):
     low, high = privacy.compose(HEAVY[name]).epsilon(1e-5)
@@ -510,6 +515,7 @@ def test_heavy_tails_have_narrow_brackets_above_each_part(name):
         assert low >= privacy.compose([part]).epsilon(1e-5).low * (1 - 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(HEAVY)[:4])
 def test_lattice_of_a_heavy_tail_stays_within_the_free_bounds(name):
     rough, fine = privacy.compose(HEAVY[name]), privacy.compose(HEAVY[name], "lattice")

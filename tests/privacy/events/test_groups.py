@@ -63,6 +63,7 @@ def test_one_step_has_the_hockey_stick_of_its_densities_in_both_orders(noise, q,
         assert (low, high) == pytest.approx((exact_delta(noise, q, size, epsilon, swapped=swapped),) * 2, abs=1e-8)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("noise", "q", "size"), CASES)
 def test_two_engines_agree(noise, q, size):
     releases = [(privacy.SubsampledGroup(noise, q, size), 200)]
@@ -154,6 +155,7 @@ def test_a_group_is_a_mixture_of_gaussians_elsewhere():
     assert list(event.event.sampling_probs) == pytest.approx([0.5625, 0.375, 0.0625], rel=1e-14)
 
 
+@pytest.mark.thorough
 def test_sampling_persons_is_compared_with_sampling_examples():
     found = {size: privacy.compare_persons(1.0, 0.01, 1000, 1e-5, size) for size in (1, 2, 4, 8, 16)}
     assert [round(one.person.high, 2) for one in found.values()] == [1.83, 3.98, 8.9, 20.9, 52.71]

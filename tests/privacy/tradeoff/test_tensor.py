@@ -62,6 +62,7 @@ def test_enclosed_closes_with_the_square_of_the_pieces(f):
     assert gaps[1] < gaps[0] / 20
 
 
+@pytest.mark.thorough
 @given(st.lists(st.floats(0.1, 3), min_size=2, max_size=4))
 def test_tensor_of_gaussians_is_or_encloses_a_gaussian(mus):
     exact = Gaussian(float(np.hypot.reduce(mus)))
@@ -182,6 +183,7 @@ def test_curve_from_a_few_thresholds_still_encloses(f, widths):
         assert compare(g, high).holds
 
 
+@pytest.mark.thorough
 def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
     profile = privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)])
     low, high = of_profile(profile)["symmetrized"]

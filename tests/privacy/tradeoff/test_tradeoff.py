@@ -59,6 +59,7 @@ def test_profile_falls_and_is_convex_in_the_likelihood_ratio(f):
     assert (np.diff(delta, 2) >= -3e-12).all()
 
 
+@pytest.mark.thorough
 @given(ANY)
 def test_profile_is_the_conjugate_of_the_tradeoff_function(f):
     grid = np.concatenate([[0.0], np.geomspace(1e-9, 1, 4001)])
@@ -106,6 +107,7 @@ def test_sampling_twice_is_sampling_once(f, p, q):
     assert_same(subsampled(IDENTITY, p), IDENTITY)
 
 
+@pytest.mark.thorough
 @given(SYMMETRIC, PROBABILITY)
 def test_symmetrized_sampling_has_the_three_pieces_of_the_paper(f, q):
     # Dong et al.: f_q up to the fixed point x of f, f_q⁻¹ beyond f_q(x), a straight line of slope -1 in between
@@ -227,6 +229,7 @@ def test_jl_is_dearer_with_fewer_projections_and_tends_to_the_gaussian():
     np.testing.assert_allclose(JL(1.0, 100_000)(ALPHA), Gaussian(1.0)(ALPHA), atol=1e-5)
 
 
+@pytest.mark.thorough
 @given(SIMPLE)
 def test_questions_are_what_their_words_say(f):
     grid = np.linspace(0, 1, 20_001)

@@ -45,6 +45,7 @@ def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     cifar10.pretrained.cache_clear()
 
 
+@pytest.mark.thorough
 def test_labels_of_public_images_are_learned_where_there_are_any(monkeypatch):
     """The classes differ in color alone, so a network that learned rotations could not tell them apart."""
     colors, labels = torch.eye(3)[torch.arange(120) % 3], torch.arange(120) % 3

@@ -39,6 +39,7 @@ def made_up(channels, size):
     return lambda folder: data
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("module", "shape", "recipe"),
     [
@@ -180,6 +181,7 @@ def test_predictions_are_averaged_over_shifts_outside_of_training_only():
     torch.testing.assert_close(model.eval()(x).exp(), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["best-mnist", "best-mnist-cnn"])
 def test_images_of_ones_own_are_trained_on_under_their_own_name(name, fashion, tmp_path, monkeypatch):
     monkeypatch.setattr("torch_privacy.experiments.runner.number_of_steps", lambda settings, n: 3)
@@ -197,6 +199,7 @@ def test_images_of_ones_own_are_trained_on_under_their_own_name(name, fashion, t
     assert results["rows"][0]["runs"][0]["numbers"]["score"] is not None
 
 
+@pytest.mark.thorough
 def test_own_images_can_be_trained_on_alone(fashion, tmp_path, capsys):
     options = ["--data", str(fashion), "--batch-size", "20", "--epochs", "0.3", "--run", str(tmp_path / "t")]
     assert command(["train", "best-mnist", *options, "--quiet"]) == 0

@@ -55,6 +55,7 @@ def test_rows_have_the_noise_and_the_steps_of_their_choice():
     assert {row["recipe"] for row in rows.values()} == set(tuning.RECIPES.recipes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", [*tuning.CHANGED[:3], tuning.SCATTERING], ids=lambda choice: choice.features)
 def test_networks_take_the_features_of_their_choice(choice):
     recipe = choice.recipe()

@@ -76,6 +76,7 @@ def test_few_projections_are_not_private(projections, not_for_release, few_digit
     assert task.private(task.new_model())["not_for_release"] is not_for_release
 
 
+@pytest.mark.thorough
 def test_every_number_of_projections_is_trained_and_drawn(few_digits, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(jl_accuracy, "QUICK_SIZE", 128)
     monkeypatch.setattr(jl_accuracy, "PROJECTIONS", (0, 16))  # fewer take longer to price

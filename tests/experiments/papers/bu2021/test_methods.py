@@ -84,11 +84,13 @@ def ends_or_fails(size):
     raise ValueError("no matter of memory")
 
 
+@pytest.mark.thorough
 def test_the_largest_size_under_a_limit_is_found():
     for limit, most, expected in ((300, 1000, 200), (1, 1000, 0), (300, 250, 250), (300, 100, 100), (300, 60, 60)):
         assert measure.largest_that_fits(takes, limit=limit * 2**20, most=most, least=100) == expected
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_finds_nothing_and_other_errors_are_raised():
     assert measure.largest_that_fits(ends_or_fails, limit=2**30, most=1000) == 0
     with pytest.raises(ValueError, match="no matter of memory"):
@@ -126,6 +128,7 @@ def test_rows_that_memory_cannot_hold_are_not_begun(monkeypatch):
     assert "outer product" not in jl._steps(task, ["non-private", "outer product"], quick=True)
 
 
+@pytest.mark.thorough
 def test_large_networks_have_the_paper_s_sizes_and_methods():
     comparisons = jl_large.ALEXNET, jl_large.VGG, jl_large.DENSER
     sizes = [sum(p.numel() for p in comparison.new_model().parameters()) for comparison in comparisons]

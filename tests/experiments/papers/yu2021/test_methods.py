@@ -62,6 +62,7 @@ def test_equal_split_is_the_papers_event():
     assert isinstance(new_training(settings, made_up().build_task(settings), None).event, privacy.SubsampledGEP)
 
 
+@pytest.mark.thorough
 def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "load_trainable", lambda name: made_up().study())
     run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
@@ -231,6 +232,7 @@ def test_anchors_are_not_in_the_test_set(monkeypatch):
         gep_ablations.load_public(replace(settings, auxiliary="cats"))
 
 
+@pytest.mark.thorough
 def test_house_numbers_train_as_small_photographs_do(monkeypatch):
     """SVHN is not at hand: its place is taken by images made up here."""
     asked, part = [], TensorDataset(torch.rand(300, 3, 32, 32), torch.randint(10, (300,)))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the tests that `make test` runs; `make thorough` runs the others.
+
+Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; but all of
+a test of refusals, which has "refused" in its name. Marks say where that is wrong: `every_case` (each case is a promise
+of its own), `thorough` (no case is needed, because other tests show nearly the same sooner) and `thorough(but=2)` (two
+cases are enough).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import pytest
+
+MOST = 8
+GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
+
+Values = set[tuple[str, Hashable]]
+
+
+def of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that `make test` runs."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return {case for cases in tests.values() for case in _chosen(cases)}
+
+
+def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
+    few = [case for case in cases if not any(mark.name == "thorough" for mark in _marks_of_parameters(case))]
+    limits = [mark.kwargs.get("but", 0) for case in few[:1] for mark in case.iter_markers("thorough")]
+    if not limits and ("refuse" in cases[0].name or cases[0].get_closest_marker("every_case")):
+        return few
+    most = min([*limits, MOST])
+    spread = sorted(range(len(few)), key=lambda number: number * GOLDEN % 1)
+    return _covering([(few[number], _values(few[number])) for number in spread], most)
+
+
+def _covering(cases: list[tuple[pytest.Item, Values]], most: int) -> list[pytest.Item]:
+    """Returns cases that have every value of every parameter; at most so many of them, and at least one."""
+    missing, chosen = set().union(*(values for _, values in cases)), [case for case, _ in cases[: min(most, 1)]]
+    missing -= cases[0][1] if chosen else set()
+    while missing and len(chosen) < most:
+        case, values = max(cases, key=lambda each: len(missing & each[1]))
+        missing -= values
+        chosen.append(case)
+    return chosen
+
+
+def _marks_of_parameters(case: pytest.Item) -> list[pytest.Mark]:
+    return list(case.callspec.marks) if hasattr(case, "callspec") else []
+
+
+def _values(case: pytest.Item) -> Values:
+    """Returns the values of a case's parameters, by content or, for objects, by identity."""
+    values = case.callspec.params.items() if hasattr(case, "callspec") else ()
+    return {(name, v if isinstance(v, (str, int, float, type(None))) else id(v)) for name, v in values}
