@@ -27,9 +27,9 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.adult import load_adult
 from torch_privacy.data.mnist import load_mnist
-from torch_privacy.experiments.models.networks import adult_perceptron, mnist_cnn
 from torch_privacy.privacy.audit import Audit, audit_scores
 from torch_privacy.sampling.canaries import WithCanaries
+from torch_privacy_papers.models.networks import adult_perceptron, mnist_cnn
 
 DELTA = 1e-5
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int, float]] = {

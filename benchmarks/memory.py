@@ -16,8 +16,8 @@ from collections.abc import Callable
 import step
 from models import MODELS
 
-from torch_privacy.experiments.papers.bu2021.measure import peak_bytes
 from torch_privacy.jacobian.tape import MEMORY_BUDGET
+from torch_privacy_papers.bu2021.measure import peak_bytes
 
 NETWORKS = ["adult", "mlp", "mnist_cnn", "cifar_cnn", "resnet20_gn", "gpt", "bilstm_imdb", "gpt2_small"]
 

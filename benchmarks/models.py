@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the networks of the benchmarks, each with one batch of random data: name -> function in ``MODELS``.
 
-Those of the papers come from ``torch_privacy.experiments.models.networks``; the others are here.
+Those of the papers come from ``torch_privacy_papers.models.networks``; the others are here.
 
 Sizes are arguments, so that ``growth.py`` can vary them; the defaults are those of the benchmarks. Random data cost as
 much as real data. ``load`` moves a network to a device and a dtype.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_privacy.experiments.models import networks
+from torch_privacy_papers.models import networks
 
 
 class Problem(NamedTuple):

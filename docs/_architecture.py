@@ -17,7 +17,7 @@ from architecture import FLOOR, FLOORS, imports_of, modules, room_imports  # noq
 IMAGES = Path(__file__).parent / "img"
 ROLES = {  # a few words for each room
     "cli": "the command",
-    "experiments": "the papers' tables and figures",
+    "experiments": "what the commands train",
     "huggingface": "PrivateTrainer",
     "lightning": "PrivateFit",
     "opacus": "loops written for it",

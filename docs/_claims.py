@@ -94,7 +94,7 @@ SECTIONS = (
         " by one. A word that occurs k times, such as padding, counts k squares instead of the square of the sum. "
         "The row is for a text of 128 words and 128 paddings, where the embedding has all of the gradient: its norm"
         " is 8 times the computed one. `gdp-imdb` trains with these norms and with exact ones "
-        "([results](results.md#gdp-imdb)). Code: `torch_privacy/experiments/papers/bu2020/sparse_norms.py`.",
+        "([results](results.md#gdp-imdb)). Code: `torch_privacy_papers/bu2020/sparse_norms.py`.",
     ),
 )
 MEMORY = """\

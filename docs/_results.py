@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_privacy.experiments import EXPERIMENTS, load_study
-from torch_privacy.experiments.catalog import CATALOG
 from torch_privacy.runs import table
+from torch_privacy_papers.catalog import CATALOG
 
 HERE = Path(__file__).parent
 KEPT, PAGE = HERE / "results", HERE / "results.md"

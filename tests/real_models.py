@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_privacy.experiments.models.networks import AveragedWords, Recommender, cifar_cnn, mnist_cnn
+from torch_privacy_papers.models.networks import AveragedWords, Recommender, cifar_cnn, mnist_cnn
 
 Batch = dict[str, Tensor]
 

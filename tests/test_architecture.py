@@ -7,6 +7,7 @@ import architecture
 import pytest
 from architecture import FLOOR, FLOORS, PACKAGE, imports_of, modules, room_imports, room_of
 
+DOORS = {"experiments", "cli.reproduce", "support.held_state"}  # the last has the name only
 MOST_ENTRIES = 25  # with one for each library into which ours fits, the public path of its adapter
 
 
@@ -19,6 +20,12 @@ def test_imports_go_down(module):
     room = room_of(module)
     others = {room_of(other) for other in imports_of(module)} - {room}
     assert not [other for other in others if FLOOR[other] <= FLOOR[room]]
+
+
+def test_the_papers_come_in_by_two_doors():
+    """The library works without its papers, and they use it as anybody could."""
+    sources = {module: path.read_text() for module, path in modules().items()}
+    assert {module for module, text in sources.items() if "torch_privacy_papers" in text} == DOORS
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ["torch_privacy", "torch_privacy_papers"]  # of one wheel
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(
     line.lower().replace("_", "-").split("==")
@@ -32,11 +33,11 @@ def test_constraints_pin_every_dependency(name):
 
 
 def test_package_imports_only_what_it_declares():
-    sources = (ROOT / "torch_privacy").rglob("*.py")
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module}
-    foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"torch_privacy"}
+    foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - set(PACKAGES)
     imported_as = {"scikit-learn": "sklearn"}
     needed, optional = (
         {imported_as.get(name, name.replace("-", "_")) for name in (re.split(r"[<>=]", line)[0] for line in lines)}
@@ -56,9 +57,7 @@ def test_version_is_the_same_everywhere():
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", sorted(p for d in ("torch_privacy", "tests") for p in (ROOT / d).rglob("*.py")), ids=str
-)
+@pytest.mark.parametrize("path", sorted(p for d in (*PACKAGES, "tests") for p in (ROOT / d).rglob("*.py")), ids=str)
 def test_source_file_names_its_license(path):
     assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
 
@@ -93,14 +92,16 @@ def test_the_wheel_holds_every_module():
     from hatchling.builders.wheel import WheelBuilder
 
     held = {Path(file.distribution_path) for file in WheelBuilder(str(ROOT)).recurse_included_files()}
-    modules = {path.relative_to(ROOT) for path in (ROOT / "torch_privacy").rglob("*.py")}
+    modules = {path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert modules - held == set()
 
 
 SENTENCES_NEVER_BEGIN_WITH = {"Of", "As", "By", "Those", "So", "What", "Whose", "Which", "How", "Whether"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "torch_privacy").rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(path for d in PACKAGES for path in (ROOT / d).rglob("*.py")), ids=lambda path: path.stem
+)
 def test_docstrings_begin_with_sentences(path):
     """A headless clause ("Of the rows ...", "What meets what") must be read twice."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef

@@ -21,11 +21,11 @@ import torch
 from torch_privacy.cli import run as command
 from torch_privacy.data.adult import load_adult
 from torch_privacy.experiments import runner
-from torch_privacy.experiments.models.networks import adult_perceptron
-from torch_privacy.experiments.papers.bu2020 import adult
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.task import seeded
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy_papers.bu2020 import adult
+from torch_privacy_papers.models.networks import adult_perceptron
 
 FILES = {
     "settings.json",

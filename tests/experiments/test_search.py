@@ -48,7 +48,7 @@ def test_stand_in_data_are_nobodys(monkeypatch):
     def private(*args, **kwargs):
         raise AssertionError("the private data were read")
 
-    monkeypatch.setattr("torch_privacy.experiments.papers.bu2020.adult.load_adult", private)
+    monkeypatch.setattr("torch_privacy_papers.bu2020.adult.load_adult", private)
     assert len(list(on_stand_in("adult", [{"learning_rate": 0.1}], projections=0, **FEW))) == 1
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
 from torch_privacy.experiments import runner, task
-from torch_privacy.experiments.catalog import GDP, Experiment
 from torch_privacy.experiments.runner import Run, losses_and_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
 from torch_privacy.training import schedule
+from torch_privacy_papers.catalog import GDP, Experiment
 
 PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
 
@@ -76,7 +76,7 @@ def regression(monkeypatch):
         module.STUDY = Study({}, lambda quick: [], defaults=DEFAULTS, build_task=build)
 
     offer(build_task)
-    monkeypatch.setitem(sys.modules, "torch_privacy.experiments.papers.regression", module)
+    monkeypatch.setitem(sys.modules, "torch_privacy_papers.regression", module)
     described = Experiment("regression", GDP, "regression:STUDY", "", "", 1, 1, trains=True)
     monkeypatch.setitem(experiments.EXPERIMENTS, "regression", described)
     monkeypatch.setattr(experiments, "TRAININGS", ("regression",))

@@ -4,10 +4,14 @@
 import os
 from contextlib import closing
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from torch_privacy.cli._shared import (
     AsJson,
@@ -24,6 +28,7 @@ from torch_privacy.cli._shared import (
 from torch_privacy.cli.processes import again, num_launched, open_run, to_resume
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
+from torch_privacy.runs.table import duration
 
 Name = Annotated[
     str | None,
@@ -98,10 +103,9 @@ def reproduce(
     if experiment is None:
         if any(option is not None for option in (run, seed, data, quick or None, only or None, skip or None)):
             raise ValueError("reproduce: name an experiment for these options; without them it lists all.")
-        from torch_privacy.cli.tables import experiments_view
-        from torch_privacy.experiments.catalog import as_json as listed
+        from torch_privacy_papers.catalog import as_json as listed
 
-        print_result({"experiments": listed()}, experiments_view(EXPERIMENTS.values()), as_json)
+        print_result({"experiments": listed()}, _listed(), as_json)
         return
     request = {
         "quick": quick,
@@ -118,13 +122,32 @@ def reproduce(
     _reproduce_in(folder, experiment, request, quiet=quiet, as_json=as_json)
 
 
+def _listed() -> Group:
+    """Returns a table of experiments by paper: what each shows, its data, and its running times."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("what it shows", ratio=1)
+    table.add_column("data")
+    table.add_column("quick", justify="right", no_wrap=True)
+    table.add_column("full", justify="right", no_wrap=True)
+    for paper, ours in groupby(EXPERIMENTS.values(), lambda experiment: experiment.paper):
+        table.add_row()
+        table.add_row("", f"{paper.title}, {paper.authors}", style="bold")
+        for experiment in ours:
+            times = (duration(seconds) for seconds in (experiment.quick_seconds, experiment.seconds))
+            shows = f"{experiment.place}: {experiment.shows}"
+            table.add_row(experiment.name, shows, experiment.data or "-", *times)
+    hint = "torch-privacy reproduce NAME runs one; times are for one seed on two CPU cores"
+    return Group(table, Text(), Text(hint))
+
+
 def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
     """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
     # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with DeferredSignals() as signals:
         from torch_privacy.cli.tables import results_view
-        from torch_privacy.experiments.reproduction import Reproduction
+        from torch_privacy_papers.reproduction import Reproduction
 
         silent, count = quiet or as_json, num_launched()
         with (

@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_privacy.privacy.rounding import round_down, round_up
-from torch_privacy.runs.table import MISSING, duration, headings, lines, summary, title, what
+from torch_privacy.runs.table import MISSING, headings, lines, summary, title, what
 
 if TYPE_CHECKING:
-    from torch_privacy.experiments.catalog import Experiment
     from torch_privacy.privacy.comparison import Claim
     from torch_privacy.privacy.persons import Persons
 
@@ -78,25 +77,6 @@ def _epsilon_cell(claim: Claim) -> str:
         return f"{claim.epsilon:.2e}"
     shown = round_up(claim.epsilon) if claim.kind != "approximation" else f"{claim.epsilon:.3f}"
     return shown if claim.low is None else f"[{round_down(claim.low)}, {shown}]"
-
-
-def experiments_view(experiments: Iterable[Experiment]) -> Group:
-    """Returns a table of experiments by paper: what each shows, its data, and its running times."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("what it shows", ratio=1)
-    table.add_column("data")
-    table.add_column("quick", justify="right", no_wrap=True)
-    table.add_column("full", justify="right", no_wrap=True)
-    for paper, ours in groupby(experiments, lambda experiment: experiment.paper):
-        table.add_row()
-        table.add_row("", f"{paper.title}, {paper.authors}", style="bold")
-        for experiment in ours:
-            times = (duration(seconds) for seconds in (experiment.quick_seconds, experiment.seconds))
-            shows = f"{experiment.place}: {experiment.shows}"
-            table.add_row(experiment.name, shows, experiment.data or "-", *times)
-    hint = "torch-privacy reproduce NAME runs one; times are for one seed on two CPU cores"
-    return Group(table, Text(), Text(hint))
 
 
 class ResultsTable:

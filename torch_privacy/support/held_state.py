@@ -36,6 +36,7 @@ _LIBRARIES = frozenset(
         "pytorch_lightning",
         "threading",
         "torch_privacy",
+        "torch_privacy_papers",
         "transformers",
     }
 )

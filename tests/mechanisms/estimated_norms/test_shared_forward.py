@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_privacy as tp
-from torch_privacy.experiments.papers.bu2021.measure import peak_bytes
 from torch_privacy.mechanisms.estimated_norms import jvp
 from torch_privacy.mechanisms.estimated_norms.directions import Directions
 from torch_privacy.mechanisms.estimated_norms.jvp import BatchingMode, ForwardCall
@@ -24,6 +23,7 @@ from torch_privacy.mechanisms.estimated_norms.shared_forward import CannotShare,
 from torch_privacy.ops import tangents as fast
 from torch_privacy.ops.tangents import FastTangents
 from torch_privacy.support.random_state import RandomState
+from torch_privacy_papers.bu2021.measure import peak_bytes
 
 R = 3
 
