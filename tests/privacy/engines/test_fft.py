@@ -126,6 +126,12 @@ def test_grouped_moments_are_bounds_and_nearly_exact(sign):
     np.testing.assert_allclose(tilted.moment_bounds.log_moment(t), exact, rtol=0.05, atol=1e-3)
 
 
+def test_one_loss_alone_has_its_own_moments():
+    bounds = fft.MomentBounds(np.array([0.25]), np.array([0.5]), 0.25, 0.0)
+    t = np.array([-2.0, 0.0, 3.0])
+    np.testing.assert_allclose(bounds.log_moment(t), np.log(0.5), rtol=1e-15)
+
+
 @pytest.mark.parametrize("at_least", [1, 7, 1000, 99_999])
 def test_fast_length_is_enough_and_little_more(at_least):
     assert at_least <= fft.fast_length(at_least) <= 1.25 * at_least + 1

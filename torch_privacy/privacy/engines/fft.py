@@ -72,8 +72,8 @@ class MomentBounds:
     """
 
     def __init__(self, losses: Array, mass: Array, mean: float, deviation: float):
-        spacing = losses[1] - losses[0]
-        fine = max(deviation / 20, spacing)
+        spacing = np.ptp(losses[:2])  # 0 where there is one loss alone
+        fine = max(deviation / 20, spacing) or 1.0
         reach = max(losses[-1] - mean, mean - losses[0], 2 * fine)
         offsets = fine * np.concatenate([np.arange(20), 20 * np.geomspace(1, max(reach / fine / 20, 1.05), 200)])
         edges = np.unique(np.searchsorted(losses, np.concatenate([mean - offsets, mean + offsets])))
