@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers neither hide that examples depend on each other, nor make independent ones look dependent."""
 
+import contextlib
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -248,6 +250,22 @@ def test_independent_examples_with_random_numbers_train(name):
 @pytest.mark.parametrize("name", COUPLED)
 def test_examples_that_depend_on_each_other_under_random_numbers_are_refused(name):
     assert_refused(*COUPLED[name]())
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3], ids=["independent", "coupled from step 4 on"])
+def test_later_rehearsals_are_short_where_the_data_decide_how_many_numbers_are_drawn(late):
+    model, examples, collate, losses = packed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0, "test_seed": 5, "num_steps": 18}
+    training = tp.PrivateTraining(model, optimizer, examples, collate_fn=collate, expected_batch_size=10, **settings)
+    turns = Counter()
+    with pytest.raises(tp.Refused, match="depend on each other") if late else contextlib.nullcontext():
+        for batch in training:
+            turns[training.step_count] += 1
+            each = losses(model, batch)
+            training.step(each * (1 + (late if training.step_count >= 4 else 1e-20) * each.detach().mean()))
+    assert training.step_count == (4 if late else 18)
+    assert late or min(turns[step] for step in (4, 8, 16)) <= 5
 
 
 def test_a_generator_that_cannot_be_replaced_is_named_in_the_statement():

@@ -19,7 +19,7 @@ from ..jacobian.recording.paths import check_losses
 from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
 from ..rehearsal.kept import draw_halves
-from ..rehearsal.rehearsal import Rehearsal
+from ..rehearsal.rehearsal import Memory, Rehearsal
 from ..rehearsal.row_digests import RowAnswers
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import CollatedExamples
@@ -196,14 +196,14 @@ class _Examination:
             return
         kept = draw_halves(n, generator)
         first = np.arange(n) == 0
-        notes: set[str] = set()
-        turns = Rehearsal(self._model, examples, kept, generator, alone=[*kept, first], notes=notes).turns()
+        memory = Memory()
+        turns = Rehearsal(self._model, examples, kept, generator, alone=[*kept, first], memory=memory).turns()
         try:
             turn = next(turns)
             while True:
                 turn = turns.send(self._answers(turn))
         except StopIteration:
-            self._notes += sorted(notes)
+            self._notes += sorted(memory.notes)
         except Refused as error:
             self._blame("examples", message_of(error), _named_in(str(error), self._all_names()))
         finally:

@@ -99,16 +99,20 @@ class Redrawn:
         return self._wholes[draws, rows]
 
     def other(
-        self, keep: np.ndarray, draws: Draws, *, rows: bool, is_part: bool
+        self, keep: np.ndarray, draws: Draws, *, rows: bool, is_part: bool = False
     ) -> Generator[Turn, Answers, OtherRun | None]:
-        """Runs the batch with these random numbers, whole and with other examples or without some."""
-        whole = yield from self.whole(draws, rows=rows)
+        """Runs the batch with these random numbers, with other examples or without some, and whole."""
         batch = self._examples.without(keep, draws) if is_part else self._examples.with_others(keep, draws)
         if batch is None:
             return None
         count = int(keep.sum()) if is_part else self._examples.count
-        turn = Turn(batch, count, rows=rows, draws=draws, keep=keep if is_part else None)
-        return OtherRun(keep, turn, (yield from self._run(turn)), whole)
+        turn = Turn(batch, count, rows=rows, draws=draws, keep=keep if is_part else None, replaces=not is_part)
+        answers = yield from self._run(turn)
+        return OtherRun(keep, turn, answers, (yield from self.whole(draws, rows=rows)))
+
+    def says_something(self, other: OtherRun) -> bool:
+        """True if random numbers could be fixed in both runs, and the losses are not equal for all examples."""
+        return other.whole is not None and not (_moved(other, other.whole) or _are_alike(other.whole))
 
     def compare(self, other: OtherRun, original: Answers) -> list[Finding]:
         """Returns the first answer of a kept example that changed, if there is one."""

@@ -19,6 +19,7 @@ Buffers and attributes are put back before every run. What a run changes in them
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,29 @@ from .turn import Answers, Examples, Turn
 from .unrepeatable import not_compared, varying_names
 
 
+@dataclass
+class Memory:
+    """Holds what rehearsals have shown about the user's code, for later ones.
+
+    Attributes:
+        moving: names of frozen parameters that the user's loop changes between runs, such as those of a teacher that
+            follows the weights; they are put back too.
+        overwritten: names of attributes that take in data, but are written before they are read, such as the last
+            attention weights. Before the batch itself they are not put back: if they were read, answers would change.
+        varying: names of attributes that differ between two runs of the same batch, such as durations, and are never
+            read. They are not put back before the other runs: if they were read, answers would change.
+        notes: what could not be compared, in words.
+        draws_move: whether the data decide how many random numbers are drawn, as with packed sequences. Later
+            rehearsals that are not in full replace other examples with numbers at a level from the start.
+    """
+
+    moving: set[str] = field(default_factory=set)
+    overwritten: set[str] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)
+    draws_move: bool = False
+
+
 class Rehearsal:
     """Produces the runs of one batch, of which the last is the batch itself.
 
@@ -59,13 +83,7 @@ class Rehearsal:
         rows_once: compare rows in the first replacement only, and losses in the others.
         units: (count,) number of the row that each example belongs to, if several share one.
         whole_units: whether the examples in ``alone`` are all those of their units, so that their rows are compared.
-        moving: names of frozen parameters that the user's loop changes between runs, such as those of a teacher that
-            follows the weights; they are put back too. More are added when they are seen.
-        overwritten: names of attributes that take in data, but are written before they are read, such as the last
-            attention weights. Before the batch itself they are not put back: if they were read, answers would change.
-        varying: names of attributes that differ between two runs of the same batch, such as durations, and are never
-            read. They are not put back before the other runs: if they were read, answers would change.
-        notes: receives, in words, what could not be compared.
+        memory: what earlier rehearsals have shown; this one adds to it.
         keep_weights: copy the trained parameters, and put them back if the loop moves them itself.
     """
 
@@ -81,22 +99,20 @@ class Rehearsal:
         rows_once: bool = False,
         units: np.ndarray | None = None,
         whole_units: bool = False,
-        moving: set[str] | None = None,
-        overwritten: set[str] | None = None,
-        varying: set[str] | None = None,
-        notes: set[str] | None = None,
+        memory: Memory | None = None,
         keep_weights: bool = False,
     ):
         self._model, self._examples, self._halves, self._generator = model, examples, halves, generator
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
         self._comparison = Comparison(examples.count, units)
         self._whole_rows, self._rows_alone, self._rows_once = units is None or whole_units, rows_alone, rows_once
-        self._moving = set() if moving is None else moving
-        self._overwritten = set() if overwritten is None else overwritten
-        self._varying = set() if varying is None else varying
+        self._memory = memory or Memory()
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
-        self._notes = set() if notes is None else notes
         self._keep_weights = keep_weights
+
+    @property
+    def _is_thorough(self) -> bool:
+        return len(self._halves) > 1
 
     def turns(self) -> Generator[Turn, Answers, None]:
         """Yields one run after the other, and receives its answers by ``send``; ends after the batch itself.
@@ -108,7 +124,7 @@ class Rehearsal:
         weights = [p for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
         copies = [p.detach().clone() for p in weights]
         while True:
-            before, marks = ModelState(self._model, self._moving), ParameterDigests(self._model)
+            before, marks = ModelState(self._model, self._memory.moving), ParameterDigests(self._model)
             passed = False
             try:
                 moved, overwritten = yield from self._attempt(before, marks)
@@ -119,10 +135,10 @@ class Rehearsal:
                     restore(weights, copies)
             if passed:
                 return
-            if not moved <= frozen - self._moving:
+            if not moved <= frozen - self._memory.moving:
                 raise Refused(written_into(sorted(moved)))
-            self._moving |= moved
-            self._overwritten |= overwritten
+            self._memory.moving |= moved
+            self._memory.overwritten |= overwritten
             self._expected = {name: self._expected[name] for name in overwritten}
 
     def _attempt(
@@ -138,9 +154,9 @@ class Rehearsal:
         ended: list[dict[str, Any]] = []  # changes seen when the next run begins, which the loop made after the step
 
         def prepare(turn: Turn) -> None:
-            if len(self._halves) > 1:
+            if self._is_thorough:
                 ended.append(before.changes(with_parameters=True))
-            before.restore(except_for=self._overwritten if turn.is_batch else self._varying)
+            before.restore(except_for=self._memory.overwritten if turn.is_batch else self._memory.varying)
             if turn.is_batch:
                 moved.update(marks.changed(self._model))
 
@@ -149,7 +165,7 @@ class Rehearsal:
             return (yield turn)
 
         redrawn = Redrawn(
-            self._examples, self._comparison, self._generator, run, self._notes, thorough=len(self._halves) > 1
+            self._examples, self._comparison, self._generator, run, self._memory.notes, thorough=self._is_thorough
         )
         replaced = yield from self._replacements(run, redrawn)
         removed = yield from self._removals(run, redrawn, replaced)
@@ -161,7 +177,7 @@ class Rehearsal:
             raise Refused(written_into(changed))
         took_data = {name for part in replaced for name in self._took_data(part.answers, part.whole or original)}
         by_loop = self._changed_by_loop(replaced, ended[1:])
-        self._check_loop(by_loop - took_data - self._overwritten - self._varying)
+        self._check_loop(by_loop - took_data - self._memory.overwritten - self._memory.varying)
         findings, are_doubtful = yield from self._findings(run, redrawn, [*replaced, *removed], original)
         if are_doubtful and not findings:
             original = yield from self._again(run, original, is_batch=True)
@@ -199,7 +215,7 @@ class Rehearsal:
         names = differing(answers.changes, original.changes)
         if answers.settled and original.settled:
             names |= differing(answers.later, original.later)
-        return names - self._overwritten - self._varying
+        return names - self._memory.overwritten - self._memory.varying
 
     def _leave_out_varying(
         self, run: Run, took_data: set[str], replaced: Sequence[OtherRun], original: Answers
@@ -209,12 +225,12 @@ class Rehearsal:
         again = yield from run(Turn(batch, count))
         found = varying_names(took_data, original, again, [part.answers for part in replaced])
         if found:
-            self._varying |= found
+            self._memory.varying |= found
             other = yield from run(Turn(batch, count))  # begins with what the run before has left
             kept = f"The forward reads what earlier runs left in {quoted(sorted(found))}."
             self._check_repeats(other, original, lambda what: depend(what, kept, STATE_CURE))
             took_data -= found
-            self._notes.add(not_compared(quoted(sorted(found))))
+            self._memory.notes.add(not_compared(quoted(sorted(found))))
         return (yield from self._again(run, original, is_batch=True))
 
     @staticmethod
@@ -229,18 +245,22 @@ class Rehearsal:
 
     def _replacements(self, run: Run, redrawn: Redrawn) -> Generator[Turn, Answers, list[OtherRun]]:
         """Runs the batch with other examples in some places."""
+        if self._memory.draws_move and not self._is_thorough:
+            other = yield from redrawn.other(self._halves[0], redrawn.at_levels(by_row=True)[0], rows=True)
+            if other is not None and redrawn.says_something(other):
+                return [other]
         replaced: list[OtherRun] = []
         for keep in self._halves:
             batch, rows = self._examples.with_others(keep), not (replaced and self._rows_once)
             if batch is not None:
-                turn = Turn(batch, self._examples.count, rows=rows)
+                turn = Turn(batch, self._examples.count, rows=rows, replaces=True)
                 replaced.append(OtherRun(keep, turn, (yield from run(turn))))
             elif self._examples.drawn_together:  # perhaps how many numbers collate_fn draws depends on the examples
                 for draws in redrawn.at_levels(by_row=True):
-                    other = yield from redrawn.other(keep, draws, rows=rows, is_part=False)
+                    other = yield from redrawn.other(keep, draws, rows=rows)
                     replaced += [] if other is None else [other]
         if not replaced and self._examples.count > 1:
-            self._notes.add("No examples were replaced by others, because none made a batch of equal shapes.")
+            self._memory.notes.add("No examples were replaced by others, because none made a batch of equal shapes.")
         return replaced
 
     def _removals(
@@ -260,7 +280,7 @@ class Rehearsal:
                 with_rows = rows and (number == 0 or not replaced)
                 turn = Turn(part, int(keep.sum()), rows=with_rows, draws=draws, keep=keep)
                 removed.append(OtherRun(keep, turn, (yield from run(turn)), whole))
-        self._notes |= self._examples.notes
+        self._memory.notes |= self._examples.notes
         return removed
 
     def _again(self, run: Run, original: Answers, *, is_batch: bool) -> Generator[Turn, Answers, Answers]:
@@ -288,6 +308,7 @@ class Rehearsal:
                 if not doubtful:
                     yield from self._again(run, original, is_batch=False)
                 left, doubtful = (yield from redrawn.confirm(other, found, original)), True
+                self._memory.draws_move |= not (left or other.is_part) and other.answers.random != original.random
                 if left is None and other.is_part:
                     self._note_random(are_replaced=len(self._alone) < len(others))
                     continue
@@ -305,7 +326,7 @@ class Rehearsal:
                 "by functions of torch, or by those of the modules numpy.random and random; or turn them off in eval "
                 "mode, let collate_fn give batches of equal shapes, or pass assume_independent='reason'."
             )
-        self._notes.add(
+        self._memory.notes.add(
             "Parts of the batch were not compared, because the forward draws random numbers that cannot be replaced: "
             "it is random even in eval mode."
         )
@@ -313,8 +334,8 @@ class Rehearsal:
     def _explain(self, run: Run, finding: Finding, original: Answers) -> Generator[Turn, Answers, None]:
         """Raises ``Refused``; names the module in which examples are mixed if two more runs can show it."""
         where = ""
-        if self._overwritten:
-            kept = f"The forward reads what earlier batches left in {quoted(sorted(self._overwritten))}."
+        if self._memory.overwritten:
+            kept = f"The forward reads what earlier batches left in {quoted(sorted(self._memory.overwritten))}."
             raise Refused(depend(finding.what, kept, STATE_CURE))
         if finding.turn is not None and finding.cure != RULE_CURE:
             once, again = Trace(self._model), Trace(self._model)

@@ -57,11 +57,7 @@ class Turn:
     keep: np.ndarray | None = None  # (examples of the batch,) which of them these are, if some were left out
     take: Callable[[Any, Tensor], None] | None = None  # gets recording and losses of a run that only observes
     is_idle: bool = False  # True for a run of which nothing is used, made because other ranks make one
-
-    @property
-    def replaces(self) -> bool:
-        """True for a run with other examples in some places, and with the random numbers of the batch."""
-        return not self.is_batch and self.keep is None and self.draws == AS_DRAWN
+    replaces: bool = False  # True for a run with other examples in some places
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ..jacobian.recording.coverage import CodePath, RehearsedCode
 from ..mechanisms.base import Summation
 from ..rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
 from ..rehearsal.kept import draw_few, draw_halves, without_ends
-from ..rehearsal.rehearsal import Rehearsal
+from ..rehearsal.rehearsal import Memory, Rehearsal
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
@@ -197,18 +197,15 @@ class Rehearsals:
     epoch: float
     watch: LoopWatch
     items: ItemCheck | None = None
-    varying: set[str] = field(default_factory=set)  # attributes that differ between two runs of the same batch
-    overwritten: set[str] = field(
-        default_factory=set
-    )  # attributes that hold data but are overwritten before they are read
+    memory: Memory = field(default_factory=Memory)
     keeps_state: bool | None = None  # whether turns change buffers or attributes; None before the first rehearsal
-    not_compared: set[str] = field(default_factory=set)  # what could not be compared, in words
     last_passed: int = -1  # the last step with a rehearsal that passed
     coupled: Coupled | None = None  # releases that may leak, if a rehearsal has failed
     code: RehearsedCode = field(default_factory=RehearsedCode)  # the paths through the code that were rehearsed
 
     def __post_init__(self) -> None:
         self._places = SettingPlaces(self.model)
+        self.memory.moving = self.watch.moving
 
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
         """Returns whether microbatch ``number`` of ``count`` is to be rehearsed, and whether in full."""
@@ -321,15 +318,15 @@ class Rehearsals:
     def _script(self, examples: DatasetExamples, share: Share, step: int, *, thorough: bool) -> Script:
         units, by_owner = share.units, self.releases.by_owner
         if thorough:
-            self.overwritten.clear()  # each full rehearsal shows again which they are
+            self.memory.overwritten.clear()  # each full rehearsal shows again which they are
             if not examples.repeats():
-                self.not_compared.add(
+                self.memory.notes.add(
                     "The data set returns other items when they are fetched again, so whether they depend on items "
                     "fetched before was not shown. This is harmless if the data set uses random numbers of its own."
                 )
         if self.items is not None:
             self.items(examples.indices, examples.generator, thorough=thorough)
-            self.not_compared |= self.items.notes
+            self.memory.notes |= self.items.notes
         kept = draw_halves(examples.count, examples.generator, units)
         whole = units if by_owner else None  # an owner's examples may depend on each other
         alone = [draw_few(examples.count, examples.generator, whole)]
@@ -344,10 +341,7 @@ class Rehearsals:
             rows_once=True,
             units=units,
             whole_units=by_owner,
-            moving=self.watch.moving,
-            overwritten=self.overwritten,
-            varying=self.varying,
-            notes=self.not_compared,
+            memory=self.memory,
             keep_weights=thorough,
         )
         return self.watch.rehearsed(rehearsal.turns, examples, step, units, rows=thorough)

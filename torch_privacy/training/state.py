@@ -129,7 +129,7 @@ class State:
             self.stop_reason,
             self.guard.moved_otherwise(self.step),
             str(rehearsals.coupled or ""),
-            frozenset(rehearsals.not_compared),
+            frozenset(rehearsals.memory.notes),
             (*rehearsals.watch.not_covered, *self.outside.not_covered),
             generators(self.tensors.trained.values()),
             self.date or now(),
