@@ -10,7 +10,6 @@ ledger. What grows by right are the releases themselves, some 100 bytes each in 
 
 import argparse
 import gc
-import io
 import os
 import statistics
 import tempfile
@@ -60,9 +59,7 @@ def soak(folder: Path, steps: int, report: int) -> list[tuple[int, float, float,
         if log.is_epoch_over(step):
             log.end_epoch(step, 0.0, *map(float, training.spent().epsilon))
             run.write_metrics(log.rows)
-            content = io.BytesIO()
-            torch.save({"training": training.state_dict(), "model": model.state_dict()}, content)
-            run.write_checkpoint(lambda file, content=content: file.write(content.getbuffer()))
+            tp.save_secret(training, run.checkpoint, model=model)
         seconds.append(process_time() - start)
         if step % report == 0:
             rows.append((step, resident(), 1000 * statistics.median(seconds), run.ledger.stat().st_size))

@@ -321,7 +321,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_pat
             settings={"enable_checkpointing": True},
             run_folder=tmp_path / "run",
         )
-    secret = tmp_path / "run" / "secret" / f"step-{at}.json"
+    secret = tmp_path / "run" / "secret" / f"step-{at}.safetensors"
     assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
     keys = [value for name, value in json.loads(secret.read_text()).items() if name.endswith("_key")]
     module = Module(schedule, seed=3)
@@ -367,7 +367,7 @@ def test_checkpoints_without_their_keys_are_refused(tmp_path):
     fitted(Module(), **saved)
     with pytest.raises(tp.Refused, match="no run_folder= was given"):
         fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt")
-    with pytest.raises(tp.Refused, match=r"step-5.json' does not fit it"):
+    with pytest.raises(tp.Refused, match=r"step-5.safetensors' does not fit it"):
         fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt", run_folder=tmp_path / "run")
     with pytest.raises(tp.Refused, match="must lie outside of"):
         fitted(Module(), **saved, run_folder=tmp_path / "inside")

@@ -191,14 +191,15 @@ class Reproduction:
     def beginning(self, job: Job) -> Beginning:
         """Returns how the training of a job begins: folder, and experiment with settings, or None to resume it."""
         assert isinstance(job.row, Training)
-        if job.folder.checkpoint.exists():
+        if job.folder.checkpoint.exists() or job.folder.former_checkpoint.exists():
             return job.folder.path, None, {}
         if job.folder.path.exists():
             ledger = job.folder.ledger
             if ledger.exists() and Ledger.read(ledger).events:
                 raise ValueError(
-                    f"{job.folder.path}: has no checkpoint.pt, so this training cannot continue, but its ledger holds "
-                    "releases, which a new start would not count. Move the folder elsewhere, then resume again."
+                    f"{job.folder.path}: has no {job.folder.checkpoint.name}, so this training cannot continue, but "
+                    "its ledger holds releases, which a new start would not count. Move the folder elsewhere, then "
+                    "resume again."
                 )
             shutil.rmtree(job.folder.path)  # stopped before the first step
         return job.folder.path, self.experiment.name, self._settings_of(job)

@@ -81,7 +81,7 @@ def test_stopped_run_goes_on_on_all_ranks_and_keeps_its_keys_in_one_secret_file(
     stopped = RunFolder(tmp_path / "stopped")
     ranks2.run(first_half, stopped.path)
     assert stat.S_IMODE(stopped.checkpoint.stat().st_mode) == 0o600
-    keys = torch.load(stopped.checkpoint)["training"]
+    keys = stopped.read_checkpoint()["training"]
     for key in (keys["noise_key"], keys["sampler_key"]):
         for file in {*stopped.path.iterdir()} - {stopped.checkpoint}:
             assert key.encode() not in file.read_bytes()
@@ -137,9 +137,9 @@ def changed_checkpoint(rank: int, path: Any) -> None:
 
 def test_damaged_checkpoint_is_refused_on_all_ranks(ranks2, tmp_path):
     ranks2.run(first_half, tmp_path / "run")
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"nothing")
+    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"nothing")
     first, second = ranks2.outcomes(changed_checkpoint, tmp_path / "run")
-    assert "checkpoint.pt: cannot be read" in first.text
+    assert "checkpoint.safetensors: cannot be read" in first.text
     assert second.kind == "RefusedTogether"
 
 

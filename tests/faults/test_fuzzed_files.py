@@ -189,12 +189,12 @@ def truth(runs):
     return json.loads((folder / "results.json").read_text())
 
 
-STOPPED = ["settings.json", "ledger.jsonl", "checkpoint.pt"]
+STOPPED = ["settings.json", "ledger.jsonl", "checkpoint.safetensors"]
 
 
 @pytest.mark.thorough
 @examples(15, 2500)
-@given(chosen=mutations([*STOPPED, "checkpoint.pt", "checkpoint.pt"]))
+@given(chosen=mutations([*STOPPED, "checkpoint.safetensors", "checkpoint.safetensors"]))
 def test_resume_of_a_damaged_training(chosen, runs, truth, tally):
     before = peak()
     folder = damaged(runs, "stopped", chosen)

@@ -213,17 +213,10 @@ def library(folder: Path, witness: Witness) -> int:
         witness.watch(training)
 
         def save() -> None:
-            content = io.BytesIO()
-            states = training.state_dict(), model.state_dict(), optimizer.state_dict()
-            torch.save(dict(zip("tmo", states, strict=True)), content)
-            training.ledger.sync()
-            run.write_checkpoint(lambda file: file.write(content.getbuffer()))
+            tp.save_secret(training, run.checkpoint, model=model, optimizer=optimizer)
 
         if run.checkpoint.exists():
-            state = torch.load(io.BytesIO(run.checkpoint.read_bytes()))
-            training.load_state_dict(state["t"])
-            model.load_state_dict(state["m"])
-            optimizer.load_state_dict(state["o"])
+            tp.load_secret(training, run.checkpoint, model=model, optimizer=optimizer)
         else:
             assert not len(training.ledger), "no release comes before the first checkpoint"
             save()
@@ -256,7 +249,7 @@ def command(folder: Path, witness: Witness) -> int:
         return training
 
     runner.new_training = watched
-    begun = (folder / "checkpoint.pt").exists()
+    begun = (folder / "checkpoint.safetensors").exists()
     arguments = ["train", "--resume", str(folder)] if begun else ["train", "adult", *COMMAND, "--run", str(folder)]
     code = cli.run(arguments)
     return SECOND if code == 2 else code
@@ -305,10 +298,10 @@ def one_trial(workload: Callable[[Path, Witness], int], fault: str, number: int,
         wrong.append(f"was not killed: {first}")
     if ledger_length(run) < len(witness.releases):
         wrong.append(f"{ledger_length(run)} in the ledger of {len(witness.releases)} releases")
-    if (run / "model.safetensors").exists() and not (run / "checkpoint.pt").exists():
+    if (run / "model.safetensors").exists() and not (run / "checkpoint.safetensors").exists():
         second = Outcome(0, "", [])  # complete
     else:
-        if not (run / "checkpoint.pt").exists():
+        if not (run / "checkpoint.safetensors").exists():
             if witness.releases:
                 wrong.append("no checkpoint, but releases")
             shutil.rmtree(run, ignore_errors=True)  # as the message says: a new run

@@ -141,7 +141,7 @@ def test_a_training_that_is_stopped_early_keeps_its_keys_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="keeps the keys"):
         trainer.train()
     secrets = sorted((tmp_path / "run" / "secret").iterdir())
-    assert [path.name for path in secrets] == ["checkpoint-1.json", "checkpoint-2.json"]
+    assert [path.name for path in secrets] == ["checkpoint-1.safetensors", "checkpoint-2.safetensors"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in secrets)
     assert all(keys_of(trainer)[0] in path.read_bytes() for path in secrets)
     resumed = trainer_in(tmp_path, save_steps=1)
@@ -179,7 +179,7 @@ def remove_optimizer(folder: Path) -> None:
 
 
 def remove_secret(folder: Path) -> None:
-    (folder / "run" / "secret" / "checkpoint-2.json").unlink()
+    (folder / "run" / "secret" / "checkpoint-2.safetensors").unlink()
 
 
 CANNOT = {  # name -> (what happens to the files, privacy of the resumed run, message)

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import io
 import json
 import math
 import os
@@ -12,14 +11,12 @@ from time import process_time
 import json_schema
 import pytest
 import safetensors.torch
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_privacy.experiments.auditing import read_canaries
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy import statement_schema
-from torch_privacy.runs.checkpoint import CheckpointError, differences, opened_checkpoint, outline_of
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import parse_json, read_bytes
 from torch_privacy.support.schema import violation
@@ -202,73 +199,3 @@ def test_changed_files_of_a_finished_run_are_refused(tmp_path):
     folder.write_json(folder.results, results)
     with pytest.raises(ValueError, match="digest does not fit"):
         folder.read_results()
-
-
-def checkpoint_of(path, state):
-    torch.save(state, path)
-    return path
-
-
-def outline(path):
-    with opened_checkpoint(path, path) as checkpoint:
-        return checkpoint.outline, checkpoint.load()
-
-
-STATE = {"model": torch.nn.Linear(3, 2).state_dict(), "step": 3, "rates": [0.1], "view": torch.zeros(4, 4).T[1:]}
-
-
-def test_outline_has_the_shapes_of_the_state(tmp_path):
-    found, loaded = outline(checkpoint_of(tmp_path / "c", STATE))
-    assert found["view"] == outline_of(STATE["view"])
-    assert differences(found, STATE) == []
-    assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
-
-
-def test_differences_are_listed(tmp_path):
-    other = {**STATE, "model": {"weight": torch.zeros(2, 4), "more": 1}, "step": 3.5, "rates": [math.nan]}
-    found, _ = outline(checkpoint_of(tmp_path / "c", other))
-    told = differences(found, STATE)
-    assert told[:2] == ["model has no 'bias'", "model has an unknown entry 'more'"]
-    assert told[2].startswith("model.weight is a ")
-    assert "(2, 4), not a " in told[2]
-    assert [line.partition(" ")[0] for line in told[3:]] == ["step", "rates[0]"]
-
-
-class Runs:
-    def __reduce__(self):
-        return os.mkdir, ("/tmp/torch_privacy_was_here",)
-
-
-class Reserves:
-    def __reduce__(self):
-        return bytearray, (2**40,)
-
-
-@pytest.mark.parametrize(
-    "value", [Runs(), Reserves(), {1, 2}, torch.device("cpu"), torch.zeros(1).expand(10**7, 10**7)]
-)
-def test_other_objects_in_a_checkpoint_are_refused(tmp_path, value):
-    with pytest.raises(CheckpointError, match="damaged, or of another version"):
-        outline(checkpoint_of(tmp_path / "c", {"x": value}))
-
-
-def test_every_changed_byte_of_a_tensor_is_found(tmp_path):
-    """Unlike by torch.load, which ignores the checksums."""
-    path = checkpoint_of(tmp_path / "c", {"x": torch.arange(1000.0, dtype=torch.float64)})
-    content = bytearray(path.read_bytes())
-    place = content.find(torch.arange(500.0, 510.0, dtype=torch.float64).numpy().tobytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    torch.load(path)
-    with pytest.raises(CheckpointError, match="Bad CRC"):
-        outline(path)
-
-
-def test_packed_checkpoints_are_not_unpacked(tmp_path):
-    path = checkpoint_of(tmp_path / "c", STATE)
-    content = path.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    with pytest.raises(CheckpointError, match="packed otherwise"):
-        outline(path)

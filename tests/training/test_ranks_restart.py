@@ -495,7 +495,7 @@ def test_a_secret_that_cannot_be_written_or_read_is_refused_on_all_ranks(ranks2,
         assert not outcome.failed, outcome
         unwritten, damaged, absent = outcome.value
         assert "No such file or directory" in unwritten
-        assert "damaged: it is not JSON" in damaged
+        assert "damaged: cannot be read (it is no checkpoint" in damaged
         assert absent is None
 
 

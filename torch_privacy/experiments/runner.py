@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +41,16 @@ from torch_privacy.experiments.task import (
     number_of_steps,
 )
 from torch_privacy.privacy.summary import Releases, Summary, summarize
-from torch_privacy.runs import schemas
-from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, differences, listed
 from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import SUMS, Log, Progress
-from torch_privacy.runs.schemas import LOG
 from torch_privacy.sampling.batches import Batches, split
 from torch_privacy.support.ranks import Ranks, communicating, num_processes
-from torch_privacy.support.schema import violation
 from torch_privacy.training.machine import number_of_threads
 from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
+from torch_privacy.training.secret_file import check_parts, load_parts
 
 TEST_BATCH_SIZE = 4096
-SPARE_STORAGE = 2**26  # bytes of tensors in a checkpoint beyond those of the run's own state
-CHECKPOINT = schemas.record(  # every entry but these is compared with the run's own state
-    {
-        "experiment": schemas.NAME,
-        "settings": {"type": "object", "additionalProperties": schemas.SETTING},
-        "released": {"type": "object"},
-        "model": {"type": "object"},
-        "optimizer": {"type": "object"},
-        "scheduler": {"type": ["object", "null"]},
-        "training": {"type": "object"},
-        "average": {"type": ["object", "null"]},
-        "log": {"type": "object"},
-        "random_state": {},
-    },
-    closed=True,
-)
+STATE = {"experiment", "settings", "released", "parts", "training", "log", "random_state"}  # in a checkpoint
 
 
 @dataclass
@@ -133,26 +114,20 @@ class Run:
         """
         ranks, folder = Ranks.here(), RunFolder(path)
         _first(ranks, "locks the folder", partial(_lock, folder))
-        with ExitStack() as opened:
-            found: list[Checkpoint] = []  # none but on rank 0
-            _first(ranks, "reads the checkpoint", lambda: found.append(_opened(folder, opened)))
-            outline = found[0].outline if found else {}
-            experiment, chosen = ranks.from_first((outline.get("experiment"), outline.get("settings")))
-            released: list[Any] = []
-            with ranks.together("prepares the run"):
-                study, settings = _study_and_settings(experiment, chosen)
-                if outline.get("released"):
-                    released.append(found[0].load()["released"])
-            released = ranks.from_first(released)
-            run = cls._build(ranks, folder, experiment, settings, _task(ranks, study, settings, *released))
-            state: dict[str, Any] = {}
-            try:
-                _first(ranks, "checks the checkpoint", lambda: state.update(run._checked(found[0])))
-                run._restore(state)
-                run._keep_schema()
-            except BaseException:
-                run.close()
-                raise
+        state: dict[str, Any] = {}  # empty but on rank 0
+        _first(ranks, "reads the checkpoint", lambda: state.update(_state_in(folder)))
+        keys = state.pop("training", {})
+        state = ranks.from_first(state)
+        with ranks.together("prepares the run"):
+            study, settings = _study_and_settings(state["experiment"], state["settings"])
+        released = [state["released"]] if state["released"] else []
+        run = cls._build(ranks, folder, state["experiment"], settings, _task(ranks, study, settings, *released))
+        try:
+            run._restore(keys, state)
+            run._keep_schema()
+        except BaseException:
+            run.close()
+            raise
         return run
 
     @classmethod
@@ -197,11 +172,8 @@ class Run:
     def _save(self, sums: dict[str, Any]) -> None:
         state = self._state()
         state["log"] |= sums
-        content = BytesIO()
-        # pickle: torch's format, of our own state; it is read as plain values and tensors alone, runs/checkpoint.py
-        torch.save(state, content)
         self.training.ledger.sync()
-        self.folder.write_checkpoint(lambda file: file.write(content.getbuffer()))
+        self.folder.write_checkpoint(state)
 
     def _first(self, place: str, action: Callable[[], object]) -> None:
         _first(self.ranks, place, action)
@@ -229,14 +201,21 @@ class Run:
             "experiment": self.experiment,
             "settings": asdict(self.settings),  # to detect a settings.json that was changed during the run
             "released": dict(self.task.released),
-            "model": self.model.state_dict(),
-            "optimizer": self.training.optimizer.state_dict(),
-            "scheduler": None if self.training.scheduler is None else self.training.scheduler.state_dict(),
+            "parts": {name: part.state_dict() for name, part in self._parts().items()},
             "training": training,
-            "average": None if self.average is None else self.average.state_dict(),
             "log": self.private.state_dict(),
             "random_state": torch.get_rng_state(),
         }
+
+    def _parts(self) -> dict[str, Any]:
+        """Returns what the training changes, by the names in a checkpoint."""
+        found = {
+            "model": self.model,
+            "optimizer": self.training.optimizer,
+            "scheduler": self.training.scheduler,
+            "average": self.average,
+        }
+        return {name: part for name, part in found.items() if part is not None}
 
     def finish(self) -> dict[str, Any]:
         """Writes model, privacy statement, results and report; deletes the checkpoint; returns the results.
@@ -281,39 +260,13 @@ class Run:
         """Returns the content of ``settings.json``."""
         return {"experiment": self.experiment, **asdict(self.settings)}
 
-    def _checked(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Returns a checkpoint's content; raises a `CheckpointError` that lists where its structure is another one."""
-        expected = self._state()
-        found = {name: checkpoint.outline[name] for name in expected}
-        stepped = _optimizer_state_after_a_step(self.task, self.training.settings.num_steps)
-        if isinstance(found["optimizer"], dict) and found["optimizer"].get("state"):
-            expected["optimizer"] = stepped
-        log = violation(LOG, found["log"], "log")
-        for name in ("log", "training", "settings", "experiment", "released"):  # they are checked otherwise
-            del expected[name], found[name]
-        differing = ([log] if log else []) + differences(found, expected)
-        if differing:
-            raise CheckpointError(f"it differs from this run: {listed(differing)}")
-        largest = SPARE_STORAGE + 4 * _bytes(expected) + _bytes(dict(self.task.released))
-        if checkpoint.size > largest:
-            raise CheckpointError(
-                f"it has {checkpoint.size} bytes of tensors, and this run needs no more than {largest}"
-            )
-        rows = checkpoint.outline["log"]["rows"]
-        if len(rows) > math.ceil(self.settings.epochs) or any(row["training"] != "private" for row in rows):
-            raise CheckpointError(f"log has {len(rows)} epochs of {self.settings.epochs:g}")
-        return checkpoint.load()
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, which rank 0 has; the others pass anything."""
-        self.training.load_state_dict(state.pop("training", {}))  # first: it alone can refuse what is in the checkpoint
-        state = self.ranks.from_first(state)
-        self.model.load_state_dict(state["model"])
-        self.training.optimizer.load_state_dict(state["optimizer"])
-        if self.training.scheduler is not None:
-            self.training.scheduler.load_state_dict(state["scheduler"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
+    def _restore(self, keys: dict[str, Any], state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; rank 0 has the state of the training with its keys, the others pass anything."""
+        path, parts = self.folder.checkpoint, self._parts()
+        with self.ranks.together("compares the checkpoint"):
+            check_parts(path, state["parts"], parts)
+        self.training.load_state_dict(keys)
+        load_parts(path, state["parts"], parts)
         self.private.load_state_dict(state["log"])
         if not self.ranks.is_first:
             self.private.forget()  # rank 0 has the sums of all ranks
@@ -526,14 +479,13 @@ def _lock(folder: RunFolder) -> None:
     folder.check_resumable()  # again: the process that had the lock may have finished the run
 
 
-def _opened(folder: RunFolder, opened: ExitStack) -> Checkpoint:
-    """Returns the folder's checkpoint, open until ``opened`` closes, with a valid outline and unchanged settings."""
-    checkpoint = opened.enter_context(folder.opened_checkpoint())
-    outline = checkpoint.outline
-    if wrong := violation(CHECKPOINT, outline):
-        raise CheckpointError(wrong)
-    folder.check_settings({"experiment": outline["experiment"], **outline["settings"]})
-    return checkpoint
+def _state_in(folder: RunFolder) -> dict[str, Any]:
+    """Returns the state in the folder's checkpoint, if ``settings.json`` has the settings in it."""
+    state = folder.read_checkpoint()
+    if state.keys() != STATE:
+        raise ValueError(f"{folder.checkpoint}: is no checkpoint of a run of this version. Start a new run.")
+    folder.check_settings({"experiment": state["experiment"], **state["settings"]})
+    return state
 
 
 def _task(ranks: Ranks, study: Study, settings: Settings, *released: Any, new_ledger: Any = None) -> Task:
@@ -567,24 +519,6 @@ def _study_and_settings(experiment: str, chosen: dict[str, Any]) -> tuple[Study,
     settings = study.settings(**chosen)
     check_numbers(settings)
     return study, settings
-
-
-def _optimizer_state_after_a_step(task: Task, num_steps: int) -> dict[str, Any]:
-    """Returns the state that a new optimizer has after a step with gradients of zero."""
-    model, optimizer, _ = _new_parts(task, num_steps)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return optimizer.state_dict()
-
-
-def _bytes(tree: Any) -> int:
-    """Returns the size of all tensors in nested containers."""
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return sum(map(_bytes, parts))
 
 
 def _new_parts(task: Task, num_steps: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:

@@ -20,7 +20,7 @@ NEEDED = ("optimizer", "scheduler.pt", TRAINER_STATE_NAME)
 
 
 class Secrets:
-    """The files ``secret/checkpoint-K.json`` of a run folder, mode 0600, for checkpoints ``output_dir/checkpoint-K``.
+    """Owns the secret files ``checkpoint-K.safetensors`` of a run folder, for checkpoints ``output_dir/checkpoint-K``.
 
     Args:
         run_folder: None keeps none; checkpoints can then be loaded as models, and no training can go on from them.

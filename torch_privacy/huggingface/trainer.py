@@ -58,8 +58,8 @@ class PrivateTrainer(Reporting):
     Guarantees:
         - The weights are those of the plain loop over `PrivateTraining` with `per_example_loss`, bit for bit.
         - No key enters ``output_dir``, or what is pushed to the Hub. A checkpoint's keys are in
-          ``run_folder/secret/checkpoint-K.json``, with mode 0600, and are deleted after the last step. A training that
-          is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
+          ``run_folder/secret/checkpoint-K.safetensors``, with mode 0600, and are deleted after the last step. A
+          training that is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
         - ``train(resume_from_checkpoint=...)`` goes on with the same batches and noise, or refuses.
         - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``.
 

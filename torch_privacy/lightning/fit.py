@@ -43,9 +43,9 @@ class PrivateFit(Callback):
         privacy: keywords of `PrivateTraining`, such as ``expected_batch_size=256, clipping=tp.Flat(1.0),
             target_epsilon=8.0, delta=1e-6``; the number of steps comes from ``max_epochs`` and ``max_steps``. With
             ``run_folder``, ``fit(ckpt_path=...)`` goes on with the same batches and noise: the keys that belong to a
-            checkpoint are in ``run_folder/secret/step-K.json``, with mode 0600, and are deleted after the last step.
-            ``start.ckpt`` beside them is for a training that was stopped before its first checkpoint. The files of the
-            run are written at the end, with validation metrics as scores.
+            checkpoint are in ``run_folder/secret/step-K.safetensors``, with mode 0600, and are deleted after the last
+            step. ``start.ckpt`` beside them is for a training that was stopped before its first checkpoint. The files
+            of the run are written at the end, with validation metrics as scores.
 
     Attributes:
         training: the `PrivateTraining`, from the start of the training on; None before.

@@ -1,252 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads checkpoints: first an outline, with shapes in place of tensors, then the tensors if the outline is right."""
+"""Keeps the state of a training in one file of JSON and safetensors: reading it runs no code.
+
+The file is in the safetensors format. Its tensor ``state.json`` has the state as JSON in UTF-8, where
+``{"$tensor": "3"}`` stands for the tensor with this name. Its metadata have a digest of the whole file,
+computed with zeros in the digest's place.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-import os
-import pickle  # pickle: torch's format; its outline is built here, and nothing that it names is called
-import re
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from torch_privacy.support.read_file import opened, shown
+from torch_privacy.support.read_file import is_text, parse_json, read_bytes
+from torch_privacy.support.validate import Refused
+from torch_privacy.support.write_file import write_whole
 
-LARGEST_DIRECTORY = 2**24  # bytes of the list of entries; torch writes about 100 for a tensor
-LARGEST_OUTLINE = 2**22  # bytes of everything but tensors, beside the ledger, which a checkpoint repeats
-END_OF_DIRECTORY, END_BYTES = b"PK\x05\x06", 22
-BLOCK = 2**20
-MOST_DIFFERENCES = 5  # that a message lists
-ENTRY = re.compile(
-    r"[^/]+/(data\.pkl|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+)"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHERE = "checkpoint"
+STATE = "state.json"  # name of the tensor that holds the JSON
+FORMAT, EMPTY = "torch_privacy checkpoint 1, SHA-256", "0" * 64  # the key of the digest, and what is in its place
+LARGEST = 2**40  # bytes
+DEEPEST = 20  # levels of nesting
+NATIVE = {  # to safetensors; of other types the bytes are stored
+    f"torch.{name}"
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+MAPPINGS = {"ordered": OrderedDict, "counter": Counter, "dict": dict}  # by what marks them in the JSON
+FORMER = b"PK", b"\x80", b'{"format": 1'  # how files of earlier versions begin: torch.save, and plain JSON
+EARLIER = (
+    "is of an earlier version, in a format that this one does not read: finish the run with the version of "
+    "torch_privacy that wrote it, or begin a new one."
 )
-BYTES_OF = {  # of a number, by the name of the storage that holds it
-    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4,
-    "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1,
-}  # fmt: skip
-DAMAGE = (
-    OSError, EOFError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError,
-    AssertionError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+ONLY = "only tensors and plain values are saved"
 
 
-class CheckpointError(ValueError):
-    """Raised for a checkpoint that is damaged or is not one of this run; the message is the reason alone."""
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes a state of plain values and tensors; the old file or the new one is there, with mode 0600.
 
-
-@dataclass(frozen=True)
-class TensorOutline:
-    """The type and shape of a tensor in a file."""
-
-    storage: str  # such as FloatStorage
-    shape: tuple[int, ...]
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes a tensor's shape")
-
-    def __str__(self) -> str:
-        return f"{self.storage.removesuffix('Storage').lower()} tensor of shape {self.shape}"
-
-
-class _Dict(dict):
-    """Stands for an OrderedDict; its attributes, such as the versions of a state dict, are left out."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class _Storage:
-    name: str
-    numbers: int
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes a storage")
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorOutline:
-    """Returns the outline of a tensor that lies within its storage."""
-    if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
-        raise pickle.UnpicklingError("it has a tensor without a storage or a shape")
-    numbers = offset, *shape, *stride
-    if len(shape) != len(stride) or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
-        raise pickle.UnpicklingError("it has a tensor with a wrong shape")
-    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if (0 not in shape and last >= storage.numbers) or math.prod(shape) > max(storage.numbers, 1):
-        raise pickle.UnpicklingError(f"it has a tensor of shape {shape} with {storage.numbers} numbers")
-    return TensorOutline(storage.name, shape)
-
-
-class _Outline(pickle._Unpickler):
-    """Reads the structure of a checkpoint without running any code of it and without its tensors.
-
-    It is the reader in Python: the one in C reserves memory for any number of objects that a pickle names.
-    """
-
-    def __init__(self, file: Any, sizes: Mapping[str, int]):
-        super().__init__(file)
-        self._sizes = sizes  # of the storages, in bytes, by key
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return _Dict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
-        if module == "torch" and name in BYTES_OF:
-            return name
-        raise pickle.UnpicklingError(f"it asks for {shown(f'{module}.{name}')}, which no checkpoint of a run needs")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, name, key, _, numbers = pid
-        if kind != "storage" or name not in BYTES_OF or type(numbers) is not int or numbers < 0:
-            raise pickle.UnpicklingError("it has a storage of an unknown kind")
-        if self._sizes[key] != numbers * BYTES_OF[name]:
-            raise pickle.UnpicklingError(f"it has {self._sizes[key]} bytes for {numbers} numbers")
-        return _Storage(name, numbers)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint with a sound outline; ``load`` reads its tensors, too."""
-
-    outline: dict[str, Any]  # the state with a `TensorOutline` for every tensor
-    size: int  # of the tensors' storages, in bytes
-    _file: BinaryIO
-
-    def load(self) -> dict[str, Any]:
-        """Returns the state with its tensors, on the CPU; raises a `CheckpointError` if it is damaged."""
-        import torch
-
-        self._file.seek(0)
-        try:
-            # pickle: plain values and tensors alone, after the outline was right
-            return torch.load(self._file, map_location="cpu", weights_only=True)
-        except DAMAGE as error:
-            raise CheckpointError(_reason(error)) from None
-
-
-@contextmanager
-def opened_checkpoint(path: Path, ledger: Path) -> Iterator[Checkpoint]:
-    """Opens a checkpoint, and reads its outline.
-
-    Guarantees:
-        - No code of the file runs. What is read before the outline is known to be sound is as large as the ledger and
-          a few MiB.
-        - Every byte of the file's content fits its checksum.
+    Values come back as they were: dictionaries with keys of any plain type, tuples, integers of any size, numbers that
+    are not finite, and tensors of any type and shape, on the CPU and without gradients. One tensor in two places is
+    one tensor again.
 
     Raises:
-        CheckpointError: if the file is none that `torch.save` has made of plain values and tensors.
+        Refused: something else is in the state, such as a function; the message says where.
+        OSError: the file cannot be written; it is unchanged.
     """
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(opened(path))
-            checkpoint = _checked(file, LARGEST_OUTLINE + (ledger.stat().st_size if ledger.is_file() else 0))
-        except DAMAGE as error:
-            raise CheckpointError(_reason(error)) from None
-        yield checkpoint
+    content = packed(state)
+    write_whole(path, lambda file: file.write(content))
 
 
-def _reason(error: BaseException) -> str:
-    return f"damaged, or of another version? {' '.join(str(error).split())[:200].rstrip('.') or type(error).__name__}"
+def load(path: Path) -> dict[str, Any]:
+    """Returns the state that `save` wrote.
 
-
-def _checked(file: BinaryIO, at_most: int) -> Checkpoint:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - END_BYTES - 2**16))
-    end = file.read()
-    place = end.rfind(END_OF_DIRECTORY)
-    if place < 0 or int.from_bytes(end[place + 12 : place + 16], "little") > LARGEST_DIRECTORY:
-        raise ValueError("it is no file of torch.save")
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        names = {entry.filename for entry in entries}
-        sound = len(names) == len(entries) and all(
-            ENTRY.fullmatch(entry.filename)
-            and entry.compress_type == zipfile.ZIP_STORED
-            and entry.compress_size == entry.file_size
-            for entry in entries
-        )
-        prefixes = {name.partition("/")[0] for name in names}
-        if not sound or len(prefixes) != 1 or sum(entry.file_size for entry in entries) > size:
-            raise ValueError("it is packed otherwise than torch.save does")
-        (prefix,) = prefixes
-        for entry in entries:
-            with archive.open(entry) as content:
-                while content.read(BLOCK):  # compares the checksum at the end
-                    pass
-        outline = archive.getinfo(f"{prefix}/data.pkl")
-        if outline.file_size > at_most:
-            raise ValueError(f"it has {outline.file_size} bytes beside the tensors")
-        storages = f"{prefix}/data/"
-        sizes = {
-            entry.filename.removeprefix(storages): entry.file_size
-            for entry in entries
-            if entry.filename.startswith(storages)
-        }
-        with archive.open(outline) as content:
-            state = _Outline(content, sizes).load()
-    if not isinstance(state, dict):
-        raise ValueError("it is no dictionary")
-    return Checkpoint(state, sum(sizes.values()), file)
-
-
-def differences(found: Any, expected: Any, where: str = "") -> list[str]:
-    """Returns where a state differs in its structure from the expected one: entries, types, shapes; not in its numbers.
-
-    Numbers must be finite and fit a double; an expected tensor must have the same type and shape.
+    Raises:
+        Refused: the file is damaged, or `save` has not written it. Nothing of it is used: a single bit that differs
+            is found.
     """
-    if isinstance(expected, dict):
-        if not isinstance(found, dict):
-            return [f"{where} is {_described(found)}, not a dictionary"]
-        lacking, unknown = expected.keys() - found.keys(), found.keys() - expected.keys()
-        listed = [f"{where} has no {shown(key)}" for key in sorted(lacking, key=repr)]
-        listed += [f"{where} has an unknown entry {shown(key)}" for key in sorted(unknown, key=repr)]
-        shared = (key for key in expected if key in found)
-        return listed + [one for key in shared for one in differences(found[key], expected[key], _below(where, key))]
-    if isinstance(expected, (list, tuple)):
-        if not isinstance(found, (list, tuple)) or len(found) != len(expected):
-            return [f"{where} is {_described(found)}, not a list of {len(expected)}"]
-        pairs = enumerate(zip(found, expected, strict=True))
-        return [one for number, (have, want) in pairs for one in differences(have, want, f"{where}[{number}]")]
-    return [] if _alike(found, expected) else [f"{where} is {_described(found)}, not {_described(expected)}"]
+    try:
+        return unpacked(read_bytes(path, LARGEST))
+    except Refused as error:
+        raise Refused(f"{path}: {error}") from None
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise Refused(f"{path}: cannot be read ({reason}). Restore a copy of it, or begin a new training.") from None
 
 
-def _alike(found: Any, expected: Any) -> bool:
-    if hasattr(expected, "shape"):
-        return found == outline_of(expected)
-    if isinstance(expected, (int, float)) and not isinstance(expected, bool):
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        return is_number and abs(found) <= 1e300 and (type(expected) is float or type(found) is int)
-    return type(found) is type(expected)
-
-
-def outline_of(tensor: Any) -> TensorOutline:
-    """Returns the outline that a tensor has in a file."""
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Returns the content of the file."""
+    import safetensors.torch
     import torch
 
-    names = {"bool": "Bool", "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long"}
-    names |= {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float", "float64": "Double"}
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return TensorOutline(f"{names.get(kind, kind)}Storage", tuple(torch.as_tensor(tensor).shape))
+    tensors = _Tensors()
+    text = json.dumps(tensors.plain(dict(state), ""), allow_nan=False).encode()
+    tensors.by_name[STATE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    content = safetensors.torch.save(tensors.by_name, {FORMAT: EMPTY})
+    place = content.index(EMPTY.encode())  # in the header, before all tensors
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return b"".join([content[:place], digest, memoryview(content)[place + len(EMPTY) :]])
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, TensorOutline):
-        return f"a {value}"
-    return f"a {outline_of(value)}" if hasattr(value, "shape") else shown(value)
+def unpacked(content: bytes) -> dict[str, Any]:
+    """Returns the state in a file's content; raises a ``ValueError`` with the reason if it is damaged."""
+    import safetensors
+    import safetensors.torch
+
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    mark = f'"{FORMAT}":"'.encode()
+    place = 8 + header.find(mark) + len(mark)
+    if mark not in header:
+        if content.startswith(FORMER):
+            raise Refused(EARLIER)
+        raise ValueError("it is no checkpoint of this version, or damaged")
+    whole = hashlib.sha256(content[:place])
+    whole.update(EMPTY.encode())
+    whole.update(memoryview(content)[place + len(EMPTY) :])
+    if whole.hexdigest().encode() != content[place : place + len(EMPTY)]:
+        raise ValueError("it is damaged: its digest does not fit its content")
+    try:
+        tensors = safetensors.torch.load(content)
+        found = _of_plain(parse_json(tensors.pop(STATE).numpy().tobytes()), tensors)
+    except (safetensors.SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"it is no state of a training: {type(error).__name__}") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no state of a training")
+    return found
 
 
-def _below(where: str, key: Any) -> str:
-    name = key if isinstance(key, str) and re.fullmatch(r"[\w.]{1,80}", key) else shown(key)
-    return f"{where}.{name}" if where else str(name)
+class _Tensors:
+    """Takes tensors out of a state; ``by_name`` has each one once."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self._marks: dict[Any, dict[str, Any]] = {}
+        self._memory: set[int] = set()
+
+    def plain(self, value: Any, where: str, depth: int = 0) -> Any:
+        """Returns a value as JSON can hold it; ``where`` names it in messages."""
+        import torch
+
+        if value is None or type(value) is bool:
+            return value
+        if type(value) is str:
+            if not is_text(value):
+                raise Refused(f"{WHERE}: {where} is a text with half a character. Leave it out of the state.")
+            return value
+        if type(value) is int:
+            return value if abs(value) < 2**63 else {"$int": hex(value)}
+        if isinstance(value, float):  # float64 of numpy, too
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if depth > DEEPEST:
+            raise Refused(
+                f"{WHERE}: {where[:200]} has more than {DEEPEST} levels of nesting. Leave it out of the state."
+            )
+        if type(value) in (list, tuple):
+            found = [self.plain(part, f"{where}[{number}]", depth + 1) for number, part in enumerate(value)]
+            return found if type(value) is list else {"$tuple": found}
+        if type(value) in MAPPINGS.values():
+            return self._mapping(value, where, depth + 1)
+        raise Refused(f"{WHERE}: {where} is of type {type(value).__name__}; {ONLY}. Leave it out of the state.")
+
+    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> dict[str, Any]:
+        if type(value) is dict and all(type(key) is str and is_text(key) and key[:1] != "$" for key in value):
+            return {key: self.plain(part, f"{where}.{key}".lstrip("."), depth) for key, part in value.items()}
+        (kind,) = (name for name, kind in MAPPINGS.items() if kind is type(value))
+        pairs = [
+            [self.plain(key, f"a key of {where}", depth), self.plain(part, f"{where}[{key!r:.80}]", depth)]
+            for key, part in value.items()
+        ]
+        metadata = getattr(value, "_metadata", None)  # the versions of modules, in a state dict of torch
+        more = {} if metadata is None else {"metadata": self.plain(metadata, f"{where}._metadata", depth)}
+        return {f"${kind}": pairs, **more}
+
+    def _tensor(self, value: Tensor, where: str) -> dict[str, Any]:
+        import torch
+
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not is_plain or value.layout != torch.strided or value.is_quantized or value.is_meta:
+            cure = "Save shards by torch.distributed.checkpoint" if hasattr(value, "full_tensor") else "Leave it out"
+            kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
+            raise Refused(f"{WHERE}: {where} is a {kind}; only dense tensors are saved. {cure}.")
+        value = value.detach()
+        layout = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+        same = value.device, value.data_ptr(), *layout
+        if same not in self._marks:
+            self._marks[same] = self._taken(value.cpu().resolve_conj().resolve_neg())
+        return self._marks[same]
+
+    def _taken(self, value: Tensor) -> dict[str, Any]:
+        """Stores a tensor with its dimensions in the order of its memory, and returns what stands for it."""
+        import torch
+
+        mark: dict[str, Any] = {"$tensor": str(len(self.by_name))}
+        order = sorted(range(value.ndim), key=value.stride, reverse=True)
+        if not value.is_contiguous() and value.permute(order).is_contiguous():
+            value, mark["order"] = value.permute(order), order
+        value = value.contiguous()
+        if str(value.dtype) not in NATIVE:
+            mark |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            value = value.reshape(-1).view(torch.uint8)
+        if (place := value.untyped_storage().data_ptr()) in self._memory:
+            value = value.clone()  # safetensors refuses two views of one memory
+        self._memory.add(place)
+        self.by_name[mark["$tensor"]] = value
+        return mark
 
 
-def listed(found: list[str]) -> str:
-    """Returns differences as words, the first five of them."""
-    more = f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
-    return "; ".join(found[:MOST_DIFFERENCES]) + more
+def _of_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the value for which the JSON stands."""
+    if isinstance(value, list):
+        return [_of_plain(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next((key for key in value if key.startswith("$")), None)
+    if kind is None:
+        return {key: _of_plain(part, tensors) for key, part in value.items()}
+    content = value[kind]
+    if kind == "$tensor":
+        return _restored(value, tensors)
+    if kind in ("$int", "$float"):
+        return int(content, 16) if kind == "$int" else float(content)
+    if kind == "$tuple":
+        return tuple(_of_plain(part, tensors) for part in content)
+    found = MAPPINGS[kind[1:]]()
+    for key, part in content:
+        found[_of_plain(key, tensors)] = _of_plain(part, tensors)
+    if "metadata" in value:
+        found._metadata = _of_plain(value["metadata"], tensors)
+    return found
+
+
+def _restored(mark: Mapping[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    """Returns a tensor with the type and the order of memory that it had, the same object for one name."""
+    import torch
+
+    name = mark["$tensor"]
+    restored = f"restored {name}"
+    if restored not in tensors:
+        value = tensors[name]
+        if "dtype" in mark:
+            value = value.clone().view(getattr(torch, mark["dtype"])).reshape(mark["shape"])
+        if "order" in mark:
+            value = value.permute([mark["order"].index(dim) for dim in range(value.ndim)])
+        tensors[restored] = value
+    return tensors[restored]

@@ -10,16 +10,15 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch_privacy.privacy.interop import statement_schema
 from torch_privacy.privacy.summary import releases_from_json
-from torch_privacy.runs import schemas
-from torch_privacy.runs.checkpoint import Checkpoint, CheckpointError, opened_checkpoint
+from torch_privacy.runs import checkpoint, schemas
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
 from torch_privacy.support.schema import Schema, violation
@@ -54,14 +53,15 @@ class RunFolder:
         self.card = self.path / "README.md"
         self.paths = self.path / "paths.json"  # PRIVATE: where the user's files are, of which settings have the names
         self.fingerprint_key = self.path / "fingerprint.key"  # SECRET: with it guesses of the data can be tested
-        self.checkpoint = self.path / "checkpoint.pt"  # SECRET: determines all noise, past and future
+        self.checkpoint = self.path / "checkpoint.safetensors"  # SECRET: determines all noise, past and future
+        self.former_checkpoint = self.path / "checkpoint.pt"  # of earlier versions, a pickle
         self._lock_file = self.path / "lock"  # held by the process that trains here
         self._unlock: Callable[[], object] | None = None
 
     @property
     def is_complete(self) -> bool:
         """True if training has ended and every result has been written."""
-        return self.results.exists() and not self.checkpoint.exists()
+        return self.results.exists() and not self.checkpoint.exists() and not self.former_checkpoint.exists()
 
     def check_new(self) -> None:
         """Raises a ``ValueError`` if the folder is not empty."""
@@ -131,8 +131,10 @@ class RunFolder:
             raise ValueError(
                 f"{self.path}: this run is complete, nothing is left to resume. Its report is {self.report}."
             )
+        if not self.checkpoint.exists() and self.former_checkpoint.exists():
+            raise ValueError(f"{self.former_checkpoint}: {checkpoint.EARLIER}")
         if not self.checkpoint.is_file():
-            raise ValueError(f"{self.path}: has no checkpoint.pt, so it cannot be resumed. Start a new run.")
+            raise ValueError(f"{self.path}: has no {self.checkpoint.name}, so it cannot be resumed. Start a new run.")
 
     def _check_begun(self) -> None:
         """Refuses a folder with the ledger of a run that ended, or still is, before its first step."""
@@ -280,27 +282,18 @@ class RunFolder:
             raise ValueError(f"{self.metrics}: {error}; {DAMAGED}") from None
         return rows
 
-    def write_checkpoint(self, save: Callable[[BinaryIO], object]) -> None:
-        """Writes the checkpoint with ``save``, readable by its owner only."""
-        write_whole(self.checkpoint, save)
+    def write_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Writes the checkpoint, readable by its owner only."""
+        checkpoint.save(self.checkpoint, state)
+
+    def read_checkpoint(self) -> dict[str, Any]:
+        """Returns the state in the checkpoint; raises a ``ValueError`` if it is damaged."""
+        return checkpoint.load(self.checkpoint)
 
     def delete_checkpoint(self) -> None:
         """Deletes the checkpoint of a complete run, with anything of it that a crash left behind."""
         self.checkpoint.unlink()
         partial_of(self.checkpoint).unlink(missing_ok=True)
-
-    @contextmanager
-    def opened_checkpoint(self) -> Iterator[Checkpoint]:
-        """Opens the checkpoint and reads its outline; whatever is wrong with it within the block names the file.
-
-        Raises:
-            ValueError: If the checkpoint is damaged.
-        """
-        try:
-            with opened_checkpoint(self.checkpoint, self.ledger) as checkpoint:
-                yield checkpoint
-        except CheckpointError as error:
-            raise ValueError(f"{self.checkpoint}: cannot be read ({error}). Start a new run in a new folder.") from None
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raises a ``ValueError`` if ``settings.json`` was changed since the run was started."""

@@ -262,17 +262,6 @@ METRICS = {  # by column of metrics.csv; an empty cell is null
     "epsilon_low": {"type": ["any number", "null"], "minimum": 0},
     "epsilon_high": {"type": ["any number", "null"], "minimum": 0},
 }
-SCORED = {**METRICS, "loss": {"type": "any number"}, "train_score": ANY_NUMBER, "test_score": ANY_NUMBER}
-LOG = record(  # of a training with test scores, in its checkpoint
-    {
-        "num_examples": COUNT,
-        "loss_sum": {"type": "any number"},
-        "score_sum": {"type": "any number"},
-        "seconds": SECONDS,
-        "rows": {"type": "array", "maxItems": 2**20, "items": record(SCORED, closed=True)},
-    },
-    closed=True,
-)
 IN_JSON = {"type": ["number", "null", "string"], "pattern": "nan|-?inf"}  # JSON has no other numbers
 LOSS_LOG = record(  # of a training in a loop of one's own, in its state
     {

@@ -138,12 +138,13 @@ def _check_depth_and_texts(tree: Any) -> None:
                 below += node.values()
             elif isinstance(node, list):
                 below += node
-            elif isinstance(node, str) and not _is_text(node):
+            elif isinstance(node, str) and not is_text(node):
                 raise ValueError("it has half a character in a text")
         level = below
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """True if `parse_json` allows the text: it has no half characters but those of bytes of a file's name."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
