@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that Lightning's Trainer with ``PrivateFit`` trains as the plain loop does, or refuses."""
 
-import json
 import logging
 import os
 import stat
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from trainings import data
 
 import torch_privacy as tp
+from torch_privacy.runs import checkpoint
 
 lightning = pytest.importorskip("lightning.pytorch")  # an extra, which the tests install
 from lightning.pytorch.plugins.environments import ClusterEnvironment  # noqa: E402
@@ -323,7 +323,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_pat
         )
     secret = tmp_path / "run" / "secret" / f"step-{at}.safetensors"
     assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
-    keys = [value for name, value in json.loads(secret.read_text()).items() if name.endswith("_key")]
+    keys = [value for name, value in checkpoint.load(secret)["training"].items() if name.endswith("_key")]
     module = Module(schedule, seed=3)
     trainer, fit = fitted(module, run_folder=tmp_path / "run", ckpt_path=checkpoints / f"step={at}.ckpt")
     assert trainer.global_step == fit.training.step_count == 10

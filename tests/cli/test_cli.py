@@ -85,7 +85,7 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "no picture": (["epsilon", *EVENTS, "--plot", "epsilon.jpg"], "'epsilon.jpg' must end in .svg, .png, .pdf"),
     "picture nowhere": (["epsilon", *EVENTS, "--plot", "nowhere/epsilon.png"], "nowhere/epsilon.png: No such file"),
     "no steps for delta": (["delta", "--epsilon", "2", *EVENTS[:5], "0"], "delta: --steps 0 must be an integer"),
-    "epsilon not a number": (["delta", "--epsilon", "nan", *EVENTS], "epsilon=nan must be a finite number"),
+    "epsilon not a number": (["delta", "--epsilon", "nan", *EVENTS], "--epsilon nan must be a finite number"),
     "no steps to compare": (["compare", *EVENTS[:5], "0"], "compare: --steps 0 must be an integer of at least 1"),
     "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
     "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'abadi-"),

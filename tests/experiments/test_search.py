@@ -121,7 +121,7 @@ def test_the_worst_of_several_costs_at_least_as_much_as_each():
         (["--learning-rate", "0.1", "--epsilon", "1", "--noise-multiplier", "1"], "exclude each other"),
         (["--learning-rate", "-1"], "learning-rate -1.0 must be"),
         (["--learning-rate", "0.1", "--on", "private", "--mean-runs", "1"], "mean"),
-        (["--learning-rate", "0.1", "--on", "private", "--score-noise", "0"], "score_noise"),
+        (["--learning-rate", "0.1", "--on", "private", "--score-noise", "0"], "--score-noise 0.0 must be"),
     ],
 )
 def test_mistakes_are_named(arguments, said, capsys, tmp_path):

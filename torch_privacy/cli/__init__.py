@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the command ``torch-privacy``. Accounting and lists start without importing torch."""
 
-import re
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -10,8 +9,10 @@ import typer
 from typer.exceptions import TyperException
 
 from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train
+from torch_privacy.cli._options import option_names
 from torch_privacy.cli._shared import app, say
 from torch_privacy.cli.processes import ALONE, TOGETHER, ended, follow, is_first, lost_rank, num_launched
+from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
     "accounting", "audit", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search", "train",
@@ -19,24 +20,6 @@ __all__ = [
 
 USER_MISTAKE = 2
 LONGEST = 1500  # letters of a message
-
-OPTIONS = {  # names that differ between library and command
-    "target_epsilon": "--epsilon",
-    "expected_batch_size": "--batch-size",
-    "num_steps": "--steps",
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in (
-            "noise_multiplier", "sampling_probability", "delta", "learning_rate", "clip_norm", "epochs", "hidden_units",
-            "seed", "alpha", "num_examples", "target", "schema", "schema_share", "owner", "per_owner", "test_share",
-        )
-    },
-}  # fmt: skip
-
-
-def _with_option_names(message: str) -> str:
-    """Replaces the names of arguments in a message by the names of the command's options."""
-    return re.sub(rf"(?<![\w(])({'|'.join(OPTIONS)})=", lambda found: f"{OPTIONS[found[1]]} ", message)
 
 
 def _ended(sentence: str) -> str:
@@ -107,7 +90,7 @@ def _said(act: Callable[[], int], command: str = "") -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'file'}: {error.strerror or error}.")
     except ValueError as error:
-        message = _with_option_names(str(error))
+        message = _named_by_option(error, command)
         is_of_arguments = bool(command) and message.startswith(f"{command}: ")
         return _complain(f"{_ended(message)} Try 'torch-privacy {command} --help'" if is_of_arguments else message)
     except OverflowError as error:
@@ -119,6 +102,15 @@ def _said(act: Callable[[], int], command: str = "") -> int:
             raise
         _complain(str(error))
         return 1
+
+
+def _named_by_option(error: ValueError, command: str) -> str:
+    """Returns the message of an error, with the name of the command's option for an argument of the library."""
+    if not isinstance(error, InvalidValue):
+        return str(error)
+    of_command = getattr(typer.main.get_command(app), "commands", {}).get(command)
+    option = {} if of_command is None else option_names(of_command)
+    return error.named(f"{option[error.name]} ") if error.name in option else str(error)
 
 
 def main() -> None:

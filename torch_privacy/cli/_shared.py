@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,19 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a long command prints."""
+
+    quiet: Quiet = False
+    as_json: AsJson = False
+
+    @property
+    def silent(self) -> bool:
+        """True if no progress is to be shown."""
+        return self.quiet or self.as_json
 
 
 def check_alone(command: str, *others: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from torch_privacy.cli._options import with_options
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
-from torch_privacy.cli.steps import BatchSize, Delta, Epochs, NumExamples, Probability, Steps, sampling_of
+from torch_privacy.cli.steps import Delta, Steps
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
 Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
@@ -48,13 +49,11 @@ Plot = Annotated[
 
 
 @app.command()
+@with_options
 def epsilon(
+    *,
     noise_multiplier: Noise,
-    sampling_probability: Probability = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    num_examples: NumExamples = None,
-    epochs: Epochs = None,
+    steps: Steps,
     delta: Delta = None,
     group_size: GroupSize = None,
     plot: Plot = None,
@@ -67,10 +66,10 @@ def epsilon(
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
-    sampling = sampling_of("epsilon", sampling_probability, steps, batch_size, num_examples, epochs)
-    sampling_probability, steps = sampling.probability, sampling.num_steps
+    sampling = steps.sampling("epsilon")
+    probability, num_steps = sampling.probability, sampling.num_steps
     delta = sampling.delta("epsilon", delta)
-    releases = equal_releases(noise_multiplier, sampling_probability, steps)
+    releases = equal_releases(noise_multiplier, probability, num_steps)
     if group_size is not None:
         releases = [(privacy.for_group(event, group_size), count) for event, count in releases]
         if plot is not None:
@@ -80,19 +79,17 @@ def epsilon(
         from torch_privacy.report import accounting_plots
 
         mark = accounting_plots.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
-        _draw(accounting_plots.profile_figure(noise_multiplier, sampling_probability, steps, mark), plot)
+        _draw(accounting_plots.profile_figure(noise_multiplier, probability, num_steps, mark), plot)
     print_result(summary.as_json(), [*privacy_lines(summary), *sampling.lines], as_json)
 
 
 @app.command()
+@with_options
 def delta(
+    *,
     epsilon: Annotated[float, typer.Option(help="Epsilon at which to ask, a number of either sign; no unit.")],
     noise_multiplier: Noise,
-    sampling_probability: Probability = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    num_examples: NumExamples = None,
-    epochs: Epochs = None,
+    steps: Steps,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,9 +97,9 @@ def delta(
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 
-    sampling = sampling_of("delta", sampling_probability, steps, batch_size, num_examples, epochs)
-    sampling_probability, steps = sampling.probability, sampling.num_steps
-    setting = noise_multiplier, sampling_probability, steps
+    sampling = steps.sampling("delta")
+    probability, num_steps = sampling.probability, sampling.num_steps
+    setting = noise_multiplier, probability, num_steps
     bracket = compose_steps(*setting).delta(epsilon)
     if plot is not None:
         from torch_privacy.report import accounting_plots
@@ -110,8 +107,8 @@ def delta(
         _draw(accounting_plots.profile_figure(*setting, accounting_plots.delta_mark(epsilon, bracket)), plot)
     content = {
         "noise_multiplier": noise_multiplier,
-        "sampling_probability": sampling_probability,
-        "num_steps": steps,
+        "sampling_probability": probability,
+        "num_steps": num_steps,
         "epsilon": epsilon,
         "delta": bracket._asdict(),
         "clt": {"delta": privacy.clt(*setting).delta(epsilon), "note": "an approximation, not a bound"},
@@ -120,13 +117,11 @@ def delta(
 
 
 @app.command()
+@with_options
 def calibrate(
+    *,
     epsilon: Target,
-    sampling_probability: Probability = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    num_examples: NumExamples = None,
-    epochs: Epochs = None,
+    steps: Steps,
     delta: Delta = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -135,11 +130,11 @@ def calibrate(
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
-    sampling = sampling_of("calibrate", sampling_probability, steps, batch_size, num_examples, epochs)
-    sampling_probability, steps = sampling.probability, sampling.num_steps
+    sampling = steps.sampling("calibrate")
+    probability, num_steps = sampling.probability, sampling.num_steps
     delta = sampling.delta("calibrate", delta)
-    noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling_probability, num_steps=steps)
-    summary = summarize(equal_releases(noise, sampling_probability, steps), delta)
+    noise = privacy.calibrate(epsilon, delta, sampling_probability=probability, num_steps=num_steps)
+    summary = summarize(equal_releases(noise, probability, num_steps), delta)
     lines = [
         ("noise multiplier", repr(noise)),
         ("target epsilon", f"{epsilon:g}"),
@@ -149,18 +144,16 @@ def calibrate(
     if plot is not None:
         from torch_privacy.report import accounting_plots
 
-        _draw(accounting_plots.calibration_figure(noise, sampling_probability, steps, delta, epsilon), plot)
+        _draw(accounting_plots.calibration_figure(noise, probability, num_steps, delta, epsilon), plot)
     print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
 
 
 @app.command()
+@with_options
 def tradeoff(
+    *,
     noise_multiplier: Noise,
-    sampling_probability: Probability = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    num_examples: NumExamples = None,
-    epochs: Epochs = None,
+    steps: Steps,
     alpha: Alphas = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -169,28 +162,26 @@ def tradeoff(
     from torch_privacy.cli.tables import tradeoff_view
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
-    sampling = sampling_of("tradeoff", sampling_probability, steps, batch_size, num_examples, epochs)
-    sampling_probability, steps = sampling.probability, sampling.num_steps
-    profile = compose_steps(noise_multiplier, sampling_probability, steps)
+    sampling = steps.sampling("tradeoff")
+    probability, num_steps = sampling.probability, sampling.num_steps
+    profile = compose_steps(noise_multiplier, probability, num_steps)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     if plot is not None:
         from torch_privacy.report import accounting_plots
 
-        _draw(accounting_plots.tradeoff_figure(noise_multiplier, sampling_probability, steps), plot)
-    content = {"noise_multiplier": noise_multiplier, "sampling_probability": sampling_probability, "num_steps": steps}
+        _draw(accounting_plots.tradeoff_figure(noise_multiplier, probability, num_steps), plot)
+    content = {"noise_multiplier": noise_multiplier, "sampling_probability": probability, "num_steps": num_steps}
     shown = tradeoff_view(points, [*attacker_lines(attacker), *sampling.lines])
     print_result({**content, "tradeoff": points, **attacker}, shown, as_json)
 
 
 @app.command()
+@with_options
 def compare(
+    *,
     noise_multiplier: Noise,
-    sampling_probability: Probability = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    num_examples: NumExamples = None,
-    epochs: Epochs = None,
+    steps: Steps,
     delta: Delta = None,
     group_size: GroupSize = None,
     plot: Plot = None,
@@ -207,25 +198,23 @@ def compare(
     from torch_privacy.privacy import comparison
     from torch_privacy.privacy.persons import compare_persons
 
-    sampling = sampling_of("compare", sampling_probability, steps, batch_size, num_examples, epochs)
-    sampling_probability, steps = sampling.probability, sampling.num_steps
+    sampling = steps.sampling("compare")
+    probability, num_steps = sampling.probability, sampling.num_steps
     delta = sampling.delta("compare", delta)
     persons = None
     if group_size is not None:
-        persons = compare_persons(noise_multiplier, sampling_probability, steps, delta, group_size)
+        persons = compare_persons(noise_multiplier, probability, num_steps, delta, group_size)
     with _quiet_libraries():
-        claims = comparison.compare(noise_multiplier, sampling_probability, steps, delta)
-    setting = (
-        f"{steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {sampling_probability:.4g}, delta = {delta:g}"
-    )
+        claims = comparison.compare(noise_multiplier, probability, num_steps, delta)
+    setting = f"{num_steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {probability:.4g}, delta = {delta:g}"
     if plot is not None:
         from torch_privacy.report import accounting_plots
 
         _draw(accounting_plots.claims_figure(claims, setting), plot)
     content: dict[str, Any] = {
         "noise_multiplier": noise_multiplier,
-        "sampling_probability": sampling_probability,
-        "num_steps": steps,
+        "sampling_probability": probability,
+        "num_steps": num_steps,
     }
     content |= {"delta": delta, "claims": comparison.as_json(claims)}
     if persons is not None:

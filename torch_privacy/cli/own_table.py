@@ -1,58 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides what ``train`` needs for a table of the user's own: its options, and how its file is told from a name."""
+"""Provides what ``train`` needs for a table of the user's own: how its file is told from a name, and its settings."""
 
 from __future__ import annotations
 
 import os
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from torch_privacy.cli._shared import folder_named
 from torch_privacy.experiments import TRAININGS
+from torch_privacy.experiments.table_settings import OF_TABLE
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".zip", ".bz2", ".xz", ".zst", ".xlsx", ".xls", ".json")
-TABLE = "Your own table"  # heading of these options in --help
-
-Target = Annotated[
-    str | None, typer.Option(help="Column of the table to predict.", metavar="COLUMN", rich_help_panel=TABLE)
-]
-Schema = Annotated[
-    Path | None,
-    typer.Option(
-        parser=folder_named,
-        help="What is public about the columns, as written by torch-privacy schema and filled in.",
-        metavar="FILE",
-        rich_help_panel=TABLE,
-        show_default="types from the file's storage types; the rest is learnt privately",
-    ),
-]
-SchemaShare = Annotated[
-    float | None,
-    typer.Option(
-        help="Share of epsilon and delta for learning bounds and categories that the schema leaves open, in (0, 1).",
-        rich_help_panel=TABLE,
-        show_default="0.3",
-    ),
-]
-Owner = Annotated[
-    str | None,
-    typer.Option(
-        help="Column that names the person of each row: protects persons instead of rows.",
-        metavar="COLUMN",
-        rich_help_panel=TABLE,
-    ),
-]
-PerOwner = Annotated[
-    int | None,
-    typer.Option(help="Largest number of rows of one person to use, with --owner.", rich_help_panel=TABLE),
-]
-TestShare = Annotated[
-    float | None,
-    typer.Option(help="Share of the rows kept for the test, in (0, 1).", rich_help_panel=TABLE, show_default="0.1"),
-]
 
 
 def is_table(name: str) -> bool:
@@ -69,8 +28,9 @@ def is_table(name: str) -> bool:
     return path.suffix.lower() in SUFFIXES or any(mark in name for mark in separators) or path.exists()
 
 
-def check_is_experiment(name: str, own: dict[str, Any]) -> None:
+def check_is_experiment(name: str, chosen: dict[str, Any]) -> None:
     """Raises a ``ValueError`` for options of a table that are given with an experiment, and for a name of neither."""
+    own = [setting for setting in chosen if setting in OF_TABLE]
     if name not in TRAININGS:
         close = get_close_matches(name, TRAININGS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
@@ -79,7 +39,7 @@ def check_is_experiment(name: str, own: dict[str, Any]) -> None:
             f" is no such file.{hint}"
         )
     if own:
-        option = f"--{next(iter(own)).replace('_', '-')}"
+        option = f"--{own[0].replace('_', '-')}"
         raise ValueError(f"train: {option} is for a table of your own, and {name!r} is an experiment, not a file.")
 
 

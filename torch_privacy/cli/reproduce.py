@@ -3,6 +3,7 @@
 
 import os
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -13,9 +14,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from torch_privacy.cli._options import with_options
 from torch_privacy.cli._shared import (
-    AsJson,
-    Quiet,
+    Output,
     ResumePath,
     RunPath,
     app,
@@ -34,13 +35,6 @@ Name = Annotated[
     str | None,
     typer.Argument(help="Experiment to run; without it, all are listed.", metavar="EXPERIMENT", show_default=False),
 ]
-QuickLook = Annotated[bool, typer.Option("--quick", help="Run a smaller version, in less than three minutes.")]
-Data = Annotated[
-    Path | None,
-    typer.Option(parser=folder_named, help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA"),
-]
-
-
 MAX_SEEDS = 1000
 
 
@@ -58,68 +52,82 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-Seeds = Annotated[
-    Any,
-    typer.Option(
-        "--seed", "--seeds", parser=_seeds, metavar="SEEDS",
-        help="Public seeds, one run for each: 3, or 0,3,7, or 0-4.", show_default="0",
-    ),
-]  # fmt: skip
+@dataclass(frozen=True)
+class Request:
+    """Which rows of an experiment are made, and how."""
 
+    quick: Annotated[bool, typer.Option("--quick", help="Run a smaller version, in less than three minutes.")] = False
+    seeds: Annotated[
+        Any,
+        typer.Option(
+            "--seed", "--seeds", parser=_seeds, metavar="SEEDS",
+            help="Public seeds, one run for each: 3, or 0,3,7, or 0-4.", show_default="0",
+        ),
+    ] = None  # fmt: skip
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Rows to run, such as 'JL*'; may be repeated.", metavar="ROW", show_default="all"),
+    ] = None
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rows to leave out, such as 'trained*'; may be repeated.", metavar="ROW", show_default="none"
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            parser=folder_named, help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA"
+        ),
+    ] = None
 
-Only = Annotated[
-    list[str] | None,
-    typer.Option("--only", help="Rows to run, such as 'JL*'; may be repeated.", metavar="ROW", show_default="all"),
-]
-Skip = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--skip", help="Rows to leave out, such as 'trained*'; may be repeated.", metavar="ROW", show_default="none"
-    ),
-]
+    @property
+    def is_empty(self) -> bool:
+        """True if none of these options was given."""
+        return not any([self.quick, self.seeds, self.only, self.skip, self.data])
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `Reproduction.start`."""
+        return {
+            "quick": self.quick,
+            "seeds": self.seeds or [0],
+            "data": None if self.data is None else str(self.data.absolute()),
+            "only": self.only or (),
+            "skip": self.skip or (),
+        }
 
 
 @app.command()
+@with_options
 def reproduce(
+    *,
     experiment: Name = None,
-    quick: QuickLook = False,
-    seed: Seeds = None,
-    only: Only = None,
-    skip: Skip = None,
-    data: Data = None,
+    request: Request,
     run: RunPath = None,
     resume: ResumePath = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    output: Output,
 ) -> None:
     """Reproduce a table or figure of a paper, and show the paper's numbers beside ours.
 
     Without a name it lists all experiments. After Ctrl-C, --resume continues the run.
     """
     if resume is not None:
-        check_alone("reproduce", experiment, run, seed, data, quick or None, only or None, skip or None)
-        _reproduce_in(resume, None, {}, quiet=quiet, as_json=as_json)
+        check_alone("reproduce", experiment, run, None if request.is_empty else request)
+        _reproduce_in(resume, None, {}, output)
         return
     if experiment is None:
-        if any(option is not None for option in (run, seed, data, quick or None, only or None, skip or None)):
+        if run is not None or not request.is_empty:
             raise ValueError("reproduce: name an experiment for these options; without them it lists all.")
         from torch_privacy_papers.catalog import as_json as listed
 
-        print_result({"experiments": listed()}, _listed(), as_json)
+        print_result({"experiments": listed()}, _listed(), output.as_json)
         return
-    request = {
-        "quick": quick,
-        "seeds": seed or [0],
-        "data": None if data is None else str(data.absolute()),
-        "only": only or (),
-        "skip": skip or (),
-    }
     if to_resume("reproduce", run):
         assert run is not None
-        _reproduce_in(run, None, {}, quiet=quiet, as_json=as_json)
+        _reproduce_in(run, None, {}, output)
         return
-    folder = run or Path("runs") / f"{experiment}{'-quick' * quick}-{datetime.now():%Y%m%d-%H%M%S}"
-    _reproduce_in(folder, experiment, request, quiet=quiet, as_json=as_json)
+    folder = run or Path("runs") / f"{experiment}{'-quick' * request.quick}-{datetime.now():%Y%m%d-%H%M%S}"
+    _reproduce_in(folder, experiment, request.arguments(), output)
 
 
 def _listed() -> Group:
@@ -141,7 +149,7 @@ def _listed() -> Group:
     return Group(table, Text(), Text(hint))
 
 
-def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, quiet: bool, as_json: bool) -> None:
+def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], output: Output) -> None:
     """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
     # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -149,7 +157,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
         from torch_privacy.cli.tables import results_view
         from torch_privacy_papers.reproduction import Reproduction
 
-        silent, count = quiet or as_json, num_launched()
+        silent, count = output.silent, num_launched()
         with (
             naming(folder),
             closing(
@@ -166,7 +174,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], *, qu
                     say(f"stopped; continue with\n  {again()} reproduce --resume {folder}")
                     raise typer.Exit(128 + signals.received)
             results = work.finish()
-    print_result({**results, "run": str(folder)}, results_view(results, str(work.folder.report)), as_json)
+    print_result({**results, "run": str(folder)}, results_view(results, str(work.folder.report)), output.as_json)
 
 
 def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``search``, which chooses settings on stand-in data or, at a price, on the private data."""
 
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, Quiet, RunPath, app, folder_named, naming, print_result, say
-from torch_privacy.cli.train import KNOWN, Data, Epochs, Seed, TrainDelta, TrainNoise, TrainTarget, train_in
+from torch_privacy.cli._options import Chosen, with_options
+from torch_privacy.cli._shared import Output, RunPath, app, folder_named, naming, print_result, say
+from torch_privacy.cli.train import KNOWN, train_in
+from torch_privacy.experiments.task import Settings
 
 Name = Annotated[str, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 Where = Annotated[
@@ -19,49 +22,59 @@ StandIn = Annotated[
     Path | None,
     typer.Option(parser=folder_named, help="Public data in the same format, for --on public.", metavar="DIR"),
 ]
-LearningRates = Annotated[list[float] | None, typer.Option("--learning-rate", help="A step length; repeatable.")]
-ClipNorms = Annotated[list[float] | None, typer.Option("--clip-norm", help="A bound on gradients; repeatable.")]
-BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="A mean batch size; repeatable.")]
 Tries = Annotated[
     int | None, typer.Option(help="Number of combinations to try, drawn at random.", show_default="all of them")
 ]
 Projections = Annotated[
     int, typer.Option(help="Random projections by which norms are estimated on stand-in data; 0 for exact norms.")
 ]
-MeanRuns = Annotated[float, typer.Option(help="Expected number of runs on private data; the number itself is secret.")]
-Stopping = Annotated[
-    Literal["logarithmic", "geometric", "poisson"],
-    typer.Option(help="Law of the number of private runs."),
-]
-ScoreNoise = Annotated[
-    float, typer.Option(help="Noise on the count that ranks runs on private data; standard deviation in examples.")
-]
 Train = Annotated[bool, typer.Option("--train/--no-train", help="Then train with the best settings on private data.")]
+FIXED = "noise_multiplier", "target_epsilon", "delta", "epochs", "seed", "data"  # settings that all tries share
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The values to try."""
+
+    learning_rate: Annotated[list[float] | None, typer.Option(help="A step length; repeatable.")] = None
+    clip_norm: Annotated[list[float] | None, typer.Option(help="A bound on gradients; repeatable.")] = None
+    expected_batch_size: Annotated[
+        list[int] | None, typer.Option("--batch-size", help="A mean batch size; repeatable.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a search on the private data."""
+
+    mean_runs: Annotated[
+        float, typer.Option(help="Expected number of runs on private data; the number itself is secret.")
+    ] = 10.0
+    distribution: Annotated[
+        Literal["logarithmic", "geometric", "poisson"],
+        typer.Option("--stopping", help="Law of the number of private runs."),
+    ] = "logarithmic"
+    score_noise: Annotated[
+        float,
+        typer.Option(help="Noise on the count that ranks runs on private data; standard deviation in examples."),
+    ] = 10.0
 
 
 @app.command()
+@with_options
 def search(
+    *,
     experiment: Name,
     on: Where = "synthetic",
     stand_in: StandIn = None,
-    learning_rate: LearningRates = None,
-    clip_norm: ClipNorms = None,
-    batch_size: BatchSizes = None,
+    tried: Tried,
     tries: Tries = None,
     projections: Projections = 3,
-    mean_runs: MeanRuns = 10.0,
-    stopping: Stopping = "logarithmic",
-    score_noise: ScoreNoise = 10.0,
+    runs: Runs,
     then_train: Train = True,
-    noise_multiplier: TrainNoise = None,
-    epsilon: TrainTarget = None,
-    delta: TrainDelta = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    data: Data = None,
+    chosen: Annotated[dict[str, Any], Chosen(Settings, FIXED)],
     run: RunPath = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    output: Output,
 ) -> None:
     """Choose learning rate, clip norm and batch size, and train with them.
 
@@ -69,34 +82,27 @@ def search(
     private data every try is a private training; their number is secret, only the best is released, and epsilon covers
     the whole search.
     """
-    tried = {"learning_rate": learning_rate, "clip_norm": clip_norm, "expected_batch_size": batch_size}
-    if not any(tried.values()):
+    values = {name: given for name, given in asdict(tried).items() if given}
+    if not values:
         raise ValueError("search: give values to try, as in --learning-rate 0.1 --learning-rate 0.3 --clip-norm 1.")
     if (on == "public") != (stand_in is not None):
         raise ValueError("search: --on public needs --stand-in DIR, and nothing else does.")
-    if noise_multiplier is not None and epsilon is not None:
+    if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("search: --noise-multiplier and --epsilon exclude each other; give one of them.")
-    options = {
-        "noise_multiplier": noise_multiplier, "target_epsilon": epsilon, "delta": delta, "epochs": epochs, "seed": seed,
-    }  # fmt: skip
-    fixed = {name: value for name, value in options.items() if value is not None}
-    private = {} if data is None else {"data": str(data.absolute())}
+    fixed = {name: value for name, value in chosen.items() if name != "data"}
     folder = run or Path("runs") / f"search-{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
     from torch_privacy.experiments.search import grid
 
-    candidates = grid({name: values for name, values in tried.items() if values}, tries, seed or 0)
+    candidates = grid(values, tries, chosen.get("seed", 0))
     if on == "private":
-        runs = {"mean_runs": mean_runs, "distribution": stopping, "score_noise": score_noise}
-        _search_privately(folder, experiment, candidates, runs | fixed | private, quiet=quiet, as_json=as_json)
+        _search_privately(folder, experiment, candidates, asdict(runs) | chosen, output)
         return
     public = None if stand_in is None else str(stand_in.absolute())
-    best, content = _try(experiment, candidates, projections, public, fixed, quiet=quiet or as_json)
-    if not then_train:
-        print_result(content, _lines(content), as_json)
-        return
-    if not as_json:
-        print_result(content, _lines(content), as_json)
-    train_in(folder, experiment, fixed | best | private, quiet=quiet, as_json=as_json, more={"search": content})
+    best, content = _try(experiment, candidates, projections, public, fixed, quiet=output.silent)
+    if not then_train or not output.as_json:
+        print_result(content, _lines(content), output.as_json)
+    if then_train:
+        train_in(folder, experiment, chosen | best, output, {"search": content})
 
 
 def _try(
@@ -126,9 +132,7 @@ def _search_privately(
     experiment: str,
     candidates: list[dict[str, Any]],
     settings: dict[str, Any],
-    *,
-    quiet: bool,
-    as_json: bool,
+    output: Output,
 ) -> None:
     from torch_privacy.experiments.private_search import PrivateSearch
     from torch_privacy.privacy.rounding import round_down, round_up
@@ -137,7 +141,7 @@ def _search_privately(
     place = RunFolder(folder)
     place.check_new()
     job = PrivateSearch(experiment, candidates, **settings)
-    if not quiet and not as_json:
+    if not output.silent:
         say(f"searching among {len(candidates)} settings; the number of runs is secret, so no progress is shown")
     with naming(folder):
         results = job.run(place)
@@ -148,7 +152,7 @@ def _search_privately(
         (f"epsilon of the search at delta = {results['delta']:g}", f"[{round_down(low)}, {round_up(high)}]"),
         ("model and statement", str(folder)),
     ]
-    print_result({**results, "run": str(folder)}, lines, as_json)
+    print_result({**results, "run": str(folder)}, lines, output.as_json)
 
 
 def _lines(content: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,36 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the options that describe a training's steps: by probability and number, or by batch size and epochs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-Probability = Annotated[
-    float | None,
-    typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].", show_default=False),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(help="Number of noisy steps, an integer: epochs / sampling probability.", show_default=False),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(help="Expected batch size, in examples; with --num-examples.", show_default=False),
-]
-NumExamples = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of training examples n; with --batch-size, in place of --sampling-probability.", show_default=False
-    ),
-]
-Epochs = Annotated[
-    float | None,
-    typer.Option(
-        help="Passes over the data, on average, in place of --steps: epochs x n / batch size steps, rounded up.",
-        show_default=False,
-    ),
-]
 Delta = Annotated[
     float | None,
     typer.Option(
@@ -65,49 +42,79 @@ class Sampling:
         return 1 / (10 * n)
 
 
-def sampling_of(
-    where: str,
-    probability: float | None,
-    steps: int | None,
-    batch_size: int | None,
-    num_examples: int | None,
-    epochs: float | None,
-) -> Sampling:
-    """Returns the steps that the options describe.
+@dataclass(frozen=True)
+class Steps:
+    """The options; messages name them by the library's names for the same numbers."""
 
-    The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded up, as in
-    ``train``.
+    sampling_probability: Annotated[
+        float | None,
+        typer.Option(help="Chance that an example joins a step, batch size / n; in (0, 1].", show_default=False),
+    ] = None
+    num_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", help="Number of noisy steps, an integer: epochs / sampling probability.", show_default=False
+        ),
+    ] = None
+    expected_batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", help="Expected batch size, in examples; with --num-examples.", show_default=False),
+    ] = None
+    num_examples: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of training examples n; with --batch-size, in place of --sampling-probability.",
+            show_default=False,
+        ),
+    ] = None
+    epochs: Annotated[
+        float | None,
+        typer.Option(
+            help="Passes over the data, on average, in place of --steps: epochs x n / batch size steps, rounded up.",
+            show_default=False,
+        ),
+    ] = None
 
-    Raises:
-        ValueError: the options contradict each other, leave something open, or are out of range.
-    """
-    from torch_privacy.support import validate as _check
+    def sampling(self, where: str) -> Sampling:
+        """Returns the steps that the options describe.
 
-    by_size = {"--batch-size": batch_size, "--num-examples": num_examples}
-    given = [name for name, value in by_size.items() if value is not None]
-    if probability is not None and given:
-        raise ValueError(f"{where}: --sampling-probability and {given[0]} exclude each other; give one of them.")
-    if steps is not None and epochs is not None:
-        raise ValueError(f"{where}: --steps and --epochs exclude each other; give one of them.")
-    if probability is None and len(given) < 2:
-        lacking = "" if not given else f"{given[0]} alone says too little: "
-        raise ValueError(f"{where}: {lacking}give --sampling-probability, or --batch-size with --num-examples.")
-    if steps is None and epochs is None:
-        raise ValueError(f"{where}: give --steps or --epochs.")
-    if probability is None:
-        assert batch_size is not None
-        assert num_examples is not None
-        _check.whole(where, at_least=1, expected_batch_size=batch_size)
-        _check.whole(where, at_least=1, num_examples=num_examples)
-        _check.in_range(where, 0, num_examples, expected_batch_size=batch_size, hint="It is at most --num-examples.")
-    else:
-        _check.in_range(where, 0, 1, sampling_probability=probability, hint="It is batch size / n.")
-    if steps is not None:
-        _check.whole(where, at_least=1, num_steps=steps)
-    else:
-        _check.positive(where, epochs=epochs)  # pyright: ignore[reportArgumentType]
-        _check.in_range(where, 0, 1e9, epochs=epochs)  # pyright: ignore[reportArgumentType]
-    return _sampling(probability, steps, batch_size, num_examples, epochs)
+        The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded up, as in
+        ``train``.
+
+        Raises:
+            ValueError: the options contradict each other, leave something open, or are out of range.
+        """
+        from torch_privacy.support import validate as _check
+
+        probability, steps, epochs = self.sampling_probability, self.num_steps, self.epochs
+        batch_size, num_examples = self.expected_batch_size, self.num_examples
+        by_size = {"--batch-size": batch_size, "--num-examples": num_examples}
+        given = [name for name, value in by_size.items() if value is not None]
+        if probability is not None and given:
+            raise ValueError(f"{where}: --sampling-probability and {given[0]} exclude each other; give one of them.")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"{where}: --steps and --epochs exclude each other; give one of them.")
+        if probability is None and len(given) < 2:
+            lacking = "" if not given else f"{given[0]} alone says too little: "
+            raise ValueError(f"{where}: {lacking}give --sampling-probability, or --batch-size with --num-examples.")
+        if steps is None and epochs is None:
+            raise ValueError(f"{where}: give --steps or --epochs.")
+        if probability is None:
+            assert batch_size is not None
+            assert num_examples is not None
+            _check.whole(where, at_least=1, expected_batch_size=batch_size)
+            _check.whole(where, at_least=1, num_examples=num_examples)
+            _check.in_range(
+                where, 0, num_examples, expected_batch_size=batch_size, hint="It is at most --num-examples."
+            )
+        else:
+            _check.in_range(where, 0, 1, sampling_probability=probability, hint="It is batch size / n.")
+        if steps is not None:
+            _check.whole(where, at_least=1, num_steps=steps)
+        else:
+            _check.positive(where, epochs=epochs)  # pyright: ignore[reportArgumentType]
+            _check.in_range(where, 0, 1e9, epochs=epochs)  # pyright: ignore[reportArgumentType]
+        return _sampling(probability, steps, batch_size, num_examples, epochs)
 
 
 def _sampling(

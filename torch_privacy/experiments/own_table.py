@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
 from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.runs import metrics as log
@@ -39,24 +40,7 @@ if TYPE_CHECKING:
 MOST_UNITS = 65536
 MOST_NAMES = 20  # of columns, in a message
 MOST_CLASSES = 6  # of a column, in a message
-TEST_SHARE = 0.1
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(task.Settings):
-    """The settings of a training on a table; `complete` chooses those that the user leaves out."""
-
-    file: str = ""
-    target: str = ""
-    schema: str | None = None  # file that declares what is public; None for the template's cautious choice
-    schema_share: float = 0.3  # of epsilon and delta, for what the schema leaves open
-    owner: str | None = None  # column that names the person of each row; None to protect single rows
-    per_owner: int | None = None
-    test_share: float = TEST_SHARE
-    hidden_units: list[int] = field(default_factory=lambda: [64])
-    clipping: str = "flat"  # older runs have "automatic", whose probabilities were worse than the base rate
-    average: float = 0.99  # decay of the weights' moving average
 
 
 DEFAULTS = Settings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)

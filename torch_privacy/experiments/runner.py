@@ -598,7 +598,7 @@ def _check_prices(settings: Settings, training: tp.PrivateTraining) -> None:
         summarize(_releases(training, training.settings.num_steps), settings.delta)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(
-            f"train: no epsilon can be computed for noise_multiplier={settings.noise_multiplier!r} with batches of "
+            f"train: no epsilon can be computed for the noise multiplier {settings.noise_multiplier!r} with batches of "
             f"{settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise multiplier."
         ) from None
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from torch_privacy.runs import metrics as log
 from torch_privacy.support import validate as _check
@@ -26,23 +27,58 @@ if TYPE_CHECKING:
     from torch_privacy.data import Data
 
 
+class Option(NamedTuple):
+    """Says how a setting is chosen on the command line."""
+
+    help: str
+    name: str = ""  # of the option, if it is not that of the setting
+    shown: str = ""  # the default, in words
+    kind: type | None = None  # of the option, if it is not that of the setting; a path is passed on in full
+    metavar: str | None = None
+    panel: str | None = None  # heading in the help
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings that every training has; an experiment with settings of its own adds fields in a subclass.
 
-    Run folders and checkpoints store them under these names.
+    Run folders and checkpoints store them under these names, and messages name them.
     """
 
-    noise_multiplier: float | None = None  # noise_stddev / sensitivity; None exactly if target_epsilon is given
-    target_epsilon: float | None = None
-    delta: float = 1e-5
-    expected_batch_size: int
-    learning_rate: float
-    clip_norm: float
-    epochs: float
-    seed: int = 0  # public: data split, initial weights, augmentation, baseline; never the noise or the batches
-    baseline: bool = False  # whether to train without privacy as well
-    data: str | None = None  # folder of data sets; None for $TORCH_PRIVACY_DATA
+    noise_multiplier: Annotated[  # None exactly if target_epsilon is given
+        float | None,
+        Option("Noise's standard deviation over the clip norm; no unit, above 0.", shown="calibrated to --epsilon"),
+    ] = None
+    target_epsilon: Annotated[
+        float | None,
+        Option(
+            "Epsilon that is never exceeded, no unit: calibrates the noise, in place of --noise-multiplier.",
+            "--epsilon",
+            "adult: 2",
+        ),
+    ] = None
+    delta: Annotated[float, Option("Delta of (epsilon, delta), a probability below 1/n.", shown="adult: 1e-5")] = 1e-5
+    expected_batch_size: Annotated[
+        int, Option("Expected batch size, in examples; every step draws its own size.", "--batch-size", "adult: 256")
+    ]
+    learning_rate: Annotated[float, Option("Step length per unit of gradient, above 0.", shown="adult: 0.15")]
+    clip_norm: Annotated[
+        float, Option("Bound on the L2 norm of each example's gradient, in its unit.", shown="adult: 1")
+    ]
+    epochs: Annotated[
+        float,
+        Option("Passes over the data, on average; gives epochs x n / batch size steps, rounded up.", shown="adult: 12"),
+    ]
+    seed: Annotated[  # never of the noise or the batches; of augmentation and baseline, too
+        int,
+        Option("Public seed, an integer: data split and first weights; not noise, not batches.", shown="0"),
+    ] = 0
+    baseline: Annotated[
+        bool, Option("Also train without privacy, to compare.", "--baseline/--no-baseline", "baseline")
+    ] = False
+    data: Annotated[
+        str | None, Option("Folder of data sets.", shown="$TORCH_PRIVACY_DATA", kind=Path, metavar="DIR")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -171,13 +207,11 @@ def check_numbers(settings: Settings) -> None:
     _check.in_range("train", 0, 1e6, epochs=settings.epochs)
     low, high = NOISE_RANGE
     if settings.noise_multiplier is not None and not low <= settings.noise_multiplier <= high:
-        raise ValueError(
-            f"train: noise_multiplier={settings.noise_multiplier!r} must lie in [{low:g}, {high:g}]. "
-            "Useful values are about 0.5 to 10."
-        )
+        allowed = f"must lie in [{low:g}, {high:g}]. Useful values are about 0.5 to 10."
+        raise _check.InvalidValue("train", "noise_multiplier", settings.noise_multiplier, allowed)
     _check.whole("train", seed=settings.seed)
     if settings.seed > LARGEST_SEED:
-        raise ValueError(f"train: seed={settings.seed!r} must be an integer of at most 2**63 - 1.")
+        raise _check.InvalidValue("train", "seed", settings.seed, "must be an integer of at most 2**63 - 1.")
     _check.whole("train", at_least=1, expected_batch_size=settings.expected_batch_size)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..support.units import ONE_EXAMPLE
-from ..support.validate import non_negative, one_of, plain_numbers
+from ..support.validate import InvalidValue, non_negative, one_of, plain_numbers
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
@@ -126,7 +126,7 @@ class Profile:
     def delta(self, epsilon: float) -> Bracket[float]:
         """Returns the smallest δ at which the releases are (ε, δ)-private, at any real ε."""
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not np.isfinite(epsilon):
-            raise ValueError(f"Profile.delta: epsilon={epsilon!r} must be a finite number.")
+            raise InvalidValue("Profile.delta", "epsilon", epsilon, "must be a finite number.")
         return _larger([curve.delta(float(epsilon)) for curve in self._curves])
 
     @property
@@ -265,7 +265,7 @@ def _check_delta(where: str, delta: float) -> None:
     """Raises a ``ValueError`` unless delta lies in [0, 1)."""
     non_negative(where, delta=delta)
     if delta >= 1:
-        raise ValueError(f"{where}: delta={delta!r} must lie in [0, 1). A usual choice is 1e-5.")
+        raise InvalidValue(where, "delta", delta, "must lie in [0, 1). A usual choice is 1e-5.")
 
 
 def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:

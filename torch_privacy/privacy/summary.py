@@ -11,6 +11,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
+from torch_privacy.support.validate import InvalidValue
 
 FALSE_POSITIVE_RATE = 0.01  # at which the attacker's true positive rate is reported
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
@@ -186,7 +187,7 @@ def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[d
     """Returns, for each false positive rate alpha, a certified interval of the smallest false negative rate beta."""
     for alpha in alphas:
         if not 0 <= alpha <= 1:
-            raise ValueError(f"tradeoff: alpha={alpha!r} must lie in [0, 1]. It is a rate of false positives.")
+            raise InvalidValue("tradeoff", "alpha", alpha, "must lie in [0, 1]. It is a rate of false positives.")
     curve = profile.tradeoff(np.asarray(alphas, np.float64))
     return [
         {"alpha": float(alpha), "beta_low": float(low), "beta_high": float(high)}

@@ -19,6 +19,21 @@ class Refused(ValueError):
     """
 
 
+class InvalidValue(ValueError):
+    """Raised for an argument with a value that is not allowed; `named` lets a command call it by its own name."""
+
+    def __init__(self, where: str, name: str, value: Any, allowed: str):
+        super().__init__(where, name, value, allowed)
+        self.where, self.name, self._value, self._allowed = where, name, value, allowed.strip()
+
+    def __str__(self) -> str:
+        return self.named(f"{self.name}=")
+
+    def named(self, shown: str) -> str:
+        """Returns the message with this text before the value."""
+        return f"{self.where}: {shown}{self._value!r} {self._allowed}"
+
+
 def plain_number(value: Any) -> Any:
     """Returns a scalar of numpy or torch as Python's number; in tuples, too; anything else as it is.
 
@@ -54,7 +69,7 @@ def _all_finite_numbers(where: str, values: dict[str, Any]) -> None:
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not -LARGEST <= value <= LARGEST:  # an integer may be too large for a float
-            raise ValueError(f"{where}: {name}={value!r} must be a finite number.")
+            raise InvalidValue(where, name, value, "must be a finite number.")
 
 
 def positive(where: str, *, hint: str = "", **values: float) -> None:
@@ -62,7 +77,7 @@ def positive(where: str, *, hint: str = "", **values: float) -> None:
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if value <= 0:
-            raise ValueError(f"{where}: {name}={value!r} must be greater than 0.{hint and ' '}{hint}")
+            raise InvalidValue(where, name, value, f"must be greater than 0. {hint}")
 
 
 def non_negative(where: str, **values: float) -> None:
@@ -70,7 +85,7 @@ def non_negative(where: str, **values: float) -> None:
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if value < 0:
-            raise ValueError(f"{where}: {name}={value!r} must be 0 or greater.")
+            raise InvalidValue(where, name, value, "must be 0 or greater.")
 
 
 def in_range(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
@@ -78,7 +93,7 @@ def in_range(where: str, low: float, high: float, *, hint: str = "", **values: f
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if not low < value <= high:
-            raise ValueError(f"{where}: {name}={value!r} must lie in ({low:g}, {high:g}]. {hint}".rstrip())
+            raise InvalidValue(where, name, value, f"must lie in ({low:g}, {high:g}]. {hint}")
 
 
 def strictly_between(where: str, low: float, high: float, *, hint: str = "", **values: float) -> None:
@@ -86,16 +101,16 @@ def strictly_between(where: str, low: float, high: float, *, hint: str = "", **v
     _all_finite_numbers(where, values)
     for name, value in values.items():
         if not low < value < high:
-            raise ValueError(f"{where}: {name}={value!r} must lie in ({low:g}, {high:g}). {hint}".rstrip())
+            raise InvalidValue(where, name, value, f"must lie in ({low:g}, {high:g}). {hint}")
 
 
 def whole(where: str, *, at_least: int = 0, at_most: int | None = None, **values: int) -> None:
     """Raises a ``ValueError`` unless every value is an integer within these limits; 3.0 is refused, too."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise ValueError(f"{where}: {name}={value!r} must be an integer of at least {at_least}.")
+            raise InvalidValue(where, name, value, f"must be an integer of at least {at_least}.")
         if at_most is not None and value > at_most:
-            raise ValueError(f"{where}: {name}={value!r} must be at most {at_most}.")
+            raise InvalidValue(where, name, value, f"must be at most {at_most}.")
 
 
 def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
@@ -103,7 +118,7 @@ def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
     allowed = list(allowed)
     for name, value in values.items():
         if value not in allowed:
-            raise ValueError(f"{where}: {name}={value!r} must be one of {', '.join(map(repr, allowed))}.")
+            raise InvalidValue(where, name, value, f"must be one of {', '.join(map(repr, allowed))}.")
 
 
 def quoted(names: Iterable[Any], *, at_most: int | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
 from ...support.units import ONE_EXAMPLE, plural
-from ...support.validate import one_of, plain_number, plain_numbers, positive, whole
+from ...support.validate import InvalidValue, one_of, plain_number, plain_numbers, positive, whole
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds
@@ -69,11 +69,11 @@ def check_noise(where: str, noise_multiplier: float) -> None:
     positive(where, noise_multiplier=noise_multiplier)
     if not SMALLEST_NOISE <= noise_multiplier <= LARGEST_NOISE:
         hint = f" {WITHOUT_NOISE}" if noise_multiplier < 1 else ""
-        raise ValueError(
-            f"{where}: noise_multiplier={noise_multiplier!r} must lie in [{SMALLEST_NOISE:g}, {LARGEST_NOISE:g}]. "
-            "It is the noise's standard deviation divided by the sensitivity; usual values lie between 0.3 and "
-            f"10.{hint}"
+        allowed = (
+            f"must lie in [{SMALLEST_NOISE:g}, {LARGEST_NOISE:g}]. It is the noise's standard deviation divided by the "
+            f"sensitivity; usual values lie between 0.3 and 10.{hint}"
         )
+        raise InvalidValue(where, "noise_multiplier", noise_multiplier, allowed)
 
 
 def check_relation(where: str, neighboring_relation: NeighboringRelation) -> None:
