@@ -39,7 +39,7 @@ ROLES = {  # a few words for each room
 }
 WAY = [  # (step, what happens, the modules that do it)
     ("1 record", "ops that meet\nparameters", ["jacobian.recording.recorder", "jacobian.recording.calls"]),
-    ("2 layout", "which dimension\nholds the examples", ["jacobian.layouts.known", "jacobian.layouts.measure"]),
+    ("2 layout", "which dimension\nholds the examples", ["jacobian.layouts.find", "jacobian.layouts.known"]),
     ("3 norms", "the cheapest\nexact method", ["jacobian.rows.norms", "jacobian.rows.plan"]),
     ("4 clip", "norms become\nfactors", ["mechanisms.clipping"]),
     ("5 sum", "one backward,\nblock by block", ["jacobian.rows.streamed_sum", "jacobian.rows.blocks"]),

@@ -10,7 +10,7 @@ from parts import trained
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
 from torch_privacy.jacobian.rows.plan import Budget
-from torch_privacy.jacobian.rows.streamed_sum import NativeBackward
+from torch_privacy.jacobian.rows.streamed_sum import SumByBackward
 from torch_privacy.jacobian.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -51,7 +51,7 @@ def one_group(model):
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_sum_equals_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
-        monkeypatch.setattr("torch_privacy.jacobian.tape.PORTION_BYTES", 1)  # measured in several portions
+        monkeypatch.setattr("torch_privacy.jacobian.rows.plan.PORTION_BYTES", 1)  # measured in several portions
         monkeypatch.setattr(Budget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
@@ -170,7 +170,7 @@ def test_coupled_examples_are_refused_also_after_batches_of_one():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_second_backward_in_half_precision(autocast, monkeypatch):
     monkeypatch.setattr(Budget, "wants_second_backward", True)
-    monkeypatch.setattr(NativeBackward, "__call__", None)  # a call would fail
+    monkeypatch.setattr(SumByBackward, "__call__", None)  # a call would fail
     dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
     model = torch.nn.Linear(3, 2, dtype=dtype)
     for _ in range(PROOFS + 1):

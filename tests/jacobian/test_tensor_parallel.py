@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 import torch_privacy as tp
 from torch_privacy.jacobian import public_record as recording
-from torch_privacy.jacobian import tape as tape_module
+from torch_privacy.jacobian.layouts import find
 from torch_privacy.jacobian.layouts.fit import CandidateLayouts
 from torch_privacy.jacobian.layouts.predict import Prediction
 
@@ -72,7 +72,7 @@ def without_spot_checks(rank, function, *arguments):
 def spot_checks(one_in=2**40):
     """Measures one settled batch in this many again; by default none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tape_module, "SPOT_CHECK", one_in)
+        patch.setattr(find, "SPOT_CHECK", one_in)
         yield patch
 
 

@@ -48,13 +48,13 @@ class RecordedRun:
     def meetings(self) -> dict[str, tuple[Meeting, ...]]:
         """Returns the calls that used each parameter."""
         found: dict[str, tuple[Meeting, ...]] = {}
-        for number, call in enumerate([*self.tape._calls, *self.tape.unrecorded]):
+        for number, call in enumerate([*self.tape.log.calls, *self.tape.log.unrecorded]):
             modules = [name for name, calls in self._forwards if number in calls]  # from the outermost inwards
             for use in call.uses:
                 innermost = modules[-1] if modules else ""
                 is_generic = isinstance(use, ReplayUse | NodeUse)
                 met = Meeting(call.op.split("::")[-1], innermost, self._layouts.of(call), is_generic)
-                found |= {name: (*found.get(name, ()), met) for name in self.tape._names_of(use.weight)}
+                found |= {name: (*found.get(name, ()), met) for name in self.tape.tensors.names_of(use.weight)}
         return found
 
     def plan(self) -> list[PlanRow]:
@@ -102,11 +102,11 @@ def _noting_forwards(model: nn.Module, tape: Tape, forwards: list[tuple[str, ran
 
     def before(module: nn.Module, _: Any) -> None:
         running.append(len(forwards))
-        forwards.append((names[module], range(len(tape._calls), len(tape._calls))))
+        forwards.append((names[module], range(len(tape.log.calls), len(tape.log.calls))))
 
     def after(module: nn.Module, *_: Any) -> None:
         number = running.pop()
-        forwards[number] = names[module], range(forwards[number][1].start, len(tape._calls))
+        forwards[number] = names[module], range(forwards[number][1].start, len(tape.log.calls))
 
     hooks = [module.register_forward_pre_hook(before) for module in names]
     hooks += [module.register_forward_hook(after, always_call=True) for module in names]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..jacobian.tape import never_reached
+from ..jacobian.recording.paths import never_reached
 from ..mechanisms.base import Mechanism
 from ..rehearsal.comparison import quoted
 from ..support.ranks import Ranks, RefusedTogether

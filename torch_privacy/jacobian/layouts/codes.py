@@ -59,6 +59,18 @@ class Rounding:
     exponents: int  # how many powers of two are in the range of the type
     negligible: float  # entries up to this count as zero
 
+    def allowed(self, length: Tensor, factor: Tensor, root_entries: Tensor | float) -> Tensor:
+        """Returns how far apart b and s / c may be, for an example's parts b and s of two gradients and its factor c.
+
+        This decides, for every way to compare the two, whether they agree: entry by entry, or by length and product.
+
+        Args:
+            length: of b.
+            factor: |c|.
+            root_entries: square root of the number of entries of b.
+        """
+        return self.relative * length + self.absolute * root_entries * (1 + 1 / factor)
+
     @staticmethod
     def of(dtypes: Collection[torch.dtype]) -> Rounding:
         """Returns the rounding of the coarsest of these types, with the range of the narrowest."""

@@ -135,7 +135,7 @@ class CandidateLayouts:
         largest = _largest(size)
         cancelled = rounding.cancellation * (_largest(factor * size) / factor + largest)
         cancelled = cancelled.clamp(max=rounding.max_cancellation * largest)
-        allowed = rounding.relative * size + rounding.absolute * plain.shape[1] ** 0.5 * (1 + 1 / factor)
+        allowed = rounding.allowed(size, factor, plain.shape[1] ** 0.5)
         return (error <= allowed).cpu(), (error <= allowed + cancelled).cpu()
 
     def _digit(self, dim: int, scaled: Tensor) -> Tensor:

@@ -98,9 +98,11 @@ class Layouts:
 
     def footprint(self, path: int, n: int) -> Footprint | None:
         """Returns the bytes that n examples need on a path; None if no earlier batch took it."""
-        keys = ((path, key) for key in relevant_keys(n))
-        known = next((self._footprints[key] for key in keys if key in self._footprints), None)
-        return None if known is None else Footprint(n * known.activations, n * known.least)
+        for key in relevant_keys(n):
+            known = self._footprints.get((path, key))
+            if known is not None:
+                return Footprint(n * known.activations, n * known.least)
+        return None
 
     def settled(self, n: int) -> bool:
         """True if enough batches were measured to trust the model with n examples."""
@@ -112,12 +114,13 @@ class Layouts:
 
     def recall(self, path: int, calls: Sequence[Call], n: int) -> list[Layout] | None:
         """Returns the layout of every call for a batch of n; None unless enough batches have proved this path."""
-        proofs = (self._proofs.get((path, key), ([], 0)) for key in relevant_keys(n))
-        kinds = next((kinds for kinds, count in proofs if count >= PROOFS), None)
-        if kinds is None:
-            return None
-        recalled = [_recall(kind, call, n) for kind, call in zip(kinds, calls, strict=True)]
-        return _complete(layout if isinstance(layout, Layout) else None for layout in recalled)
+        for key in relevant_keys(n):
+            kinds, count = self._proofs.get((path, key), ([], 0))
+            if count >= PROOFS:
+                recalled = [_recall(kind, call, n) for kind, call in zip(kinds, calls, strict=True)]
+                regular = [layout for layout in recalled if isinstance(layout, Layout)]
+                return regular if len(regular) == len(recalled) else None
+        return None
 
     def expect(self, calls: Sequence[Call], names_of: NamesOf, n: int) -> list[Expected] | None:
         """Returns the layout that every call has had on any path so far, to be confirmed; None unless all are known."""
@@ -126,9 +129,11 @@ class Layouts:
     def expect_of(self, call: Call, names_of: NamesOf, n: int) -> Expected | None:
         """Returns the layout that a call has had so far; None unless enough batches had it."""
         call_key = _key(call, names_of)
-        known = (self._by_call.get((call_key, key), (None, 0)) for key in relevant_keys(n))
-        kind = next((kind for kind, count in known if count >= PROOFS), None)
-        return None if kind is None else _recall(kind, call, n)
+        for key in relevant_keys(n):
+            kind, count = self._by_call.get((call_key, key), ((0, ""), 0))
+            if count >= PROOFS:
+                return _recall(kind, call, n)
+        return None
 
     def guess(self, calls: Sequence[Call], names_of: NamesOf, n: int) -> list[Options] | None:
         """Returns the layouts that each call may have: that of the latest batch, if any, or the regular ones that fit.
@@ -261,8 +266,11 @@ def _recall(kind: Kind, call: Call, n: int) -> Expected | None:
     if kind[1] == IRREGULAR:
         return Irregular(dim)
     positions, left = divmod(call.shape[dim], n)
-    layouts = [Layout(dim, 1, n, positions), Layout(dim, positions, n, 1)] if positions and not left else []
-    return next((layout for layout in layouts if _kind(layout) == kind), None)
+    if positions and not left:
+        for layout in (Layout(dim, 1, n, positions), Layout(dim, positions, n, 1)):
+            if _kind(layout) == kind:
+                return layout
+    return None
 
 
 @dataclass(frozen=True)

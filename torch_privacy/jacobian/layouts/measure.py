@@ -7,26 +7,24 @@ two with signs: multiplying by them commutes with rounding, so that the two agre
 If no regular layout fits, the ratio of the two determines the example of each entry.
 
 An entry that affects the loss of one example only may still be computed from other examples' data: rehearsals show
-that it is not, see ``independence.py``.
+that it is not, see ``rehearsal/rehearsal.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...ops import AnyLayout, Layout, Ragged
 from ...support.validate import Refused
-from ..parallel.agreement import ALONE, Peers
+from ..recording.backward import gradients_at
+from ..recording.calls import Call
+from ..recording.paths import Reached
 from .codes import Codes, Rounding, fresh_generator
 from .fit import CandidateLayouts
 from .predict import Expected
-
-if TYPE_CHECKING:
-    from ..recording.calls import Call
 
 # Powers of two by which losses are weighted, at most: 2^96, and the gradients that follow, are in float32's range.
 MAX_EXPONENT = 96
@@ -37,38 +35,24 @@ OnLayout = Callable[[int, Tensor, AnyLayout], None]  # (number of a call, gradie
 
 
 class Measurement:
-    """Measures the layouts of the calls' outputs for one batch.
+    """Measures the layouts of the calls' outputs, and of the cuts, for one batch.
 
     Args:
-        calls: the calls with outputs to measure.
-        names_of: tensor -> names of the parameters that it was computed from.
-        gradients: (n,) cotangent, numbers of some calls -> the gradients in their outputs.
-        losses: (n,).
-        dtypes: returns the floating-point types between losses and parameters.
+        reached: the batch, on all ranks that make the same backwards, each with its own parts of the gradients.
         known: returns the layout that a call has had so far, which decides if several fit.
-        peers: ranks that make the same backwards, each with its own parts of the gradients.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        names_of: NamesOf,
-        gradients: Callable[[Tensor, Sequence[int]], Sequence[Tensor | None]],
-        losses: Tensor,
-        dtypes: Callable[[], Collection[torch.dtype]],
-        known: Callable[[Call], Expected | None] = lambda call: None,
-        peers: Peers = ALONE,
-    ):
-        self.calls, self.n = calls, len(losses)
+    def __init__(self, reached: Reached, known: Callable[[Call], Expected | None] = lambda call: None):
+        self.calls, self.n = reached.places, reached.num_losses
         self.options: dict[int, list[AnyLayout]] = {}  # by call: layouts that assign its entries to the same examples
         self.in_doubt = False  # some examples' gradients are not finite
-        self._names_of, self._gradients, self._losses = names_of, gradients, losses
-        self._known, self._peers = known, peers
-        self._rounding = Rounding.of(dtypes())
+        self._reached, self._known = reached, known
+        self._names_of, self._peers = reached.names_of, reached.ranks.peers
+        self._rounding = Rounding.of(reached.dtypes())
 
     def run(self, portion: Sequence[int], on_layout: OnLayout | None = None) -> None:
         """Measures the layouts of some of the calls, and passes each call's gradient and layout to ``on_layout``."""
-        plain = self._gradients_of(torch.ones_like(self._losses), portion)
+        plain = self._gradients_of(torch.ones_like(self._reached.losses), portion)
         candidates = self._candidates(plain, portion)
         found = [candidate.layouts() for candidate in candidates]
         sure = [candidate.is_sure(options) for candidate, options in zip(candidates, found, strict=True)]
@@ -155,10 +139,8 @@ class Measurement:
 
     def _gradients_of(self, c: Tensor, portion: Sequence[int]) -> list[Tensor]:
         """Returns the gradients in the calls' outputs; zeros for outputs that the losses do not depend on."""
-        return [
-            self.calls[number].output.gradient(g, self._losses)
-            for number, g in zip(portion, self._gradients(c.to(self._losses), portion), strict=True)
-        ]
+        some = [self.calls[number] for number in portion]
+        return gradients_at(self._reached, some, c.to(self._reached.losses))
 
 
 def _equalizing(sizes: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ a known path gets a spot check, which measures with every digit that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,42 @@ Expected = Layout | Irregular
 Options = tuple[Expected, ...]  # several regular layouts, or one of either kind
 
 
+class FoundLayouts(Protocol):
+    """The layouts of one batch, as the backward that computes the rows needs them."""
+
+    @property
+    def places(self) -> Sequence[Call]:
+        """Returns the calls, in order, and perhaps cuts: a backward passes their gradients to `layout`."""
+        ...
+
+    @property
+    def may_fail(self) -> bool:
+        """Returns whether this backward must still confirm the layouts, so that the graph must stay."""
+        ...
+
+    def layout(self, number: int, b: Tensor) -> AnyLayout:
+        """Returns the layout of a place, given its gradient."""
+        ...
+
+    def conclude(self) -> None:
+        """Raises ``Disagreement`` unless all gradients so far confirm the layouts, on all ranks."""
+
+
+@dataclass(frozen=True)
+class ProvenLayouts:
+    """Layouts that need no confirmation."""
+
+    places: Sequence[Call]
+    layouts: Sequence[AnyLayout]
+    may_fail: bool = False
+
+    def layout(self, number: int, b: Tensor) -> AnyLayout:
+        return self.layouts[number]
+
+    def conclude(self) -> None:
+        pass
+
+
 class Prediction:
     """The expected layouts of some calls, compared with the gradients of one batch.
 
@@ -57,7 +93,7 @@ class Prediction:
     ``layout``, and call ``conclude``.
 
     Args:
-        calls: the calls with gradients to compare.
+        places: the calls and cuts with gradients to compare.
         options: for each, the layouts that it may have, of which exactly one must agree.
         cotangent: (n,) of the plain backward.
         rounding: how much gradients may differ between two backwards.
@@ -65,9 +101,11 @@ class Prediction:
         peers: ranks that must come to the same conclusion.
     """
 
+    may_fail = True
+
     def __init__(
         self,
-        calls: Sequence[Call],
+        places: Sequence[Call],
         options: Sequence[Options],
         cotangent: Tensor,
         rounding: Rounding,
@@ -76,7 +114,7 @@ class Prediction:
         peers: Peers = ALONE,
     ):
         self._peers, self._failed = peers, False
-        self.calls, self.cotangent = calls, cotangent
+        self.places, self.cotangent = places, cotangent
         self.options, self._rounding, self._guessed = [*options], rounding, guessed
         self._codes = Codes(len(cotangent), rounding.exponents)
         digits = self._codes.num_digits if any(isinstance(layout, Irregular) for layout in self.expected) else 1
@@ -119,11 +157,11 @@ class Prediction:
         if not (plain[0].any() or coded[0].any()):
             return 0
         factor = self._factors[0].double()
-        absolute = self._absolute(self.calls[number].shape.numel() / len(factor))
+        root = self._root_entries(number)
         agreeing = []
         for k, pair in enumerate(zip(plain, coded, strict=True)):
             a, b = (sketch.cpu().double() for sketch in pair)
-            if self._agree(a, b, factor, absolute)[0].all():
+            if self._agree(a, b, factor, root)[0].all():
                 agreeing.append(k)
         if len(agreeing) != 1:
             self._fail()
@@ -137,7 +175,6 @@ class Prediction:
         self._failed = True
 
     def conclude(self) -> None:
-        """Raises ``Disagreement`` unless all gradients so far confirm the layouts, on all ranks."""
         agree, not_finite, _ = self._verdicts()
         confirmed = bool((agree if self._guessed else agree | not_finite).all())
         if not self._peers.all(confirmed and not self._failed):
@@ -147,7 +184,7 @@ class Prediction:
     def teaches(self) -> bool:
         """True if the layouts of all calls are confirmed, and every example had a gradient in each call."""
         agree, not_finite, nonzero = self._verdicts()
-        return self._peers.all(len(self._plain) == len(self.calls) and bool((agree & ~not_finite & nonzero).all()))
+        return self._peers.all(len(self._plain) == len(self.places) and bool((agree & ~not_finite & nonzero).all()))
 
     def _verdicts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns masks (calls, n) of the parts that agree, are not finite in either backward, and are not zero."""
@@ -157,17 +194,17 @@ class Prediction:
             return empty, empty, empty
         plain = _stacked([self._plain[k] for k in numbers])
         coded = _stacked([self._coded[0][k][0] for k in numbers])
-        sizes = [self._absolute(self.calls[k].shape.numel() / len(self.cotangent)) for k in numbers]
-        absolute = torch.tensor(sizes, dtype=torch.float64, device="cpu")[:, None]
-        return *self._agree(plain, coded, self._factors[0].double(), absolute), plain[:, 1] > 0
+        roots = torch.tensor([*map(self._root_entries, numbers)], dtype=torch.float64, device="cpu")[:, None]
+        return *self._agree(plain, coded, self._factors[0].double(), roots), plain[:, 1] > 0
 
-    def _absolute(self, size: float) -> float:
-        return self._rounding.absolute * size**0.5
+    def _root_entries(self, number: int) -> float:
+        """Returns the root of the number of entries that an example has in a place."""
+        return (self.places[number].shape.numel() / len(self.cotangent)) ** 0.5
 
-    def _agree(self, plain: Tensor, coded: Tensor, factor: Tensor, absolute: Tensor | float) -> tuple[Tensor, Tensor]:
+    def _agree(self, plain: Tensor, coded: Tensor, factor: Tensor, root: Tensor | float) -> tuple[Tensor, Tensor]:
         """Returns where sketches ``coded`` (.., 2, m) fit ``factor`` times ``plain``, and where neither is finite."""
         size, scaled = plain[..., 1, :], coded[..., 1, :] / factor.abs()
-        most = self._rounding.relative * size + absolute * (1 + 1 / factor.abs())
+        most = self._rounding.allowed(size, factor.abs(), root)
         product = (coded[..., 0, :] / factor - plain[..., 0, :]).abs() <= most
         return product & ((scaled - size).abs() <= most), ~size.isfinite() & ~scaled.isfinite()
 
@@ -177,13 +214,13 @@ class Prediction:
         plain = plain.cpu().double()
         expected = self.expected[number]
         assert isinstance(expected, Irregular)
-        absolute = self._absolute(b.numel() / max(1, b.shape[expected.dim]))
+        root = (b.numel() / max(1, b.shape[expected.dim])) ** 0.5
         digits = []
         for sketches in self._coded:
             coded = sketches[number][0].cpu().double()
             without = (plain[1] == 0) & (coded[1] == 0)
             digit = self._codes.digit(coded[1] / plain[1] * (coded[0] * plain[0]).sign())
-            agree, _ = self._agree(plain, coded, self._codes.value(digit.clamp(min=0)).double(), absolute)
+            agree, _ = self._agree(plain, coded, self._codes.value(digit.clamp(min=0)).double(), root)
             digits.append(torch.where(without, -2, torch.where(agree, digit, -1)))
         without = torch.stack([digit == -2 for digit in digits]).all(0)
         owner = torch.where(without, -1, self._codes.owner(digits))
@@ -203,31 +240,6 @@ class Prediction:
         if is_half(rows):
             return torch.stack([in_pieces(_product, rows), in_pieces(length, rows)])
         return torch.stack([_product(rows), length(rows)])
-
-
-class CodedSink:
-    """Passes the gradients of a coded backward to a prediction."""
-
-    def __init__(self, prediction: Prediction, k: int, on_gradient: Callable[[int, Tensor], None] | None):
-        self._prediction, self._k, self._on_gradient = prediction, k, on_gradient
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        g = self._prediction.calls[number].output.gradient(g, like)
-        self._prediction.note(self._k, number, g)
-        if self._on_gradient is not None:
-            self._on_gradient(number, g)
-
-
-class PlainSink:
-    """Passes the gradients of the plain backward to a prediction, and keeps the layouts."""
-
-    def __init__(self, prediction: Prediction):
-        self._prediction = prediction
-        self.layouts: dict[int, AnyLayout] = {}
-
-    def take(self, number: int, g: Tensor | None, like: Tensor) -> None:
-        b = self._prediction.calls[number].output.gradient(g, like)
-        self.layouts[number] = self._prediction.layout(number, b)
 
 
 def _product(rows: Tensor) -> Tensor:

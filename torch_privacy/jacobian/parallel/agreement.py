@@ -104,6 +104,25 @@ class Peers:
 
 ALONE = Peers()
 
+
+def peers_of(meshes: Sequence[Any]) -> Peers:
+    """Returns the ranks of the mesh that the ops of a forward met; a single process if there was none."""
+    if not meshes:
+        return ALONE
+    mesh = meshes[0]
+    if len(meshes) > 1 or mesh.ndim > 1:
+        raise Refused(
+            f"tape: the model's activations are distributed over several meshes ({', '.join(map(str, meshes))}). Use "
+            "one mesh of one dimension for the whole plan."
+        )
+    group = mesh.get_group()
+    if group not in _PEERS:
+        _PEERS.clear()  # of groups that were destroyed
+        _PEERS[group] = Peers(group)
+    return _PEERS[group]
+
+
+_PEERS: dict[Any, Peers] = {}
 _MESSAGES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # group -> that of its messages
 
 

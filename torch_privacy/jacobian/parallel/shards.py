@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from ...ops import AnyLayout, Op, Use
 from ...ops.elementwise import EntrywiseUse
 from ...ops.embedding import EmbeddingUse
 from ...support.validate import Refused
-from .agreement import ALONE, Peers
 
 _MODULE, _COLLECTIVES = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
@@ -42,9 +41,10 @@ def is_distributed(tensor: Any) -> bool:
 
 def may_be_parallel(tensors: Sequence[Tensor]) -> bool:
     """True if some tensor is distributed, or if attention may be split over the positions of an example."""
-    if _MODULE not in sys.modules:
+    module = sys.modules.get(_MODULE)
+    if module is None:
         return False
-    return attention_is_split() or any(is_distributed(tensor) for tensor in tensors)
+    return attention_is_split() or any([isinstance(tensor, module.DTensor) for tensor in tensors])
 
 
 def is_internal(frame: FrameType | None) -> bool:
@@ -140,94 +140,6 @@ class WayBack:
         return [torch.stack(of_leaf) for of_leaf in zip(*found, strict=True)]
 
 
-class Projected(Protocol):
-    """A block of the rows in the parameters of these names."""
-
-    names: tuple[str, ...]
-
-    def project(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Returns J v (n, k)."""
-        ...
-
-
-class TensorParallel:
-    """Says which trained parameters are sharded over the tensor-parallel ranks, and adds up norms over these.
-
-    Args:
-        peers: the ranks of the mesh.
-        parameters: name -> parameter.
-    """
-
-    def __init__(self, peers: Peers, parameters: Mapping[str, Tensor]):
-        self.peers = peers
-        self.sharded = frozenset(name for name, p in parameters.items() if _is_sharded(p))
-
-    def squared_norms(self, of: Callable[[set[str]], Tensor], names: set[str]) -> Tensor:
-        """Returns squared norms (n,), equal on all ranks bit for bit, by one all-reduce.
-
-        Args:
-            of: names -> the squared norms (n,) in this rank's parts of these parameters.
-            names: of the parameters.
-        """
-        inside = of(names & self.sharded) if names & self.sharded else None
-        once = of(names - self.sharded) if names - self.sharded or inside is None else torch.zeros_like(inside)
-        return self.peers.sum(torch.zeros_like(once) if inside is None else inside, once=once)
-
-    def projections(
-        self, blocks: Sequence[Projected], v: Mapping[str, Tensor], parameters: Mapping[str, Tensor], zeros: Tensor
-    ) -> Tensor:
-        """Returns the products (n, k) of whole rows with directions, of which each rank has its parts."""
-        inside, once = zeros.clone(), zeros.clone()
-        for block in blocks:
-            total = inside if self.sharded.issuperset(block.names) else once
-            total += block.project(v, parameters).to(total.device)
-        return self.peers.sum(inside, once=once)
-
-    def check_equal(self, of: Callable[[set[str]], Tensor], names: set[str]) -> None:
-        """Raises unless the rows of replicated parameters have equal norms on all ranks, up to rounding.
-
-        These differ where the model itself computes on shards that torch sees as ordinary tensors, as a norm of each
-        head does: then a rank has only a term of the row.
-        """
-        names = names - self.sharded
-        mine = of(names).double().cpu() if names else torch.zeros(0, dtype=torch.float64, device="cpu")
-        first, *others = self.peers.gather(mine.sqrt())
-        largest = first.nan_to_num(0, 0, 0).max() if len(first) else 0.0
-        same = all(
-            torch.allclose(first, other, rtol=1e-2, atol=1e-4 * float(largest), equal_nan=True) for other in others
-        )
-        if not same:  # on all ranks alike
-            raise Refused(
-                f"tape: the rows of the replicated parameters {_listed(sorted(names))} have other norms on each "
-                "tensor-parallel rank: one of them is used on a part of each example only (a norm of every head, "
-                "activations sharded by position), or the losses differ. Freeze such a parameter, and compute the "
-                "same losses on all ranks."
-            )
-
-    @torch.no_grad()
-    def check_same_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Raises unless the inputs are the same numbers on all ranks."""
-        plain = [on_this_rank(t) for t in inputs if t.layout is torch.strided and not (t.is_nested or t.is_complex())]
-        found = self.peers.gather([*map(_fingerprint, plain)])
-        if any(other != found[0] for other in found[1:]):
-            raise Refused(
-                "tape: the tensor-parallel ranks called the model with different inputs. All ranks of the mesh share "
-                "every example: draw batches by the rank on the data-parallel mesh, or on one rank for all; shard "
-                "inputs inside of the model."
-            )
-
-
-def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns sums that differ for tensors with other entries, with a probability near one."""
-    flat = tensor.detach().flatten().double()
-    num_nan, flat = int(flat.isnan().sum()), flat.nan_to_num()  # NaN differs from itself
-    return (*tensor.shape, num_nan, float(flat.sum()), float(flat @ torch.linspace(1, 2, len(flat)).to(flat)))
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return is_distributed(parameter) and any(place.is_shard() for place in parameter.placements)
-
-
 class PartsOfCall:
     """One call of an op on distributed tensors, as this rank runs it on its own.
 
@@ -312,7 +224,7 @@ class PartsOfCall:
 
     def _positions_sharded(self, y: Any) -> str:
         return (
-            f"tape: parameter {_listed(self._names)} is replicated over the tensor-parallel mesh, but the output of "
+            f"tape: parameter {listed(self._names)} is replicated over the tensor-parallel mesh, but the output of "
             f"{self._op!r} is sharded in dimension {y.dim}, so that every rank has only some positions of an example, "
             "and a term of its gradient whose norm says nothing of the whole. Freeze this parameter "
             "(requires_grad_(False)), or leave its module out of the parallel plan (no SequenceParallel), so that it "
@@ -322,7 +234,7 @@ class PartsOfCall:
     def _unknown(self, w: Any, y: Any) -> str:
         placed = "an ordinary tensor" if w is None else str(w)
         return (
-            f"tape: parameter {_listed(self._names)} ({placed}) is used by {self._op!r} on data placed as "
+            f"tape: parameter {listed(self._names)} ({placed}) is used by {self._op!r} on data placed as "
             f"{[str(place) for place in self._data]} with an output placed as {y}; its rows are not known from the "
             "tensors of one rank. Use ColwiseParallel or RowwiseParallel for this module, in shards that are not "
             "empty, leave it out of the parallel plan, or freeze the parameter."
@@ -400,30 +312,11 @@ def refuse_split_positions(names: Sequence[str]) -> Refused:
     """Returns the refusal of context parallelism for trained parameters."""
     return Refused(
         f"tape: attention runs with context parallelism: every rank has only some positions of an example, and of the "
-        f"rows of {_listed(names)} only a term, whose norm says nothing of the whole. Train without context_parallel; "
+        f"rows of {listed(names)} only a term, whose norm says nothing of the whole. Train without context_parallel; "
         "use tensor parallelism, activation checkpointing or shorter examples instead."
     )
 
 
-def peers_of(meshes: Sequence[Any]) -> Peers:
-    """Returns the ranks of the mesh that the ops of a forward met; a single process if there was none."""
-    if not meshes:
-        return ALONE
-    mesh = meshes[0]
-    if len(meshes) > 1 or mesh.ndim > 1:
-        raise Refused(
-            f"tape: the model's activations are distributed over several meshes ({', '.join(map(str, meshes))}). Use "
-            "one mesh of one dimension for the whole plan."
-        )
-    group = mesh.get_group()
-    if group not in _PEERS:
-        _PEERS.clear()  # of groups that were destroyed
-        _PEERS[group] = Peers(group)
-    return _PEERS[group]
-
-
-_PEERS: dict[Any, Peers] = {}
-
-
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Returns names for a message."""
     return ", ".join(map(repr, names))

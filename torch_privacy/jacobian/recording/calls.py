@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded op calls, and those of them that the losses of one batch depend on."""
+"""Recorded op calls: the parameters that they use, and the positions of their outputs in the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ...ops import Use
+from ...ops import OPS, Use
+from ...ops.fallback import compared, replay, uses_of
+from ...support.torch_modes import saves_elsewhere
+from ...support.validate import Refused
 from ..parallel.shards import Placed, is_distributed, on_this_rank
-from .graph import Graph
+from .tensors import KnownTensors
 
 # The op of calls that one of our own compositions recorded.
 SCAN = "scan"
-# Two further backwards through this part of the graph are cheaper than one through all of it.
-NEAR = 0.3
 # Prefix of the op of a cut, see ``Call.cut``.
 CUT = "into "
 
@@ -91,51 +94,42 @@ class Call:
         return self.output.shape
 
 
-@dataclass(slots=True)
-class Reached:
-    """The calls between the losses of one batch and the parameters, with the graph and its path number.
+class CallLog:
+    """The recorded calls of one forward, in order."""
 
-    ``cuts`` are the tensors in between whose entries the data may have reordered.
-    """
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.unrecorded: list[Call] = []  # stand for nodes by which losses reached parameters without a recorded call
+        self.saved_elsewhere = False  # saved-tensor hooks keep autograd's tensors outside of its nodes
+        # Base's id -> calls with outputs that are views of it, with their strides and offset.
+        self.views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
 
-    losses: Tensor
-    graph: Graph
-    calls: list[Call]
-    cuts: list[Call]
-    path: int
+    def add(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[GradientEdge, ...], place: int) -> None:
+        """Adds a call of an op with output y."""
+        if saves_elsewhere():
+            self.saved_elsewhere = True
+        output, versions = output_of(y), []
+        size = output.size
+        for use in uses:
+            versions.append((use.weight, use.weight._version))
+            for t in use.saved():
+                versions.append((t, t._version))
+                size += t.numel() * t.itemsize
+        call = Call(op, output, inputs, uses, versions, place, size)
+        self.calls.append(call)
+        if y._base is not None and output.part is None and output.placed is None and output.edge == edge_of(y):
+            where = y.stride(), int(y.storage_offset())
+            self.views.setdefault(y._base._cdata, []).append((weakref.ref(y._base), call, *where))
 
-    @property
-    def needs_graph(self) -> bool:
-        """True if some rows are computed by nodes of the graph, which must then outlive the backward."""
-        return any([call.needs_graph for call in self.calls])
+    def move_views_to_base(self, changed: Tensor) -> None:
+        """Moves the edges of outputs that are views of a tensor to its base, before it is changed in place.
 
-    @property
-    def places(self) -> list[Call]:
-        """Returns calls and cuts."""
-        return [*self.calls, *self.cuts]
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Returns the floating-point types between losses and parameters, including casts between calls."""
-        dtypes = {self.losses.dtype, *(call.output.dtype for call in self.calls)}
-        for node in self.graph.nodes():
-            if node.name() == "ToCopyBackward0":
-                dtypes |= {metadata.dtype for metadata in node._input_metadata}
-        return dtypes
-
-    def precision(self) -> float:
-        """Returns the relative rounding of the coarsest floating-point type between losses and parameters."""
-        return max(torch.finfo(dtype).eps for dtype in self.dtypes())
-
-    def deepest(self, places: Sequence[Call]) -> list[bool]:
-        """Returns, for each call or cut, whether no other one lies below it in the graph."""
-        nodes = [place.output.edge.node for place in places]
-        above = self.graph.above(set(nodes))
-        return [node not in above for node in nodes]
-
-    def cuts_are_near(self) -> bool:
-        """True if the part of the graph above the cuts is small enough for two more backwards through it."""
-        above = self.graph.above({cut.output.edge.node for cut in self.cuts})
-        return len(above) <= NEAR * len(self.graph.children)
+        The change gives the views a new history, so that their present edges leave the graph.
+        """
+        base = changed if changed._base is None else changed._base
+        for alive, call, stride, offset in self.views.pop(base._cdata, []):
+            if alive() is base and base.grad_fn is not None:
+                call.output = replace(call.output, edge=edge_of(base), part=(without_entries(base), stride, offset))
 
 
 def output_of(y: Tensor) -> Output:
@@ -149,12 +143,17 @@ def output_of(y: Tensor) -> Output:
     if type(y) is not Tensor and is_distributed(y):
         return _distributed_output(y, base)
     if base is None or base.grad_fn is None:
-        return Output(edge_of(y), y.shape, y.dtype, None)
+        return plain_output(y)
     if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
         return Output(edge_of(base), y.shape, y.dtype, None)
     if not base.grad_fn.name().endswith("CopySlices"):
-        return Output(edge_of(y), y.shape, y.dtype, None)
+        return plain_output(y)
     return Output(edge_of(base), y.shape, y.dtype, (without_entries(base), y.stride(), int(y.storage_offset())))
+
+
+def plain_output(y: Tensor) -> Output:
+    """Returns the present position of an ordinary y in the graph."""
+    return Output(edge_of(y), y.shape, y.dtype, None)
 
 
 def _distributed_output(y: Tensor, base: Tensor | None) -> Output:
@@ -174,3 +173,49 @@ def edge_of(y: Tensor) -> GradientEdge:
     """Returns the gradient edge of y."""
     assert y.grad_fn is not None
     return GradientEdge(y.grad_fn, y.output_nr)
+
+
+@dataclass(slots=True)
+class RunCall:
+    """A call of an op on parameters and data that was run."""
+
+    func: Callable
+    args: tuple  # as they were before
+    kwargs: dict[str, Any]
+    weights: list[Tensor]  # that need a gradient
+    data: list[Tensor]
+    result: Any
+    results: list[Tensor]  # the tensors in the result
+    in_place: bool
+
+
+def uses_by_rule(run: RunCall, known: KnownTensors) -> tuple[Use, ...] | None:
+    """Returns one use of each weight, as the op's rule finds them; None if it does not find all."""
+    uses_by_rule = OPS.get(run.func)
+    if uses_by_rule is None:
+        return None
+    ids = [*map(id, run.weights)]
+    try:
+        uses = [use for use in uses_by_rule(run.result, *run.args, **run.kwargs) if id(use.weight) in ids]
+    except Refused as error:
+        names = ", ".join(map(repr, known.all_names(run.weights)))
+        raise Refused(f"{error} Used with parameter {names}.") from None
+    found = [id(use.weight) for use in uses]
+    return tuple(uses) if found == ids or sorted(found) == sorted(ids) else None
+
+
+def uses_by_fallback(run: RunCall) -> list[tuple[Tensor, tuple[Use, ...]]]:
+    """Returns uses by the op's own backward, if running the op again gives the same result."""
+    weights = list({id(t): t for t in run.weights}.values())
+    try:
+        again = replay(run.func, run.args, run.kwargs, weights, run.in_place)
+        replayed = compared(again, [*map(on_this_rank, run.results)])
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return []
+    if replayed is None:
+        return []
+    return [
+        (y, tuple(uses_of(replayed, weights, k)))
+        for k, y in enumerate(run.results)
+        if y.grad_fn is not None and replayed.outputs[k].grad_fn is not None
+    ]

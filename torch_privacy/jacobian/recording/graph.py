@@ -26,7 +26,10 @@ class Graph:
         while stack:
             node = stack.pop()
             if node not in found:
-                children = found[node] = [n for n, _ in node.next_functions if n is not None]
+                children = found[node] = []
+                for child, _ in node.next_functions:
+                    if child is not None:
+                        children.append(child)
                 stack += children
 
     def nodes(self) -> Iterator[Node]:
@@ -35,27 +38,33 @@ class Graph:
 
     def has_custom_functions(self) -> bool:
         """True if a gradient passes an ``autograd.Function``, whose inside cannot be seen."""
-        return any(isinstance(node, BackwardCFunction) for node in self.children)
+        return any([isinstance(node, BackwardCFunction) for node in self.children])
 
     def has_scripted_parts(self) -> bool:
         """True if a gradient passes a part that TorchScript has compiled, whose inside cannot be seen."""
-        return any(type(node).__name__ == "CppFunction" for node in self.children)
+        return any([type(node).__name__ == "CppFunction" for node in self.children])
+
+    def cast_dtypes(self) -> set[torch.dtype]:
+        """Returns the floating-point types that a gradient is cast to on its way."""
+        casts = [node for node in self.children if node.name() == "ToCopyBackward0"]
+        return {metadata.dtype for node in casts for metadata in node._input_metadata}
 
     def following(self, node: Node) -> list[Node]:
         """Returns a node's children; the node may be outside of the graph, as that of a tensor changed in place."""
         known = self.children.get(node)
         return _children(node) if known is None else known
 
-    def before(self, stops: Collection[Node]) -> Iterator[Node]:
-        """Yields the nodes that are reached from the losses without passing one of ``stops``."""
-        stack, seen = [self.root], {self.root}
+    def before(self, stops: Collection[Node]) -> list[Node]:
+        """Returns the nodes that are reached from the losses without passing one of ``stops``."""
+        stack, seen, found = [self.root], {self.root}, []
         while stack:
             node = stack.pop()
             if node not in stops:
-                yield node
+                found.append(node)
                 following = [n for n in self.children[node] if n not in seen]
                 seen.update(following)
                 stack += following
+        return found
 
     def above(self, nodes: Collection[Node]) -> set[Node]:
         """Returns the nodes that have one of ``nodes`` strictly below them."""

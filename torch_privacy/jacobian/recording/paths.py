@@ -1,19 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the calls between losses and parameters, recorded or not, and checks losses."""
+"""Finds the calls between losses and parameters, recorded or not, and refuses what has no exact rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ...support.validate import Refused
+from ..parallel.agreement import peers_of
+from ..parallel.ranks import NO_OTHERS, ModelRanks
+from ..parallel.shards import attention_is_split, refuse_split_positions
 from .calls import Call, edge_of
+from .functions import without_numbers
 from .graph import Graph
+from .recorder import Recorder
+from .tensors import Source
 from .unrecorded import UnrecordedUses
+
+# Two further backwards through this part of the graph are cheaper than one through all of it.
+NEAR = 0.3
+LOOKUPS = ("embedding", "embedding_bag")
+PathOf = Callable[[int, int, tuple[int, ...]], int]  # see ``Layouts.path``
+
+
+@dataclass(slots=True)
+class Reached:
+    """The calls between losses and parameters, with the graph and its path number.
+
+    Attributes:
+        calls: recorded ones in order, then those that stand for nodes of the graph where nothing was recorded.
+        cuts: the tensors in between whose entries the data may have reordered.
+        parts: name -> this rank's part of each parameter.
+        ranks: that have the other parts.
+        num_losses: n.
+        sources: a weight's id -> what it was computed from.
+        size: bytes of inputs and outputs of all calls.
+    """
+
+    recorder: Recorder
+    losses: Tensor
+    graph: Graph
+    calls: list[Call]
+    unrecorded: list[Call]
+    cuts: list[Call]
+    path: int
+    parts: Mapping[str, Tensor]
+    ranks: ModelRanks
+    num_losses: int = field(init=False)
+    sources: Mapping[int, Source] = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_losses, self.sources = self.losses.shape[0], self.recorder.tensors.sources
+        self.size = sum([call.size for call in self.calls])
+
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Returns the parameters by name, as the graph has them."""
+        return self.recorder.parameters
+
+    @property
+    def needs_graph(self) -> bool:
+        """True if some rows are computed by nodes of the graph, which must then outlive the backward."""
+        return bool(self.unrecorded)
+
+    @property
+    def places(self) -> list[Call]:
+        """Returns calls and cuts."""
+        return [*self.calls, *self.cuts]
+
+    @property
+    def moves_unseen(self) -> bool:
+        """True if the data may have reordered examples where it cannot be seen."""
+        program, graph = self.recorder.program, self.graph
+        hides = program.moved_unseen or (program.moved and graph.has_custom_functions())
+        return hides or graph.has_scripted_parts()
+
+    def names_of(self, weight: Tensor) -> tuple[str, ...]:
+        """Returns the names of the parameters that a weight was computed from."""
+        return self.sources[id(weight)].names
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Returns the floating-point types between losses and parameters, including casts between calls."""
+        return {self.losses.dtype, *(call.output.dtype for call in self.calls), *self.graph.cast_dtypes()}
+
+    def precision(self) -> float:
+        """Returns the relative rounding of the coarsest floating-point type between losses and parameters."""
+        return max(torch.finfo(dtype).eps for dtype in self.dtypes())
+
+    def deepest(self, places: Sequence[Call]) -> list[bool]:
+        """Returns, for each call or cut, whether no other one lies below it in the graph."""
+        nodes = [place.output.edge.node for place in places]
+        above = self.graph.above(set(nodes))
+        return [node not in above for node in nodes]
+
+    def cuts_are_near(self) -> bool:
+        """True if the part of the graph above the cuts is small enough for two more backwards through it."""
+        above = self.graph.above({cut.output.edge.node for cut in self.cuts})
+        return len(above) <= NEAR * len(self.graph.children)
+
+
+def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: PathOf) -> Reached:
+    """Returns the calls between losses and parameters.
+
+    Raises:
+        Refused: losses that are no vector; a parameter that has no exact rows, or that the losses must not miss and
+            do; an input that was changed in place since it was used; examples that are split over ranks.
+    """
+    check_losses(losses)
+    tensors, graph = recorder.tensors, Graph(losses)
+    tensors.learn_size(len(losses))
+    leaves = {id(p): p for p in recorder.parameters.values() if p.requires_grad}
+    finder = CallFinder(recorder.log.calls, leaves, tensors.is_constant)
+    calls, unrecorded = finder.reached(graph, losses)
+    calls, recorder.log.unrecorded = calls + unrecorded, unrecorded
+    _check_weights(recorder, calls, unrecorded)
+    _check_reached(recorder, calls, set(may_miss))
+    for call in calls:
+        check_unchanged(call)
+    ranks, parts = _ranks_with_parts(recorder, calls)
+    cuts = [*{cut.edge: cut for cut in recorder.program.cuts if cut.edge.node in graph.children}.values()]
+    program, numbers = _program(recorder, graph, finder, [*calls, *cuts])
+    path = path_of(program, len(losses), numbers)
+    return Reached(recorder, losses, graph, calls, unrecorded, cuts, path, parts, ranks)
+
+
+def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequence[Call]) -> None:
+    """Raises if a parameter is complex, or was written into between its use and the recording's start."""
+    tensors = recorder.tensors
+    complex_ones = {id(use.weight): use.weight for call in calls for use in call.uses if use.weight.is_complex()}
+    if complex_ones:
+        names = [name for weight in complex_ones.values() for name in tensors.names_of(weight)]
+        raise Refused(
+            f"tape: parameter {', '.join(map(repr, names))} is complex, which no rule for rows allows. "
+            "Keep it as real numbers (..., 2), with torch.view_as_complex(w) in the forward, or freeze it."
+        )
+    uses = [use for call in unrecorded for use in call.uses]
+    written = {id(use.weight): use.weight for use in uses if tensors.source(use.weight) is None}
+    if written:
+        names = [tensors.names_of(weight)[0] for weight in written.values()]
+        raise Refused(
+            f"tape: the forward wrote into parameter {', '.join(map(repr, names))}, so that its uses before and after "
+            "are of different weights. Change weights after an update only, by "
+            "after_update= of PrivateTraining."
+        )
+
+
+def _check_reached(recorder: Recorder, calls: Sequence[Call], may_miss: Collection[str]) -> None:
+    """Raises unless the losses reach every parameter that they must not miss; notes those that they reach."""
+    sources, reached = recorder.tensors.sources, set[str]()
+    for call in calls:
+        for use in call.uses:
+            source = sources[id(use.weight)]
+            reached.update(source.names)
+            if call.op not in LOOKUPS or not source.direct:
+                recorder.used_otherwise.update(source.names)
+    recorder.reached = reached
+    missing = [name for name in recorder.parameters if name not in reached and name not in may_miss]
+    if missing:
+        raise Refused(never_reached(missing))
+
+
+def never_reached(names: Sequence[str]) -> str:
+    """Returns what a refusal says about parameters that the losses do not depend on."""
+    return (
+        f"tape: the losses never reach parameter {', '.join(map(repr, names))}. Use it, freeze it with "
+        "requires_grad_(False), or leave it out of the optimizer. Where the data choose layers (experts), "
+        "the first batches must be large enough to reach all; what was reached once may be missed later."
+    )
+
+
+def _ranks_with_parts(recorder: Recorder, calls: Sequence[Call]) -> tuple[ModelRanks, Mapping[str, Tensor]]:
+    """Returns the ranks that have parts of this model, and this rank's part of every parameter.
+
+    Raises:
+        Refused: every rank has only some positions of an example.
+    """
+    shards, parameters = recorder.shards, recorder.parameters
+    if shards is None:
+        return NO_OTHERS, parameters
+    if calls and (shards.splits_positions or attention_is_split()):
+        weights = [use.weight for call in calls for use in call.uses]
+        raise refuse_split_positions(recorder.tensors.all_names(weights))
+    peers = peers_of(shards.meshes)
+    if peers.size == 1:
+        return NO_OTHERS, parameters
+    parts = {name: shards.piece(p) for name, p in parameters.items()}
+    return ModelRanks(peers, parameters, shards.unchanged_inputs()), parts
+
+
+def _program(
+    recorder: Recorder, graph: Graph, finder: CallFinder, calls: Sequence[Call]
+) -> tuple[int, tuple[int, ...]]:
+    """Returns a hash of the program, and the integers among its arguments; with the batch's size they are the path.
+
+    The program is made of functions, the losses' graph, and the calls. Another one, taken by a branch in the model or
+    the loss or with other parameters trained, may have other layouts or mix examples, so that it must be measured anew.
+    """
+    numbers: list[int] = []
+    functions = [(step.func, without_numbers(step.numbers, numbers)) for step in recorder.program.steps()]
+    sources = recorder.tensors.sources
+    used = [(call.op, *[sources[id(use.weight)].names for use in call.uses]) for call in calls]
+    above = finder.nodes_before(graph)
+    names = [node.name() for node in above]
+    children = graph.children
+    recorder.code.note(
+        [(name, *[child.name() for child in children[node]]) for name, node in zip(names, above, strict=True)]
+    )
+    return hash((*functions, *names, *used)), tuple(numbers)
 
 
 class CallFinder:
@@ -56,8 +256,8 @@ class CallFinder:
         starts = [edge_of(losses), *(edge for call in reached for edge in call.inputs)]
         return reached, UnrecordedUses(by_node, self._leaves, self._is_constant).calls(starts)
 
-    def nodes_before(self, graph: Graph) -> Iterator[Node]:
-        """Yields the nodes between the losses and the first recorded call on every path."""
+    def nodes_before(self, graph: Graph) -> list[Node]:
+        """Returns the nodes between the losses and the first recorded call on every path."""
         return graph.before({call.output.edge.node for call in self._calls})
 
     def _is_end(self, node: Node) -> bool:
@@ -108,8 +308,9 @@ def check_losses(losses: Tensor) -> None:
 
 def check_unchanged(call: Call) -> None:
     """Raises ``Refused`` if an input of the call was changed in place."""
-    if any(tensor._version != version for tensor, version in call.versions):
-        raise Refused(
-            f"tape: an input of {call.op!r} was changed in place after its use, so its Jacobian is lost. "
-            "Write the later step out of place."
-        )
+    for tensor, version in call.versions:
+        if tensor._version != version:
+            raise Refused(
+                f"tape: an input of {call.op!r} was changed in place after its use, so its Jacobian is lost. "
+                "Write the later step out of place."
+            )

@@ -136,7 +136,8 @@ class Block:
         """Computes the norms of a block that stands alone, and keeps no more than the budget allows."""
         (op,) = self.ops
         if self.answers_jointly and (type(op) is Rows or not budget.may_drop):
-            self.hold(budget)
+            self.held = held_bytes(op)
+            budget.hold(self.held)
             return  # norms are computed for many such blocks together
         choice = budget.choose(op)
         self.held = choice.held
@@ -318,22 +319,23 @@ class JoinedBlocks:
     Args:
         blocks: of one Jacobian; those that answer jointly are joined if there are several, all of one type
             and on one device.
+
+    Attributes:
+        blocks: those that are joined.
+        ids: of these.
     """
 
     def __init__(self, blocks: Sequence[Block]):
         joint = [block for block in blocks if block.answers_jointly]
         joins = len(joint) > 1 and len({(block.ops[0].dtype, block.weight.device) for block in joint}) == 1
         self.blocks = joint if joins else []
-        self._ids = {id(block) for block in self.blocks}
+        self.ids = {id(block) for block in self.blocks}
         self._of_rows = [block for block in self.blocks if type(block.ops[0]) is Rows]
         self._of_outer = [block for block in self.blocks if type(block.ops[0]) is Linear]
         rows = [block.ops[0].rows().unsqueeze(-1).flatten(1) for block in self._of_rows]  # also of a scalar
         self._rows = torch.cat(rows, 1) if rows else None
         outer: list[Any] = [block.ops[0] for block in self._of_outer]
         self._outer = OuterProducts(outer) if outer else None
-
-    def __contains__(self, block: Block) -> bool:
-        return id(block) in self._ids
 
     def squared_norms(self) -> Tensor:
         """Returns (n,), over all of the blocks."""
@@ -376,8 +378,6 @@ def outer_product(direction: OuterProduct, gradient: Tensor) -> Tensor:
 
 def disjoint(blocks: list[Block]) -> bool:
     """True if all weights are pieces of one parameter's memory that do not overlap, like the chunks of a matrix."""
-    if len(blocks) == 1:
-        return True
     spans = []
     for block in blocks:
         w = block.weight

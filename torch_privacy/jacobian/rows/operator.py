@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ...ops._base import in_sum_dtype
 from ...ops.dense import Rows
 from ...support.torch_modes import exact
-from ..parallel.shards import TensorParallel
+from ..parallel.ranks import NO_OTHERS, ModelRanks
 from .blocks import Block, Direction, JoinedBlocks, OuterProduct, disjoint
 from .norms import chunk_size
 from .plan import choices
@@ -42,9 +41,9 @@ class Jacobian:
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
         blocks: list[Block],
-        parallel: TensorParallel | None = None,
+        ranks: ModelRanks = NO_OTHERS,
     ):
-        self._parallel = parallel
+        self._ranks = ranks
         self.num_examples = num_examples
         self._dtype = dtype
         self._all = parameters  # also those of other columns, which lie behind the same weights
@@ -76,22 +75,19 @@ class Jacobian:
     def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
         """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
         wanted = set(self._parameters if names is None else names)
-        if self._parallel is not None:
-            return self._parallel.squared_norms(self._squared_norms_here, wanted)
-        return self._squared_norms_here(wanted)
+        return self._ranks.squared_norms(self._squared_norms_here, wanted)
 
     @exact
     def check_equal(self) -> None:
         """Raises unless tensor-parallel ranks agree on the rows of the parameters that all of them have."""
-        if self._parallel is not None:
-            self._parallel.check_equal(self._squared_norms_here, set(self._parameters))
+        self._ranks.check_equal(self._squared_norms_here, set(self._parameters))
 
     def _squared_norms_here(self, wanted: set[str]) -> Tensor:
         """Returns the squared norms (n,) in this rank's parts of the wanted parameters."""
         total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         separate, joint = self._split(wanted)
         joined = self._joined
-        others = [block for block in separate if block not in joined]
+        others = [block for block in separate if id(block) not in joined.ids]
         if joined.blocks and len(others) + len(joined.blocks) == len(separate):
             total += joined.squared_norms().to(total.device)
             separate = others
@@ -119,24 +115,17 @@ class Jacobian:
         others = {name: self._all[name].new_zeros(k, *self._all[name].shape) for name in self._used() - set(v)}
         directions = {**v, **others}
         total = torch.zeros(self.num_examples, k, device=self._device, dtype=self._sum_dtype)
-        if self._parallel is not None:
-            return self._parallel.projections(self._blocks, directions, self._all, total)
-        for block in self._blocks:
-            total = total + block.project(directions, self._all).to(total.device)
-        return total
+        return self._ranks.projections(self._blocks, directions, self._all, total)
 
     @exact
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
         unused = self._parameters.keys() - self._used()
         total = {name: torch.zeros_like(self._all[name], memory_format=torch.contiguous_format) for name in unused}
-        others = (
-            part
-            for block in self._blocks
-            if block not in self._joined
-            for part in block.last_weighted_sum(c, self._all, self._parameters).items()
-        )
-        for name, part in chain(self._joined.last_weighted_sum(c), others):
+        joined = self._joined
+        others = [block for block in self._blocks if id(block) not in joined.ids]
+        sums = (part for block in others for part in block.last_weighted_sum(c, self._all, self._parameters).items())
+        for name, part in chain(joined.last_weighted_sum(c), sums):
             total[name] = total[name] + part if name in total else part
         return {name: total[name] for name in self._parameters}
 
@@ -157,8 +146,10 @@ class Jacobian:
         A weight may be computed from parameters: the direction is not pushed through that computation.
         """
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
-        others = (part for block in self._blocks if block not in self._joined for part in block.project_on(direction))
-        for part in chain(others, self._joined.project_on(direction)):
+        joined = self._joined
+        others = [block for block in self._blocks if id(block) not in joined.ids]
+        parts = (part for block in others for part in block.project_on(direction))
+        for part in chain(parts, joined.project_on(direction)):
             total = total + part.to(total.device)
         return total
 
@@ -196,7 +187,7 @@ class Jacobian:
         return self._with(self.num_examples, kept, blocks)
 
     def _with(self, num_examples: int, parameters: Mapping[str, Tensor], blocks: list[Block]) -> Jacobian:
-        other = Jacobian(num_examples, self._dtype, self._all, blocks, self._parallel)
+        other = Jacobian(num_examples, self._dtype, self._all, blocks, self._ranks)
         other._parameters = parameters
         return other
 
@@ -243,13 +234,18 @@ class Jacobian:
     @property
     def _sum_dtype(self) -> torch.dtype:
         """Returns the widest type of losses and parameters, at least float32, because lengths are sums over all."""
-        least = torch.promote_types(self._dtype, torch.float32)
-        return reduce(torch.promote_types, (p.dtype for p in self._all.values()), least)
+        widest = torch.promote_types(self._dtype, torch.float32)
+        for p in self._all.values():
+            if p.dtype is not widest:
+                widest = torch.promote_types(widest, p.dtype)
+        return widest
 
     @property
     def _device(self) -> torch.device:
         """Returns the device of what has one number for each example, wherever the parameters are."""
-        return next((p.device for p in self._all.values()), torch.device("cpu"))
+        for p in self._all.values():
+            return p.device
+        return torch.device("cpu")
 
     def _used(self) -> set[str]:
         """Returns the parameters that some op used."""
@@ -265,7 +261,8 @@ class Jacobian:
         for block in self._blocks:
             if wanted.isdisjoint(block.names):
                 continue
-            alone = block.stands_alone and disjoint(sharing[block.names[0]])
+            others = sharing[block.names[0]]
+            alone = block.stands_alone and (len(others) == 1 or disjoint(others))
             (separate if alone else joint).append(block)
         return separate, joint
 

@@ -8,18 +8,32 @@ Choices follow a model of costs, not a stopwatch, so that one run repeats anothe
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...ops import Method, Op
+from ...ops import AnyLayout, Layout, Method, Op, Use
 from ...ops._base import CHUNK_FLOATS
+from ...support.validate import Refused
+from ..layouts.known import Footprint, Layouts
+from ..layouts.predict import Expected
+from ..recording.calls import Call
+from ..recording.graph import saved_bytes
+from ..recording.paths import Reached
 
 # From this size on malloc asks the system for fresh pages every time (glibc: above 32 MiB), and keeping rows costs
 # FRESH times as much.
 FRESH, FRESH_BYTES = 5, 2**25
+# Gradients of at least this many bytes are measured at once, because each portion needs several backwards.
+PORTION_BYTES = 2**24
+# Any budget allows this many bytes, unless it is below what non-private training needs.
+MIN_BUDGET = 2**26
+# Up to this many bytes, graph and calls may be in memory together while predicted layouts are confirmed.
+MAX_UNCONFIRMED_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,14 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
+def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> Op:
+    """Returns the Jacobian block of one use; a refusal names the parameters behind its weight."""
+    try:
+        return use.op(b, layout)
+    except Refused as error:
+        raise Refused(f"{error} Used with parameter {', '.join(map(repr, names))}.") from None
+
+
 class Budget:
     """Decides, op by op during the backward, what may be kept for the clipped sum.
 
@@ -95,13 +117,19 @@ class Budget:
     def __init__(self, limit: float, activations: float, least: float, call_bytes: int, parameters: int):
         self._limit = limit * max(activations, parameters) if limit <= 100 else limit
         self._least = least
-        self._activations, self.call_bytes = activations, max(call_bytes, 1)
+        self._activations, self._call_bytes = activations, max(call_bytes, 1)
         self._passed, self._held, self._least_to_come = 0, 0, least
 
     @property
     def wants_second_backward(self) -> bool:
         """True if one backward exceeds the limit, and two, which need the activations to their end, need less."""
         return self._least > max(self._limit, self._activations)
+
+    def fresh(self, *, may_drop: bool = False) -> Budget:
+        """Returns the same budget for another backward."""
+        other = copy(self)
+        other._passed, other._held, other._least_to_come, other.may_drop = 0, 0, self._least, may_drop
+        return other
 
     def passed(self, size: int) -> None:
         """Notes that the backward has passed an op with ``size`` bytes of inputs and outputs."""
@@ -111,7 +139,7 @@ class Budget:
         """Returns the fastest choice that fits, counting what must still be held; else the one that holds least."""
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
-        left = self._activations * max(0.0, 1 - self._passed / self.call_bytes)
+        left = self._activations * max(0.0, 1 - self._passed / self._call_bytes)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
         if self.may_drop:
@@ -138,3 +166,70 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
         start = tensor.data_ptr()
         sizes[start] = max(sizes.get(start, 0), tensor.numel() * tensor.itemsize)
     return sum(sizes.values())
+
+
+class Memory:
+    """The memory that one batch takes.
+
+    Args:
+        layouts: remembers the footprint of each path.
+        reached: the batch.
+    """
+
+    def __init__(self, layouts: Layouts, reached: Reached):
+        self._layouts, self._reached = layouts, reached
+
+    @property
+    def known(self) -> Footprint | None:
+        """Returns what earlier batches on this path needed; None on a new path."""
+        return self._layouts.footprint(self._reached.path, self._reached.num_losses)
+
+    def note(self, least: float) -> None:
+        """Remembers that the batch needs its activations, and at least these bytes until the clipped sum."""
+        footprint = Footprint(self.activations, least)
+        self._layouts.note_footprint(self._reached.path, self._reached.num_losses, footprint)
+
+    @cached_property
+    def activations(self) -> int:
+        """Returns the bytes that autograd keeps for the backward."""
+        reached = self._reached
+        if reached.recorder.log.saved_elsewhere:  # by checkpointing or offloading, whose tensors can be read only once
+            return distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
+        lasting = [*reached.parts.values(), *reached.recorder.tensors.constants()]
+        return saved_bytes(reached.graph, reached.num_losses, lasting)
+
+    def may_keep_graph(self) -> bool:
+        """True if the graph is small enough to stay while the rows are computed."""
+        known = self.known
+        activations = known.activations if known is not None else self.activations
+        return activations + self._reached.size < MAX_UNCONFIRMED_BYTES
+
+    def budget(self, limit: float) -> Budget:
+        """Returns the budget of a backward: up to 100 in units of what non-private training needs, else in bytes."""
+        known = self.known or Footprint(self.activations, 0)
+        parameters = sum([p.numel() * p.itemsize for p in self._reached.parts.values()])
+        if 1 <= limit <= 100:
+            limit = max(limit * max(known.activations, parameters), MIN_BUDGET)
+        return Budget(limit, known.activations, known.least, self._reached.size, parameters)
+
+    def least_bytes(self, place: Call, b: Tensor, layout: Expected | AnyLayout) -> float:
+        """Returns the bytes that must be held of a call until the clipped sum, if its gradient has this layout."""
+        if place.is_cut:
+            return 0.0
+        if not isinstance(layout, Layout):
+            return place.size  # any order of the examples needs the same
+        with torch.no_grad():
+            ops = [make_op(use, b, layout, self._reached.names_of(use.weight)) for use in place.uses]
+            return sum([least_bytes(op) for op in ops])
+
+    def portions(self) -> list[list[int]]:
+        """Returns the numbers of calls and cuts in portions with gradients that need little memory."""
+        sizes = [place.output.size for place in self._reached.places]
+        most, portions, total = max(PORTION_BYTES, self.activations / 8), [], float("inf")
+        for number, size in enumerate(sizes):
+            if total + size > most:
+                portions.append([])
+                total = 0
+            portions[-1].append(number)
+            total += size
+        return self._reached.ranks.peers.gather(portions)[0]

@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ...jacobian.layouts.codes import fresh_generator
 from ...jacobian.layouts.known import PROOFS, Merging, relevant_keys
-from ...jacobian.recording.calls import Reached
 from ...jacobian.recording.coverage import CodePath
 from ...jacobian.recording.functions import numbers_in
 from ...jacobian.recording.graph import Graph
@@ -367,8 +366,8 @@ class ProjectedRecording(OpMode):
         self._outputs += [edge for edge, _ in call.record_output(output)]
         self._calls.append(call)
 
-    def nodes_before_calls(self, graph: Graph) -> Iterator[Node]:
-        """Yields the nodes between the losses and the model's outputs."""
+    def nodes_before_calls(self, graph: Graph) -> list[Node]:
+        """Returns the nodes between the losses and the model's outputs."""
         return graph.before({edge.node for edge in self._outputs})
 
     def clipped_sum(
@@ -390,10 +389,10 @@ class ProjectedRecording(OpMode):
         """
         check_losses(losses)
         graph = Graph(losses)
-        self.code.note(node.name() for node in self.nodes_before_calls(graph))
+        self.code.note([node.name() for node in self.nodes_before_calls(graph)])
         self._check_reached(graph, set(may_miss))
         if self._projector.is_new(graph, len(losses)):
-            self._check_precision(Reached(losses, graph, [], [], 0).dtypes())
+            self._check_precision({losses.dtype, *graph.cast_dtypes()})
         (label,) = groups  # `SketchedSum` accepts no rule with several groups
         with self._full_precision():
             jacobian = self._projector.jacobian(

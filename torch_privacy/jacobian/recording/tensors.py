@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knows what the tensors of a forward are: parameters, tensors computed from them alone, constants, or data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops import Use
+from ...ops._base import is_half
+from ...ops.einsum import ContractionUse
+from ...ops.elementwise import EntrywiseUse
+from ..parallel.shards import WayBack
+from .constants import FROM_PYTHON, FilledTensors
+from .coverage import FEW
+from .functions import EXPANSIONS, rearranges, tensors_among
+from .graph import leaves_below
+
+
+@dataclass(slots=True)
+class Source:
+    """A parameter (``direct``) or a tensor computed from parameters and constants alone.
+
+    It is valid only while the tensor's version is the recorded one: an in-place change may mix data in.
+    """
+
+    tensor: Tensor
+    version: int
+    names: tuple[str, ...]  # of the parameters that it was computed from
+    direct: bool
+    rearranged: bool  # the entries of one parameter, only moved
+    half: bool  # computed from half precision, or in it
+    way_back: WayBack | None = None  # to the parameters, if it is this rank's part of a distributed tensor
+
+
+class KnownTensors:
+    """The tensors of one forward that hold no data of the batch, and how they were made; all others hold data.
+
+    Args:
+        parameters: name -> tensor, leaves of the autograd graph.
+        constants: other tensors that hold no data of the batch (buffers, frozen parameters).
+        num_examples: size of the batch, if it is known in advance; shows which tensors can have a part per example.
+        filled: what earlier batches showed about tensors that are filled with numbers.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Iterable[Tensor],
+        num_examples: int | None,
+        filled: FilledTensors,
+    ):
+        # Tensors are identified by id; holding them keeps the ids from being used again.
+        self.sources = {
+            id(p): Source(p, p._version, (name,), direct=True, rearranged=True, half=False)
+            for name, p in parameters.items()
+        }
+        self._expanded: dict[int, Tensor] = {}  # id of an expanded source -> the tensor before ``expand``
+        self._constants = {id(t): (t, t._version) for t in constants}
+        self._lasting = frozenset(self._constants)
+        self._made: dict[int, weakref.ref[Tensor]] = {}  # integer tensors among the inputs, or made of data
+        self._blank: dict[int, weakref.ref[Tensor]] = {}  # made to be filled, and with a dimension for the examples
+        self._filled, self._num_examples = filled, num_examples
+        self._reads_python = False  # the model was called without tensors, so it makes them of the batch itself
+        self.left_torch = False  # data were given to numpy or Python, which may have made integers of them
+
+    # Questions
+
+    def classify(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Returns the tensors among arguments: all, those that are sources, and those that hold data of the batch."""
+        tensors, weights, data = tensors_among(values), [], []
+        sources, constants = self.sources, self._constants
+        for t in tensors:
+            key = id(t)
+            if key in sources and sources[key].version == t._version:
+                weights.append(t)
+            elif t.requires_grad and self._becomes_known(t):
+                weights += [t] if key in sources else []
+            elif key in constants and self.is_constant(t):
+                continue
+            elif t.is_floating_point() or not self._is_cached(t):
+                data.append(t)
+        return tensors, weights, data
+
+    def source(self, tensor: Tensor) -> Source | None:
+        """Returns what a tensor was computed from; None unless it is a source."""
+        source = self.sources.get(id(tensor))
+        return source if source is not None and source.version == tensor._version else None
+
+    def names_of(self, source: Tensor) -> tuple[str, ...]:
+        """Returns the names of the parameters that a source was computed from."""
+        return self.sources[id(source)].names
+
+    def all_names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
+        """Returns the names of the parameters that these sources were computed from."""
+        found: set[str] = set()
+        for t in weights:
+            found.update(self.sources[id(t)].names)
+        return tuple(sorted(found))
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """True for a known constant, which may be a leaf with a gradient, but is no trained parameter."""
+        known = self._constants.get(id(tensor))
+        return known is not None and known[1] == tensor._version and (not tensor.requires_grad or tensor.is_leaf)
+
+    def has_been_constant(self, tensor: Tensor) -> bool:
+        """True for a known constant, whatever was written into it since."""
+        return id(tensor) in self._constants
+
+    def constants(self) -> list[Tensor]:
+        """Returns all known constants."""
+        return [tensor for tensor, _ in self._constants.values()]
+
+    def before_expansion(self, uses: tuple[Use, ...]) -> tuple[Use, ...]:
+        """Returns uses with the parameter before ``expand``, where the op broadcasts by itself, as add and mul do."""
+        before = self._expanded
+        if not before:
+            return uses
+        return tuple(
+            replace(use, weight=before[id(use.weight)])
+            if id(use.weight) in before and isinstance(use, (EntrywiseUse, ContractionUse))
+            else use
+            for use in uses
+        )
+
+    def read_constants(self, tensors: Sequence[Tensor], data: Sequence[Tensor]) -> Iterator[tuple[int, list[float]]]:
+        """Yields number and entries of the small tensors that hold no data, such as a factor that begins to count."""
+        for k, t in enumerate(tensors):
+            if t.requires_grad or t.numel() > FEW or id(t) in self.sources or self._is_made(t):
+                continue
+            if not t.ndim or not any([t is other for other in data]):
+                yield k, self._filled.entries_of(t, lasts=id(t) in self._lasting)
+
+    def takes_examples(self, func: Callable, args: tuple, weights: Sequence[Tensor]) -> bool:
+        """True if parameters are repeated in a tensor that is made to be filled by examples: it then holds their data.
+
+        An example is a first token (d,) that is written into zeros (n, t, d), before the data are.
+        """
+        target = args[0]
+        base = target if target._base is None else target._base
+        if id(base) not in self._blank or self._blank[id(base)]() is not base:
+            return False
+        with torch._C.DisableTorchFunction():
+            written = target.detach()[args[1]] if func is Tensor.__setitem__ else target
+        if all([t.numel() == written.numel() for t in weights]):
+            return False
+        self._constants.pop(id(target), None)
+        self._constants.pop(id(base), None)
+        return True
+
+    # What becomes known while the forward runs
+
+    def note_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Takes the tensors that the model is called with: integers among them hold data of the batch."""
+        self._reads_python |= not tensors
+        self._made.update({id(t): weakref.ref(t) for t in tensors if not t.ndim or not t.is_floating_point()})
+        if self._num_examples is None:  # a wrong guess costs time, never exactness
+            self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)
+
+    def learn_size(self, num_examples: int) -> None:
+        """Remembers the size of the batch for later ones."""
+        self._filled.learn(num_examples)
+
+    def add_made(self, tensor: Tensor) -> None:
+        """Adds integers, or a number, that were computed from data: they are no constants."""
+        self._made[id(tensor)] = weakref.ref(tensor)
+
+    def makes_data_of_python(self, func: Callable) -> bool:
+        """True if the function makes a tensor of numbers that may be the batch's."""
+        return self._reads_python and func in FROM_PYTHON
+
+    def add_without_data(
+        self, func: Callable, args: tuple, tensors: Sequence[Tensor], weights: Sequence[Tensor], out: Any, result: Any
+    ) -> None:
+        """Adds what an op on ``tensors``, or a factory, made without data; ``result`` is what it wrote or returned."""
+        filled, n = self._filled, self._num_examples
+        if tensors or filled.makes_constant(func, out, n):
+            if not filled.makes_new(func, result, args, n):
+                for tensor in tensors_among((result,)):
+                    self.add_derived(func, args, weights, tensor)
+
+    def add_blank(self, func: Callable, out: Any) -> None:
+        """Adds a tensor that is made to be filled, if it may have a part for each example."""
+        if self._filled.may_be_filled_by_examples(func, out, self._num_examples):
+            self._blank[id(out)] = weakref.ref(out)
+
+    def add_constant(self, tensor: Tensor) -> None:
+        """Adds a constant, or a new version of one."""
+        self._constants[id(tensor)] = tensor, tensor._version
+
+    def add_derived(self, func: Callable, args: tuple, weights: Sequence[Tensor], result: Tensor) -> None:
+        """Adds a tensor computed from parameters and constants alone: a source, or a constant without a gradient."""
+        key = id(result)
+        if not weights or not result.requires_grad:
+            self._constants[key] = (result, result._version)
+            if result.is_floating_point() and (weights or any([self._is_made(t) for t in tensors_among(args)])):
+                self._made[key] = weakref.ref(result)
+        if not weights or not result.requires_grad or self.source(result) is not None:  # contiguous() may return it
+            return
+        is_moved = len(weights) == 1 and self.sources[id(weights[0])].rearranged and rearranges(func, args)
+        self._add_source(result, weights, rearranged=is_moved)
+        if func in EXPANSIONS:
+            self._expanded[key] = self._expanded.get(id(weights[0]), weights[0])
+        else:
+            self._expanded.pop(key, None)
+
+    def _add_source(self, result: Tensor, weights: Sequence[Tensor], *, rearranged: bool) -> None:
+        half = is_half(result) or any([is_half(t) or self.sources[id(t)].half for t in weights])
+        self.sources[id(result)] = Source(result, result._version, self.all_names(weights), False, rearranged, half)
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """True for a tensor that is an input, or was made of data, or of parameters alone but without a gradient."""
+        made = self._made.get(id(tensor))
+        return made is not None and made() is tensor
+
+    def _is_cached(self, tensor: Tensor) -> bool:
+        """True for a constant: no recorded function made it, and it has no part for each example."""
+        if self.left_torch or self._is_made(tensor) or not self._filled.is_cached(tensor, self._num_examples):
+            return False
+        self.add_constant(tensor)
+        return True
+
+    def _becomes_known(self, tensor: Tensor) -> bool:
+        """True if a tensor with a gradient turns out to be a source or a constant, which no recorded call made.
+
+        A source is the result of an ``autograd.Function``: its forward, recorded without a gradient, used parameters
+        and constants alone, and its backward goes to these. A constant is a new ``nn.Parameter`` over the memory of a
+        constant, or what is computed from one.
+        """
+        if tensor.grad_fn is None:
+            return type(tensor) is nn.Parameter and id(tensor) not in self.sources and self._shares_constant(tensor)
+        known = self._constants.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            return False
+        leaves = leaves_below(tensor.grad_fn)
+        trained = [leaf for leaf in leaves if self.source(leaf) is not None]
+        if not all(self.is_constant(leaf) or self.source(leaf) is not None for leaf in leaves):
+            return False
+        if trained:
+            self._add_source(tensor, trained, rearranged=False)
+        return True
+
+    def _shares_constant(self, parameter: Tensor) -> bool:
+        """True if a new parameter has the memory of a constant, or that of a known parameter without its gradient."""
+        known = (t for t, version in self._constants.values() if t._version == version)
+        trained = (source.tensor for source in self.sources.values() if source.version == source.tensor._version)
+        where = parameter.data_ptr(), parameter.numel(), parameter._version
+        if not any((t.data_ptr(), t.numel(), t._version) == where for t in chain(known, trained)):
+            return False
+        self.add_constant(parameter)
+        return True
