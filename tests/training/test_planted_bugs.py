@@ -124,12 +124,12 @@ def residuals_are_not_clipped(patch: pytest.MonkeyPatch) -> None:
 
 
 def uses_of_a_weight_are_not_added(patch: pytest.MonkeyPatch) -> None:
-    def squared_norms(self: Jacobian, names: Any = None) -> torch.Tensor:
+    def squared_norms(self: Jacobian, names: Any = None, **_: Any) -> torch.Tensor:
         ops = [op for block in self._blocks for op in block.ops]
         return torch.stack([op.rows().flatten(1).square().sum(1) for op in ops]).sum(0)
 
     patch.setattr(Block, "merge", lambda self: None)
-    patch.setattr(Jacobian, "first_squared_norms", squared_norms)
+    patch.setattr(Jacobian, "squared_norms", squared_norms)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:

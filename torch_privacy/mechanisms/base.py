@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import privacy
 from ..jacobian.layouts.known import Layouts, Merging
 from ..jacobian.recording.coverage import CodePath
-from ..jacobian.rows.operator import Jacobian
+from ..jacobian.rows.operator import Jacobian, RowsOfBatch
 from ..jacobian.rows.streamed_sum import DeferredSum
 from ..jacobian.tape import Tape
 from ..privacy import NeighboringRelation
@@ -122,16 +122,16 @@ class Summation(ABC):
         """Returns the number of examples left out because a gradient (of their micro-batch) was not finite. Secret."""
 
     @abstractmethod
-    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
+    def __call__(self, jacobian: RowsOfBatch, group: str) -> dict[str, Tensor]:
         """Returns the sums, by name, of the clipped rows in one group of parameters. Secret."""
 
-    def compute_factors(self, jacobian: Any, group: str) -> None:
+    def compute_factors(self, jacobian: RowsOfBatch, group: str) -> None:
         """Computes only the factors of the rows in one group of parameters."""
         self(jacobian, group)
 
     @abstractmethod
     def responses(
-        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+        self, jacobian: RowsOfBatch, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
     ) -> tuple[Tensor, Tensor]:
         """Returns ⟨release, vᵢ⟩ and ‖vᵢ‖² for the part vᵢ of each row in the sums, in units of the noise.
 
@@ -373,7 +373,7 @@ class ClippedSum(Mechanism):
             self.rule = self._rule_at(step)
 
     def summation(self, units: np.ndarray | None, size: int) -> Summation:
-        return _ClippedSummation(self.rule, self.merging(units, size), self.views)
+        return ClippedSummation(self.rule, self.merging(units, size), self.views)
 
     @property
     def num_rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -412,7 +412,7 @@ class ClippedSum(Mechanism):
             self.rule = replace(self.rule, clip_norm=clip_norm)
 
 
-class _ClippedSummation(Summation):
+class ClippedSummation(Summation):
     """Clips and sums the rows; counts those within the clip norm, and those that are not finite."""
 
     def __init__(self, rule: ClippingRule, merging: Merging | None, views: int):
@@ -430,9 +430,7 @@ class _ClippedSummation(Summation):
         return int(left_out.sum()) // self._views
 
     @torch.no_grad()
-    def __call__(self, jacobian: Any, group: str) -> dict[str, Tensor]:
-        if hasattr(jacobian, "measured_sum") and jacobian.device.type != "cpu":
-            return self._sum_before_reading(jacobian, group)
+    def __call__(self, jacobian: RowsOfBatch, group: str) -> dict[str, Tensor]:
         factors, kept, count = self._weigh(jacobian, group)
         rows = jacobian if kept is None else jacobian.select(kept)
         if self.defers and isinstance(rows, Jacobian) and not rows.depends_on_graph:
@@ -442,12 +440,12 @@ class _ClippedSummation(Summation):
         return sums if count is None else sums | {COUNT: count}
 
     @torch.no_grad()
-    def compute_factors(self, jacobian: Any, group: str) -> None:
+    def compute_factors(self, jacobian: RowsOfBatch, group: str) -> None:
         self._weigh(jacobian, group)
 
     @torch.no_grad()
     def responses(
-        self, jacobian: Any, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+        self, jacobian: RowsOfBatch, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
     ) -> tuple[Tensor, Tensor]:
         squares, names = jacobian.squared_norms(), jacobian.shapes
         self._factors_of_finite(squares.sqrt(), group)
@@ -457,30 +455,13 @@ class _ClippedSummation(Summation):
         products, squares = (torch.where(finite, part.double(), 0) for part in (products, squares))
         return factors * products / stddev**2, factors.square() * squares / stddev**2
 
-    def _sum_before_reading(self, jacobian: Any, group: str) -> dict[str, Tensor]:
-        """Returns the sum where a factor of 0 leaves a row out: the host waits once, afterwards, for all to be checked.
-
-        The rule has one group and no count, because other rules have no price with estimated norms.
-        """
-        norms = self.norms_of_groups[group] = jacobian.first_squared_norms().sqrt()
-        finite = norms.isfinite()
-        norms = torch.where(finite, norms, 0)
-        factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
-        self._note(group, factors, norms)
-        sums, measured = jacobian.measured_sum(factors)
-        asked = torch.cat([finite.double(), self._bound_check.longest().double()[None], measured]).tolist()
-        self._longest = asked[len(norms)]
-        self._non_finite.update(k for k, is_finite in enumerate(asked[: len(norms)]) if not is_finite)
-        jacobian.judge(sums, asked[len(norms) + 1 :])
-        return sums
-
-    def _weigh(self, jacobian: Any, group: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _weigh(self, jacobian: RowsOfBatch, group: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the factors, the indices of the finite rows as `_factors_of_finite` does, and the count, if wanted.
 
         The host waits for a GPU once, for all that it must know before the sum; if some norm is not finite or must be
         computed again, a few more times.
         """
-        norms = jacobian.first_squared_norms().sqrt()
+        norms = jacobian.squared_norms(final=False).sqrt()
         if norms.device.type != "cpu":
             finite = norms.isfinite()
             known = torch.where(finite, norms, 0)

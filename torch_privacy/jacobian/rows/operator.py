@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,36 @@ from ..parallel.ranks import NO_OTHERS, ModelRanks
 from .blocks import Block, Direction, JoinedBlocks, OuterProduct, disjoint
 from .norms import chunk_size
 from .plan import choices
+
+
+class RowsOfBatch(Protocol):
+    """The rows of one batch, with exact or estimated norms: three questions, as of a `Jacobian`."""
+
+    @property
+    def num_examples(self) -> int:
+        """Returns the number of rows."""
+        ...
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Returns name and shape of every parameter, in the model's order."""
+        ...
+
+    def squared_norms(self, *, final: bool = True) -> Tensor:
+        """Returns the squared norms of the rows (n,); unless ``final``, NaN where that must wait for a GPU."""
+        ...
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """Returns J v (n, k) for k directions given as name -> (k, *shape)."""
+        ...
+
+    def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
+        """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
+        ...
+
+    def select(self, index: Tensor | slice) -> RowsOfBatch:
+        """Returns the rows of some of the examples only."""
+        ...
 
 
 class Jacobian:
@@ -63,17 +94,19 @@ class Jacobian:
 
     # The three questions
 
-    def squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
-        """Returns the squared norms of the rows (n,) over all parameters, or over those named."""
-        total = self.first_squared_norms(names)
-        if total.device.type != "cpu" and total.isnan().any():
+    def squared_norms(self, names: tuple[str, ...] | None = None, *, final: bool = True) -> Tensor:
+        """Returns the squared norms of the rows (n,) over all parameters, or over those named.
+
+        On a GPU some may have to be computed a second time, for which the host waits. Unless ``final`` these are NaN.
+        """
+        total = self._first_squared_norms(names)
+        if final and total.device.type != "cpu" and total.isnan().any():
             self._settle(names)
-            total = self.first_squared_norms(names)
+            total = self._first_squared_norms(names)
         return total
 
     @exact
-    def first_squared_norms(self, names: tuple[str, ...] | None = None) -> Tensor:
-        """Returns `squared_norms` without waiting for a GPU: NaN where that must compute them a second time."""
+    def _first_squared_norms(self, names: tuple[str, ...] | None) -> Tensor:
         wanted = set(self._parameters if names is None else names)
         return self._ranks.squared_norms(self._squared_norms_here, wanted)
 

@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ... import privacy
+from ...jacobian.rows.operator import RowsOfBatch
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
-from ..base import ClippedSum, Recording
+from ..base import ClippedSum, ClippedSummation, Recording, Summation, checked_factors
 from ..clipping import ClippingRule, Flat
 from .directions import Directions
-from .projected import Projector
+from .projected import Projector, SketchedJacobian
 from .settings import Sketched
 
 MIN_PROJECTIONS = 16  # with fewer, examples with large gradients escape clipping so often that epsilon explodes
@@ -65,6 +70,9 @@ class SketchedSum(ClippedSum):
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
         return self._estimator.recording(tensors, size, Directions(key, step, part))
 
+    def summation(self, units: np.ndarray | None, size: int) -> Summation:
+        return _SketchedSummation(self.rule, self.merging(units, size), self.views)
+
     def learned(self) -> Any:
         return self._estimator.learned
 
@@ -80,6 +88,33 @@ class SketchedSum(ClippedSum):
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         self._estimator.learned = state["projections"]
+
+
+class _SketchedSummation(ClippedSummation):
+    """Clips and sums rows with estimated norms; on a GPU the sum does not wait for these norms."""
+
+    @torch.no_grad()
+    def __call__(self, jacobian: RowsOfBatch, group: str) -> dict[str, Tensor]:
+        if isinstance(jacobian, SketchedJacobian) and jacobian.device.type != "cpu":
+            return self._sum_before_reading(jacobian, group)
+        return super().__call__(jacobian, group)
+
+    def _sum_before_reading(self, jacobian: SketchedJacobian, group: str) -> dict[str, Tensor]:
+        """Returns the sum where a factor of 0 leaves a row out: the host waits once, afterwards, for all to be checked.
+
+        The rule has one group and no count, because other rules have no price with estimated norms.
+        """
+        norms = self.norms_of_groups[group] = jacobian.squared_norms().sqrt()
+        finite = norms.isfinite()
+        norms = torch.where(finite, norms, 0)
+        factors = torch.where(finite, checked_factors(self._rule, norms, group), 0)
+        self._note(group, factors, norms)
+        sums, measured = jacobian.measured_sum(factors)
+        asked = torch.cat([finite.double(), self._bound_check.longest().double()[None], measured]).tolist()
+        self._longest = asked[len(norms)]
+        self._non_finite.update(k for k, is_finite in enumerate(asked[: len(norms)]) if not is_finite)
+        jacobian.judge(sums, asked[len(norms) + 1 :])
+        return sums
 
 
 def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> None:

@@ -16,7 +16,7 @@ from ...noise import KEY_BYTES
 from ...support.model_state import ModelTensors
 from ...support.torch_modes import uncompiled
 from .directions import Directions
-from .projected import ProjectedRecording, Projector
+from .projected import ProjectedRecording, Projector, SketchedJacobian
 from .settings import Sketched
 
 WHERE = "estimate_norms"
@@ -83,7 +83,7 @@ def estimate_norms(
         losses = losses_of(model, batch)
     found: list[Tensor] = []
 
-    def observe(jacobian: Any, label: str) -> None:
+    def observe(jacobian: SketchedJacobian, label: str) -> None:
         found.append(jacobian.squared_norms().sqrt())
         if found[0].isfinite().all():
             jacobian.weighted_sum(torch.ones_like(found[0]))  # raises unless the projections agree with a backward

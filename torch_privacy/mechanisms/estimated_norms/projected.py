@@ -76,11 +76,9 @@ class SketchedJacobian:
         """Name and shape of every parameter."""
         return {name: p.shape for name, p in self._parameters.items()}
 
-    def squared_norms(self) -> Tensor:
-        """Returns estimates of the rows' squared norms, (n,)."""
+    def squared_norms(self, *, final: bool = True) -> Tensor:
+        """Returns estimates of the rows' squared norms, (n,); nothing is computed twice, so they are final."""
         return self._estimates[self._kept]
-
-    first_squared_norms = squared_norms  # no Gram matrix, so nothing is computed twice
 
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape. Frees the graph."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ... import privacy
 from ...jacobian.layouts.known import Merging
-from ...jacobian.rows.operator import Jacobian
+from ...jacobian.rows.operator import Jacobian, RowsOfBatch
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
@@ -247,17 +247,17 @@ class _EmbeddingAndResidual(Summation):
         return self._left_out
 
     @torch.no_grad()
-    def __call__(self, jacobian: Jacobian, group: str) -> dict[str, Tensor]:
-        jacobian, w, a, c = self._clip(jacobian)
+    def __call__(self, jacobian: RowsOfBatch, group: str) -> dict[str, Tensor]:
+        jacobian, w, a, c = self._clip(cast(Jacobian, jacobian))
         sums = {self._keys[group]: a[group].to(part.dtype) @ part for group, part in w.items()}
         return sums if c is None else sums | self._residual_sum(jacobian, w, c)
 
     @torch.no_grad()
     def responses(
-        self, jacobian: Jacobian, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
+        self, jacobian: RowsOfBatch, group: str, release: Mapping[str, Tensor], stddevs: Mapping[str, float]
     ) -> tuple[Tensor, Tensor]:
         count = jacobian.num_examples
-        jacobian, w, a, c = self._clip(jacobian)
+        jacobian, w, a, c = self._clip(cast(Jacobian, jacobian))
         device = next(iter(w.values())).device
         products, squares = torch.zeros(2, jacobian.num_examples, dtype=torch.float64, device=device)
         for label, part in w.items():
@@ -287,7 +287,7 @@ class _EmbeddingAndResidual(Summation):
         """Returns the finite rows, their embeddings, and the clip factors of embeddings and residuals by group."""
         w = {group: self.basis.embed(jacobian, group) for group in self.basis.groups}
         inside = {group: part.double().square().sum(1) for group, part in w.items()}
-        whole = self._squared_norms(jacobian.first_squared_norms)
+        whole = self._squared_norms(jacobian, final=False)
         finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if finite.device.type != "cpu":  # one wait for all that must be known before the sum
             of_finite = [{group: torch.where(finite, t, 0) for group, t in part.items()} for part in (inside, whole)]
@@ -296,7 +296,7 @@ class _EmbeddingAndResidual(Summation):
             if all_finite:
                 self._longest = longest
                 return jacobian, w, a, c
-            self._bounds, whole = [], self._squared_norms(jacobian.squared_norms)
+            self._bounds, whole = [], self._squared_norms(jacobian, final=True)
             finite = torch.stack([*inside.values(), *whole.values()]).isfinite().all(0)
         if not finite.all():
             kept = finite.nonzero().flatten()
@@ -311,10 +311,10 @@ class _EmbeddingAndResidual(Summation):
             self._finite, norms
         )
 
-    def _squared_norms(self, of: Callable[[tuple[str, ...]], Tensor]) -> dict[str, Tensor]:
+    def _squared_norms(self, jacobian: Jacobian, *, final: bool) -> dict[str, Tensor]:
         """Returns the squared norms of the rows in each group of the subspace, if residuals are wanted."""
         groups = {} if self._residual is None else self.basis.groups
-        return {group: of(names).double() for group, names in groups.items()}
+        return {group: jacobian.squared_norms(names, final=final).double() for group, names in groups.items()}
 
     def _weigh(
         self,
