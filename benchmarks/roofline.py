@@ -125,16 +125,17 @@ def chosen_ops(name: str, budget: float) -> list[tuple[str, Op, Choice]]:
         made.append((op, choose(self, op)))
         return made[-1][1]
 
-    def note_name(self: blocks.Block, *args: object) -> None:
+    def note_name(self: blocks.Block, *args: object) -> int:
         before = len(made)
-        reduce(self, *args)  # type: ignore[arg-type]
+        held = reduce(self, *args)  # type: ignore[arg-type]
         found.extend((self.names[0], *pair) for pair in made[before:])
+        return held
 
     Budget.choose, blocks.Block.reduce = note_choice, note_name  # type: ignore[method-assign]
     try:
         step()
     finally:
-        Budget.choose, blocks.Block.reduce = choose, reduce  # type: ignore[method-assign]
+        Budget.choose, blocks.Block.reduce = choose, reduce
     return found
 
 

@@ -64,7 +64,6 @@ class Block:
     ops: list[Op] = field(default_factory=list)  # more than one: uses without a common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, if they are known already
     native: NativeSum | None = None  # gives the sum if no op was kept
-    held: int = 0  # bytes counted by a budget
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
     plan_of_op: Plan | None = None  # of the op that its rows replaced
     keeps: object = None  # something that must exist as long as the block
@@ -132,15 +131,12 @@ class Block:
                 done.append(op)
         self.ops = done
 
-    def reduce(self, budget: Budget, native: NativeSum) -> None:
-        """Computes the norms of a block that stands alone, and keeps no more than the budget allows."""
+    def reduce(self, budget: Budget, native: NativeSum) -> int:
+        """Computes the norms of a block that stands alone; returns the bytes that it keeps, as the budget allows."""
         (op,) = self.ops
         if self.answers_jointly and (type(op) is Rows or not budget.may_drop):
-            self.held = held_bytes(op)
-            budget.hold(self.held)
-            return  # norms are computed for many such blocks together
+            return budget.hold(held_bytes(op))  # norms are computed for many such blocks together
         choice = budget.choose(op)
-        self.held = choice.held
         if choice.keeps == "rows":
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
@@ -149,6 +145,7 @@ class Block:
         if choice.keeps == "nothing":
             self.ops, self.native = [], native
             native.expect(self.names[0])
+        return choice.held
 
     def drop(self, native: NativeSum) -> None:
         """Keeps nothing but the norms, because other ranks of the tensor-parallel mesh keep no more."""
@@ -166,11 +163,6 @@ class Block:
                 self.plan_of_op = self.plan()
                 rows, self.norms = rows_and_norms(op, choice.method)
                 self.ops = [rows]
-
-    def hold(self, budget: Budget) -> None:
-        """Keeps all of it, because its rows must be joined with those of other blocks."""
-        self.held = self.least_bytes
-        budget.hold(self.held)
 
     def select(self, index: Tensor | slice) -> Block:
         """Returns the same block for some of the examples only."""

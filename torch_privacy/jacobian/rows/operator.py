@@ -99,15 +99,18 @@ class Jacobian:
 
         On a GPU some may have to be computed a second time, for which the host waits. Unless ``final`` these are NaN.
         """
-        total = self._first_squared_norms(names)
+        wanted = set(self._parameters if names is None else names)
+        total = self._squared_norms(wanted, settled=False)
         if final and total.device.type != "cpu" and total.isnan().any():
-            self._settle(names)
-            total = self._first_squared_norms(names)
+            total = self._squared_norms(wanted, settled=True)
         return total
 
     @exact
-    def _first_squared_norms(self, names: tuple[str, ...] | None) -> Tensor:
-        wanted = set(self._parameters if names is None else names)
+    def _squared_norms(self, wanted: set[str], *, settled: bool) -> Tensor:
+        """Returns the squared norms (n,); if ``settled``, computed again where a Gram matrix was inaccurate."""
+        for block in self._split(wanted)[0] if settled else ():
+            if not block.answers_jointly:
+                block.settle()
         return self._ranks.squared_norms(self._squared_norms_here, wanted)
 
     @exact
@@ -129,14 +132,6 @@ class Jacobian:
         if joint:
             total += self._joint_squared_norms(joint, wanted)
         return total
-
-    @exact
-    def _settle(self, names: tuple[str, ...] | None) -> None:
-        """Computes norms again where a Gram matrix was inaccurate."""
-        separate, _ = self._split(set(self._parameters if names is None else names))
-        for block in separate:
-            if not block.answers_jointly:
-                block.settle()
 
     @exact
     def project(self, v: Mapping[str, Tensor]) -> Tensor:

@@ -149,10 +149,11 @@ class Budget:
         self._held += choice.held
         return choice
 
-    def hold(self, size: int) -> None:
-        """Adds ``size`` bytes that must be held, without a choice."""
+    def hold(self, size: int) -> int:
+        """Adds ``size`` bytes that must be held, without a choice; returns them."""
         self._held += size
         self._least_to_come -= size
+        return size
 
     def release(self, size: int) -> None:
         """Subtracts ``size`` bytes that are no longer held."""

@@ -199,15 +199,15 @@ class BlockStream:
         if len(block.ops) > 1:
             block.merge()
         is_alone = block.stands_alone and self._sharing[block.names[0]] == 1
-        budget = self._work.budget
+        budget, held = self._work.budget, 0
         if budget is None:
             if is_alone:
                 block.keep_smaller_rows()
         elif is_alone:
-            block.reduce(budget, self._work.native)
-        else:
-            block.hold(budget)
-        self.groups.add(block)
+            held = block.reduce(budget, self._work.native)
+        else:  # its rows must be joined with those of other blocks
+            held = budget.hold(block.least_bytes)
+        self.groups.add(block, held)
 
 
 class GroupSums:
@@ -225,15 +225,17 @@ class GroupSums:
         label_of = {name: label for label, names in groups.items() for name in names}
         self._labels = {names: dict.fromkeys(map(label_of.__getitem__, names)) for names in blocks}  # of each block
         self._blocks: dict[str, list[Block]] = {label: [] for label in groups}
+        self._held = Counter[str]()  # bytes of each group's blocks
         self._awaited = Counter([label for names in blocks for label in self._labels[names]])
         for label in groups:
             if not self._awaited[label]:
                 self._finish(label)
 
-    def add(self, block: Block) -> None:
-        """Adds a complete block."""
+    def add(self, block: Block, held: int) -> None:
+        """Adds a complete block, and the bytes that are held of it."""
         for label in self._labels[block.names]:
             self._blocks[label].append(block)
+            self._held[label] += held
             self._awaited[label] -= 1
             if not self._awaited[label]:
                 self._finish(label)
@@ -255,7 +257,7 @@ class GroupSums:
         if request.clip is not None:
             self.sums |= request.clip(jacobian, label)
         if work.budget is not None:
-            work.budget.release(sum([block.held for block in blocks]))
+            work.budget.release(self._held[label])
 
     def _drop_together(self, blocks: Sequence[Block]) -> None:
         """Drops the blocks that other ranks dropped, so that all of them make the native backward, and for the same."""
