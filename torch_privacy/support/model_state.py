@@ -82,7 +82,9 @@ class ModelTree:
     def is_current(self) -> bool:
         """True if no module, parameter or buffer was added, replaced or removed since."""
         for holder, kind, registry, keys, ids, _ in self._registries:
-            if holder[kind] is not registry or [*registry.keys()] != keys or [*map(id, registry.values())] != ids:
+            if holder[kind] is not registry or len(registry) != len(keys):
+                return False
+            if keys and ([*registry] != keys or [*map(id, registry.values())] != ids):  # most are empty
                 return False
         return True
 

@@ -19,7 +19,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested tuples, lists, mappings and other containers that torch's pytree knows."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found: list[Tensor] = []
+    if type(tree) in (tuple, list):  # faster than by the pytree
+        for value in tree:
+            found += tensors_in(value)
+        return found
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)

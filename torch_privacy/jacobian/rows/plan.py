@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,15 +75,18 @@ def least_bytes(op: Op) -> int:
     return min(choice.held for choice in choices(op))
 
 
-def held_bytes(value: Any) -> int:
+def held_bytes(op: Op) -> int:
     """Returns the bytes of the tensors that an op holds, those of ops inside of it included."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.itemsize
-    if isinstance(value, Op):
-        return sum([held_bytes(getattr(value, name)) for name in _fields_of(type(value))])
-    if isinstance(value, (tuple, list)):
-        return sum(map(held_bytes, value))
-    return 0
+    size, values = 0, [getattr(op, name) for name in _fields_of(type(op))]
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            size += value.numel() * value.itemsize
+        elif isinstance(value, Op):
+            size += held_bytes(value)
+        elif isinstance(value, (tuple, list)):
+            values += value
+    return size
 
 
 @cache
