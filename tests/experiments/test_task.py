@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import experiments, privacy
-from torch_privacy.experiments import runner, task
-from torch_privacy.experiments.runner import Run, losses_and_scores
+from torch_privacy.experiments import baseline, fitting, task
+from torch_privacy.experiments.fitting import losses_and_scores
+from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
 from torch_privacy.training import schedule
@@ -128,7 +129,7 @@ def test_baseline_stops_early_where_the_task_holds_out_training_data(regression,
         seen.append(batch[0])
         return losses_and_scores(task, model, batch, views)
 
-    monkeypatch.setattr(runner, "losses_and_scores", score)
+    monkeypatch.setattr(baseline, "losses_and_scores", score)
     regression(build)
     run = Run.start(tmp_path / "r", "regression", epochs=4)
     results = finish(run)
@@ -141,15 +142,15 @@ def test_baseline_stops_early_where_the_task_holds_out_training_data(regression,
 
 def test_best_epoch_keeps_the_earlier_of_equals_and_a_copy(regression):
     task = replace(build_task(DEFAULTS), num_threads=None)
-    best, model = runner.BestEpoch(task), task.new_model()
+    best, model = baseline.BestEpoch(task), task.new_model()
     one = best.of(model)
     assert best.of(model) is one
     with torch.no_grad():
         model[0].weight.copy_(torch.ones(1, 3))
     other = best.of(model)
     assert other is not one
-    assert runner.test_score(task, other) < runner.test_score(task, one)
-    assert runner.BestEpoch(task, float("nan"), one).of(model) is not one
+    assert fitting.test_score(task, other) < fitting.test_score(task, one)
+    assert baseline.BestEpoch(task, float("nan"), one).of(model) is not one
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.experiments import OWN_TABLE, TRAININGS, load_trainable
-from torch_privacy.experiments.runner import losses_and_scores, new_training
+from torch_privacy.experiments.fitting import losses_and_scores, new_training
 from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings, num_units
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import read_bytes

@@ -22,24 +22,20 @@ from torch.utils.data import Subset
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
-from torch_privacy.experiments import task
+from torch_privacy.experiments import table_notes
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
 from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
-from torch_privacy.privacy.rounding import round_up
 from torch_privacy.runs import metrics as log
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.support.read_file import opened
-from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 MOST_UNITS = 65536
-MOST_NAMES = 20  # of columns, in a message
-MOST_CLASSES = 6  # of a column, in a message
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
 
 
@@ -150,7 +146,7 @@ def build_task(
         private |= {
             "owners": owners[train_rows],
             "per_owner": settings.per_owner,
-            "owner_name": _event_unit(settings),
+            "owner_name": table_notes.event_unit(settings),
         }
     return Task(
         train=train.dataset(),
@@ -165,11 +161,11 @@ def build_task(
         not_covered=(SHOWN_WITHOUT_NOISE,),
         num_threads=1,
         num_units=n,
-        unit=_unit(settings),
+        unit=table_notes.unit(settings),
         schema=released["schema"],
         rows=tables.rows_of(frame),
-        notes=(*frame.attrs.get("notes", ()), *_notes(settings, schema, n, released, prior)),
-        exact=() if prior else _exact(train),
+        notes=(*frame.attrs.get("notes", ()), *table_notes.notes(settings, schema, n, released, prior)),
+        exact=() if prior else table_notes.exact(train),
     )
 
 
@@ -181,7 +177,7 @@ def _learn(
     schema = _declared(path, settings.target, settings.schema, settings.owner)
     if schema.is_complete:
         return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
-    share, kept = settings.schema_share, _Kept(_event_unit(settings), new_ledger)
+    share, kept = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger)
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     try:
         learnt = tables.learn(
@@ -194,7 +190,11 @@ def _learn(
             record=kept.record,
         )
     except tables.TableError as error:
-        price = _price([release.event for release in error.releases], settings.delta) if error.releases else "nothing"
+        price = (
+            table_notes.cost_of([release.event for release in error.releases], settings.delta)
+            if error.releases
+            else "nothing"
+        )
         raise ValueError(f"{path}: {str(error).rstrip('.')}. To learn this has cost {price}.") from None
     finally:
         kept.close()
@@ -227,93 +227,9 @@ class _Kept:
             self._ledger.close()
 
 
-def _notes(
-    settings: Settings,
-    schema: tables.Schema,
-    n: int,
-    released: Mapping[str, Any],
-    prior: Sequence[privacy.Release],
-) -> tuple[str, ...]:
-    """Returns sentences on what was chosen, and on what was learnt and its price."""
-    name, steps = Path(settings.file).name, task.number_of_steps(settings, n)
-    clipping = "automatic clipping" if settings.clipping == "automatic" else f"clip norm {settings.clip_norm:g}"
-    whom = "rows" if settings.owner is None else plural(_event_unit(settings))  # the number of their rows is private
-    chosen = (
-        f"{name}: trains on {n:,} {whom}; a share of {settings.test_share:g} is kept for the test. Protected: "
-        f"{_unit(settings)}.",
-        f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
-        f"({settings.epochs:.3g} epochs), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
-        "averaged weights.",
-    )
-    if not prior:
-        price = "The schema says all that is needed: nothing was learnt privately, and all of epsilon is for training."
-    else:
-        cost = _price([release.event for release in prior], settings.delta)
-        total = settings.target_epsilon
-        of = "" if total is None else f" of the total {total:g}; the training has the rest"
-        price = f"Learnt privately, for {cost}{of}: {_in_words(schema)}."
-    return (*chosen, *released["notes"], *_hints(schema), price)
-
-
-def _hints(schema: tables.Schema) -> tuple[str, ...]:
-    """Returns what may help if columns were taken for rare texts."""
-    rare = [column.name for column in schema.columns if column.kind == "ignored" and "frequent" in column.reason]
-    if not rare or schema.decimal == ",":
-        return ()
-    return (f'If {_check.quoted(rare[:1])} has numbers with a decimal comma, write decimal = "," into a schema.',)
-
-
-def _in_words(schema: tables.Schema) -> str:
-    """Returns what a complete schema says of the columns that are used; of many, the first."""
-    found = []
-    for column in (schema.target_column, *schema.features):
-        name = f"{column.name!r} (target)" if column.name == schema.target else repr(column.name)
-        if column.kind == "category":
-            categories = column.categories or ()
-            names = f": {', '.join(categories)}" if len(categories) <= MOST_CLASSES else ""
-            found.append(f"{name} {len(categories)} categories{names}")
-        else:
-            low, high = column.bounds or ("", "")
-            found.append(f"{name} {low} to {high}")
-    more = [f"and {len(found) - MOST_NAMES} more in schema.toml"] if len(found) > MOST_NAMES else []
-    return "; ".join([*found[:MOST_NAMES], *more])
-
-
-def _exact(train: tables.Encoded) -> tuple[str, ...]:
-    """Returns how many cells are missing or wrong; exact, since nothing was paid for counting."""
-    found = []
-    for counts, words in ((train.num_missing, "missing"), (train.num_not_understood, "not of the declared kind")):
-        listed = ", ".join(f"{count:,} of {name!r}" for name, count in counts.items() if count)
-        found += [f"{words}: {listed}"] if listed else []
-    if not found:
-        return ()
-    return (f"Imputed in the training rows ({'; '.join(found)}). These are exact counts, so keep them to yourself.",)
-
-
-def _units(settings: Settings) -> str:
-    return f"{' and '.join(map(str, settings.hidden_units))} hidden units"
-
-
-def _unit(settings: Settings) -> str:
-    """Returns the unit of protection in words."""
-    if settings.owner is None:
-        return "one row of the table"
-    return f"one {_event_unit(settings)}, at most {settings.per_owner} rows in a step"
-
-
-def _event_unit(settings: Settings) -> str:
-    """Returns the word for the unit of protection in events: those of learning and training must agree."""
-    return ONE_EXAMPLE if settings.owner is None else unit_of_column(settings.owner)
-
-
 def _num_units(owners: Any, rows: Any) -> int:
     """Returns the number of rows, or of their owners."""
     return len(rows) if owners is None else len(set(owners[rows]))
-
-
-def _price(events: Sequence[privacy.Event], delta: float) -> str:
-    """Returns the certified epsilon of the releases, in words."""
-    return f"epsilon {round_up(privacy.compose([(event, 1) for event in events]).epsilon_high(delta))}"
 
 
 def _score(schema: tables.Schema, encoder: tables.Encoder) -> Score:
@@ -380,7 +296,7 @@ def _owners(frame: DataFrame, owner: str | None, path: Path) -> Any:
 
 
 def _names(frame: DataFrame) -> str:
-    return _check.quoted(map(str, frame.columns), at_most=MOST_NAMES)
+    return _check.quoted(map(str, frame.columns), at_most=table_notes.MOST_NAMES)
 
 
 def _table(path: Path) -> DataFrame:

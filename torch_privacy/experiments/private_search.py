@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 from torch_privacy import privacy
 from torch_privacy.experiments import load_trainable
-from torch_privacy.experiments.runner import new_training, test_score
+from torch_privacy.experiments.fitting import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise

@@ -13,7 +13,7 @@ import torch
 
 import torch_privacy as tp
 from torch_privacy.experiments import load_trainable
-from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training, test_score
+from torch_privacy.experiments.fitting import losses_and_scores, new_average, new_training, test_score
 from torch_privacy.experiments.task import Settings, Task, check_numbers, check_settings
 from torch_privacy.support import validate as _check
 from torch_privacy.training.machine import number_of_threads

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torch_privacy.data import Data
-from torch_privacy.experiments.runner import losses_and_scores, new_training
+from torch_privacy.experiments.fitting import losses_and_scores, new_training
 from torch_privacy.experiments.study import Study
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy.data import TrainingWords, load_imdb
 from torch_privacy.experiments import task
-from torch_privacy.experiments.runner import test_score
+from torch_privacy.experiments.fitting import test_score
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, number_of_steps, seeded
 from torch_privacy.runs.rows import (

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.data import PublicImages
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments.runner import losses_and_scores, new_training
+from torch_privacy.experiments.fitting import losses_and_scores, new_training
 from torch_privacy_papers.abadi2016 import cifar10
 
 

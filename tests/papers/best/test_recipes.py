@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from torch_privacy.cli import run as command
 from torch_privacy.data import DataError, PublicImages
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments.runner import losses_and_scores, new_average, new_training
+from torch_privacy.experiments.fitting import losses_and_scores, new_average, new_training
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy_papers.best import cifar10 as best_cifar10
 from torch_privacy_papers.best import common as best
@@ -184,7 +184,7 @@ def test_predictions_are_averaged_over_shifts_outside_of_training_only():
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["best-mnist", "best-mnist-cnn"])
 def test_images_of_ones_own_are_trained_on_under_their_own_name(name, fashion, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_privacy.experiments.runner.number_of_steps", lambda settings, n: 3)
+    monkeypatch.setattr("torch_privacy.experiments.fitting.number_of_steps", lambda settings, n: 3)
     run = Reproduction.start(tmp_path / "r", name, data=str(fashion), quick=True)
     (job,) = run.unfinished()
     training = run.training(job)

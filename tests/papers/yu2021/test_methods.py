@@ -12,7 +12,7 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments import runner
-from torch_privacy.experiments.runner import new_training
+from torch_privacy.experiments.fitting import new_training
 from torch_privacy_papers.yu2021 import ablations as gep_ablations
 from torch_privacy_papers.yu2021 import benefit as gep_benefit
 from torch_privacy_papers.yu2021 import cifar10 as gep_cifar10

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in words what a training on the user's own table chose, protects and learnt, and at which price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_privacy import privacy, tables
+from torch_privacy.experiments import task
+from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.privacy.rounding import round_up
+from torch_privacy.support import validate as _check
+from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
+
+MOST_NAMES = 20  # of columns, in a message
+MOST_CLASSES = 6  # of a column, in a message
+
+
+def notes(
+    settings: Settings,
+    schema: tables.Schema,
+    n: int,
+    released: Mapping[str, Any],
+    prior: Sequence[privacy.Release],
+) -> tuple[str, ...]:
+    """Returns sentences on what was chosen, and on what was learnt and its price."""
+    name, steps = Path(settings.file).name, task.number_of_steps(settings, n)
+    clipping = "automatic clipping" if settings.clipping == "automatic" else f"clip norm {settings.clip_norm:g}"
+    whom = "rows" if settings.owner is None else plural(event_unit(settings))  # the number of their rows is private
+    chosen = (
+        f"{name}: trains on {n:,} {whom}; a share of {settings.test_share:g} is kept for the test. Protected: "
+        f"{unit(settings)}.",
+        f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
+        f"({settings.epochs:.3g} epochs), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
+        "averaged weights.",
+    )
+    if not prior:
+        price = "The schema says all that is needed: nothing was learnt privately, and all of epsilon is for training."
+    else:
+        cost = cost_of([release.event for release in prior], settings.delta)
+        total = settings.target_epsilon
+        of = "" if total is None else f" of the total {total:g}; the training has the rest"
+        price = f"Learnt privately, for {cost}{of}: {_in_words(schema)}."
+    return (*chosen, *released["notes"], *_hints(schema), price)
+
+
+def _hints(schema: tables.Schema) -> tuple[str, ...]:
+    """Returns what may help if columns were taken for rare texts."""
+    rare = [column.name for column in schema.columns if column.kind == "ignored" and "frequent" in column.reason]
+    if not rare or schema.decimal == ",":
+        return ()
+    return (f'If {_check.quoted(rare[:1])} has numbers with a decimal comma, write decimal = "," into a schema.',)
+
+
+def _in_words(schema: tables.Schema) -> str:
+    """Returns what a complete schema says of the columns that are used; of many, the first."""
+    found = []
+    for column in (schema.target_column, *schema.features):
+        name = f"{column.name!r} (target)" if column.name == schema.target else repr(column.name)
+        if column.kind == "category":
+            categories = column.categories or ()
+            names = f": {', '.join(categories)}" if len(categories) <= MOST_CLASSES else ""
+            found.append(f"{name} {len(categories)} categories{names}")
+        else:
+            low, high = column.bounds or ("", "")
+            found.append(f"{name} {low} to {high}")
+    more = [f"and {len(found) - MOST_NAMES} more in schema.toml"] if len(found) > MOST_NAMES else []
+    return "; ".join([*found[:MOST_NAMES], *more])
+
+
+def exact(train: tables.Encoded) -> tuple[str, ...]:
+    """Returns how many cells are missing or wrong; exact, since nothing was paid for counting."""
+    found = []
+    for counts, words in ((train.num_missing, "missing"), (train.num_not_understood, "not of the declared kind")):
+        listed = ", ".join(f"{count:,} of {name!r}" for name, count in counts.items() if count)
+        found += [f"{words}: {listed}"] if listed else []
+    if not found:
+        return ()
+    return (f"Imputed in the training rows ({'; '.join(found)}). These are exact counts, so keep them to yourself.",)
+
+
+def _units(settings: Settings) -> str:
+    return f"{' and '.join(map(str, settings.hidden_units))} hidden units"
+
+
+def unit(settings: Settings) -> str:
+    """Returns the unit of protection in words."""
+    if settings.owner is None:
+        return "one row of the table"
+    return f"one {event_unit(settings)}, at most {settings.per_owner} rows in a step"
+
+
+def event_unit(settings: Settings) -> str:
+    """Returns the word for the unit of protection in events: those of learning and training must agree."""
+    return ONE_EXAMPLE if settings.owner is None else unit_of_column(settings.owner)
+
+
+def cost_of(events: Sequence[privacy.Event], delta: float) -> str:
+    """Returns the certified epsilon of the releases, in words."""
+    return f"epsilon {round_up(privacy.compose([(event, 1) for event in events]).epsilon_high(delta))}"
