@@ -46,7 +46,7 @@ def soak(folder: Path, steps: int, report: int) -> list[tuple[int, float, float,
         model, optimizer, TensorDataset(x, (x[:, 0] > 0).long()), expected_batch_size=20, num_steps=steps,
         clipping=tp.Flat(1.0), noise_multiplier=1.0, delta=1e-5, run_folder=folder,
     )  # fmt: skip
-    log = Log("private", steps, steps / EVERY)
+    log = Log(steps, steps / EVERY)
     rows, seconds, start = [], [], process_time()
     for inputs, targets in training:
         losses = nn.functional.cross_entropy(model(inputs), targets, reduction="none")
@@ -56,8 +56,8 @@ def soak(folder: Path, steps: int, report: int) -> list[tuple[int, float, float,
         if not made:
             continue
         step = training.step_count
-        if log.is_epoch_over(step):
-            log.end_epoch(step, 0.0, *map(float, training.spent().epsilon))
+        if log.is_due(step):
+            log.end_epoch(step, *map(float, training.spent().epsilon), test_score=0.0)
             run.write_metrics(log.rows)
             tp.save_secret(training, run.checkpoint, model=model)
         seconds.append(process_time() - start)

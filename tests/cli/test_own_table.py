@@ -85,7 +85,7 @@ class Finished(NamedTuple):
 def finished(file):
     folder, out, err = file.parent / "run", io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_check_priced", lambda *_: None)  # this and the page's plots take many seconds
+        patch.setattr(runner, "check_priced", lambda *_: None)  # this and the page's plots take many seconds
         patch.setattr(render, "render", lambda folders: "<p>page</p>")
         assert run(["train", str(file), *TRAIN, "--run", str(folder)]) == 0
     return Finished(folder, out.getvalue(), err.getvalue())
@@ -180,7 +180,7 @@ def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp
 
 @pytest.mark.thorough
 def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "_check_priced", lambda *_: None)  # takes seconds
+    monkeypatch.setattr(runner, "check_priced", lambda *_: None)  # takes seconds
     path = tmp_path / "people.csv"
     path.write_bytes(file.read_bytes())
     schema = tmp_path / "public.toml"  # only one column is to be learnt
@@ -217,7 +217,7 @@ def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch
 
 @pytest.mark.thorough
 def test_owners_are_protected_in_learning_split_and_training(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_check_priced", lambda *_: None)
+    monkeypatch.setattr(runner, "check_priced", lambda *_: None)
     frame = people().assign(customer_id=np.arange(N) // 3)
     frame.to_csv(tmp_path / "people.csv", index=False)
     schema = tmp_path / "schema.toml"

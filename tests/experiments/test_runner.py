@@ -393,9 +393,9 @@ def test_full_disk_under_the_ledger_names_the_folder(tmp_path, capfd, monkeypatc
 def test_diverged_training_is_flagged(tmp_path, capfd, monkeypatch):
     end_epoch = runner.Log.end_epoch
 
-    def diverge(log, *arguments):
+    def diverge(log, *arguments, **more):
         log.loss_sum = float("nan") if log.training == "private" else 1.0
-        return end_epoch(log, *arguments)
+        return end_epoch(log, *arguments, **more)
 
     monkeypatch.setattr(runner.Log, "end_epoch", diverge)
     arguments = ["train", "adult", "--run", str(tmp_path / "run"), "--epochs", "0.1", "--quiet"]

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch.utils.data import TensorDataset
 
+from torch_privacy.experiments.baseline import shuffled_batches
 from torch_privacy.experiments.runner import Run
 from torch_privacy.runs.folder import RunFolder
 
@@ -159,7 +160,7 @@ def test_weighted_means_of_two_ranks_are_the_mean_of_the_batch(size):
     """A batch smaller than the number of ranks is computed by all of them."""
     train, settings = TensorDataset(torch.arange(9.0)), SimpleNamespace(seed=3, expected_batch_size=size)
     of_rank = [
-        Run._shuffled_batches(SimpleNamespace(settings=settings, ranks=SimpleNamespace(rank=k, size=n)), train)  # type: ignore[arg-type]
+        shuffled_batches(train, settings, SimpleNamespace(rank=k, size=n))  # type: ignore[arg-type]
         for k, n in ((0, 1), (0, 2), (1, 2))
     ]
     for _, ((whole,), one), ((first,), left), ((second,), right) in zip(range(12), *of_rank, strict=False):

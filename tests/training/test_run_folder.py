@@ -29,7 +29,7 @@ from torch_privacy.report import render as report
 from torch_privacy.report import training_plots
 from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.metrics import MOST_ROWS, LossLog
+from torch_privacy.runs.metrics import MOST_ROWS, Log
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training import run_files
 
@@ -145,22 +145,22 @@ def test_batches_without_examples_and_losses_that_are_not_finite(tmp_path):
     (row,) = rows_in(tmp_path / "empty")
     assert (row.step, row.epoch, row.loss) == (3, 0.00075, None)
     assert "no finite loss" in page_of(tmp_path / "empty")
-    log = LossLog(10, 2.0)
+    log = Log(10, 2.0)
     for count, total in ((8, 4.0), (0, 0.0)):
-        log.add(10, count, total)
+        log.add_sums(10, count, total)
         log.end_epoch(5 * len(log.rows) + 5, 0.1, math.inf)
     assert log.rows[0].loss == 0.5
     assert math.isnan(log.rows[1].loss)
-    again = LossLog(10, 2.0)
+    again = Log(10, 2.0)
     again.load_state_dict(json.loads(json.dumps(log.state_dict(), allow_nan=False)))
     assert repr(again.rows) == repr(log.rows)
 
 
 @pytest.mark.parametrize(("num_steps", "epochs"), [(12, 2.4), (7, 7.0), (5, 0.3), (100, 9.43), (4000, 4000.0)])
 def test_every_epoch_has_a_row_and_so_has_the_last_step(num_steps, epochs):
-    log = LossLog(num_steps, epochs)
+    log = Log(num_steps, epochs)
     for step in range(1, num_steps + 1):
-        log.add(1, 1.0, 0.5)
+        log.add_sums(1, 1.0, 0.5)
         if log.is_due(step):
             log.end_epoch(step)
     stride = math.ceil(epochs / MOST_ROWS)

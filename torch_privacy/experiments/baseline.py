@@ -42,7 +42,7 @@ def steps(task: Task, settings: Settings, ranks: Ranks, log: Log) -> Iterator[tu
     average, wrapped = new_average(task, model, optimizer), wrapped_for_ranks(model)
     train, held_out = _data(task, settings)
     best = BestEpoch(replace(own, test=held_out)) if held_out is not None else None
-    batches = _shuffled_batches(train, settings, ranks)
+    batches = shuffled_batches(train, settings, ranks)
     for step, (batch, weight) in zip(range(1, log.num_steps + 1), batches, strict=False):
         losses, scores = losses_and_scores(own, wrapped, batch)
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def steps(task: Task, settings: Settings, ranks: Ranks, log: Log) -> Iterator[tu
         if scheduler is not None:
             scheduler.step()
         log.add(losses, scores)
-        if not log.is_epoch_over(step):
+        if not log.is_due(step):
             yield step, None
             continue
         scored = model if average is None else average.model
@@ -84,7 +84,7 @@ def _data(task: Task, settings: Settings) -> tuple[Dataset[Any], Dataset[Any] | 
     return train, held_out
 
 
-def _shuffled_batches(train: Dataset[Any], settings: Settings, ranks: Ranks) -> Iterator[tuple[Any, float]]:
+def shuffled_batches(train: Dataset[Any], settings: Settings, ranks: Ranks) -> Iterator[tuple[Any, float]]:
     """Yields this rank's part of shuffled batches, epoch after epoch, without end, and the weight of its mean loss.
 
     The mean over the ranks of these means, each times its weight, is that over the batch.

@@ -41,7 +41,7 @@ from torch_privacy.experiments.task import (
 )
 from torch_privacy.privacy.summary import Summary, summarize
 from torch_privacy.runs.folder import RunFolder, published
-from torch_privacy.runs.metrics import SUMS, Log, Progress
+from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training.machine import number_of_threads
 from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
@@ -132,7 +132,8 @@ class Run:
         average = new_average(task, unwrapped(training.model), training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
         log = partial(Log, num_steps=training.settings.num_steps, epochs=settings.epochs, **score)
-        return cls(ranks, folder, experiment, settings, task, training, average, log("private"), log("non-private"))
+        logs = log(training="private"), log(training="non-private")
+        return cls(ranks, folder, experiment, settings, task, training, average, *logs)
 
     @property
     def model(self) -> nn.Module:
@@ -156,7 +157,7 @@ class Run:
 
         Every rank calls it, and none goes on before rank 0 has written the file.
         """
-        sums = self._sums(self.private)
+        sums = self.private.summed(self.ranks)
         self._first("saves a checkpoint", lambda: self._save(sums))
 
     def agreed(self, signal: int | None) -> int | None:
@@ -179,14 +180,6 @@ class Run:
     def _write_schema(self) -> None:
         if self.task.schema is not None:
             self.folder.write_schema(self.task.schema)
-
-    def _sums(self, log: Log) -> dict[str, Any]:
-        """Returns the log's sums over the examples of all ranks."""
-        if self.ranks.size == 1:
-            return {name: getattr(log, name) for name in SUMS}
-        sums = torch.tensor([float(getattr(log, name)) for name in SUMS], dtype=torch.float64, device="cpu")
-        self.ranks.sum_in_place(sums)
-        return {name: type(getattr(log, name))(value) for name, value in zip(SUMS, sums.tolist(), strict=True)}
 
     def _state(self) -> dict[str, Any]:
         """Returns the content of a checkpoint."""
@@ -280,13 +273,13 @@ class Run:
             if made:  # False between the microbatches of a step
                 yield self._private_progress()
         rows = self.private.rows
-        if not self.private.is_complete() and not (rows and rows[-1].step == self.training.step_count):
+        if not (rows and rows[-1].step == self.training.step_count):
             yield self._private_progress(is_last=True)  # empty batches, which the loop never sees, or too few steps
 
     def _private_progress(self, *, is_last: bool = False) -> Progress:
         """Returns the progress; at the end of an epoch or of the training also writes metrics and a checkpoint."""
         step = self.training.step_count
-        if not is_last and not self.private.is_epoch_over(step):
+        if not is_last and not self.private.is_due(step):
             return replace(self.private.progress(step), num_lost=self.training.num_lost)
         epsilon: list[float] = []  # none but on rank 0
         delta = self.settings.delta
@@ -301,9 +294,8 @@ class Run:
     def _end_epoch(self, log: Log, step: int, model: nn.Module, *epsilon: float) -> Progress:
         """Adds a row with the losses and scores of all ranks, and the model's test score."""
         score = test_score(self.task, model)
-        for name, value in self._sums(log).items():
-            setattr(log, name, value)
-        return log.end_epoch(step, score, *epsilon)
+        log.take(log.summed(self.ranks))
+        return log.end_epoch(step, *epsilon, test_score=score)
 
     def _baseline_steps(self) -> Iterator[Progress]:
         """Trains the same network for as many steps without privacy; also writes metrics at the end of an epoch."""

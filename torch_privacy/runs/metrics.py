@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 1000  # of a training of one's own: with more epochs, some of them share a row
-SUMS = ("num_examples", "loss_sum", "score_sum")  # over the examples of the current epoch
-COUNTERS = (*SUMS, "seconds")
+    from torch_privacy.support.ranks import Ranks
+
+MOST_ROWS = 1000  # of a training: with more epochs, some of them share a row
+SUMS = ("num_drawn", "num_examples", "loss_sum", "score_sum")  # over the examples since the last row
 
 
 @dataclass(frozen=True)
@@ -77,54 +78,90 @@ class Progress:
 
 @dataclass
 class Log:
-    """Records one training of ``num_steps`` steps in ``epochs`` epochs, the last of which may be a partial one."""
+    """Records one training of ``num_steps`` steps in ``epochs`` epochs, the last of which may be a partial one.
 
-    training: str
+    With more than `MOST_ROWS` epochs, a row holds several.
+
+    Args:
+        num_steps: number of steps planned.
+        epochs: number of passes over the data that they are on average.
+        training: "private" or "non-private".
+        measure, finish: the score, and a function of its mean over examples; not used where no scores are added.
+    """
+
     num_steps: int
     epochs: float
+    training: str = "private"
+    measure: Measure = ACCURACY
+    finish: Callable[[float], float] = float
     rows: list[Metrics] = field(default_factory=list)
-    num_examples: int = 0  # this and the next two: sums over the current epoch
+    num_drawn: int = 0  # this and the next three: over the examples since the last row
+    num_examples: float = 0  # that are in the sums
     loss_sum: float = 0.0
     score_sum: float = 0.0
     seconds: float = 0.0
-    measure: Measure = ACCURACY
-    finish: Callable[[float], float] = float  # from the mean over examples to the score
 
     def add(self, losses: Tensor, scores: Tensor) -> None:
-        """Adds the losses and scores of a batch."""
-        self.num_examples += len(losses)
-        self.loss_sum += float(losses.detach().sum())
-        self.score_sum += float(scores.sum())
+        """Adds the losses and scores of a batch, those that are not finite included."""
+        self.add_sums(len(losses), len(losses), float(losses.detach().sum()), float(scores.sum()))
+
+    def add_sums(self, num_drawn: int, num_examples: float, loss_sum: float, score_sum: float = 0.0) -> None:
+        """Adds examples: how many were drawn, how many are in the sums, and the sums of their losses and scores."""
+        self.num_drawn += num_drawn
+        self.num_examples += num_examples
+        self.loss_sum += loss_sum
+        self.score_sum += score_sum
+
+    def summed(self, ranks: Ranks) -> dict[str, Any]:
+        """Returns the sums over the examples of all ranks, which call it together."""
+        if ranks.size == 1:
+            return {name: getattr(self, name) for name in SUMS}
+        import torch
+
+        sums = torch.tensor([float(getattr(self, name)) for name in SUMS], dtype=torch.float64, device="cpu")
+        ranks.sum_in_place(sums)
+        return {name: type(getattr(self, name))(value) for name, value in zip(SUMS, sums.tolist(), strict=True)}
+
+    def take(self, sums: Mapping[str, Any]) -> None:
+        """Replaces the sums since the last row."""
+        for name in SUMS:
+            setattr(self, name, sums[name])
+
+    def forget(self) -> None:
+        """Leaves out the losses and scores since the last row."""
+        self.num_drawn, self.num_examples, self.loss_sum, self.score_sum = 0, 0, 0.0, 0.0
 
     def has_diverged(self) -> bool:
         """True if the loss or the test score of some epoch is not finite."""
         return has_diverged(self.rows)
 
-    def is_complete(self) -> bool:
-        """True if every epoch has its row."""
-        return len(self.rows) >= math.ceil(self.epochs)
+    def is_due(self, step: int) -> bool:
+        """True if ``step`` steps complete an epoch, or several, since the last row."""
+        last = self.rows[-1].step if self.rows else 0
+        return last < step >= min(self._end(self._number(last) + 1), self.num_steps)
 
-    def is_epoch_over(self, step: int) -> bool:
-        """True if ``step`` steps complete an epoch that has no row yet."""
-        return not self.is_complete() and step >= self._epoch_end()
-
-    def end_epoch(self, step: int, test_score: float, *epsilon: float) -> Progress:
-        """Adds a row for the epoch that ended with ``step``, and starts the next epoch."""
+    def row(self, step: int, *epsilon: float, test_score: float | None = None) -> Metrics:
+        """Returns the row of what was added since the last one; it has scores if there is a test score."""
+        number = self._number(step)
+        epoch = number * self._stride if step == self._end(number) else self.epochs * step / self.num_steps
+        epoch = float(f"{epoch:.6g}")
         loss, score = self._means()
-        epoch = min(len(self.rows) + 1.0, self.epochs)
-        if step < self._epoch_end():  # the training ends early
-            epoch = round(self.epochs * step / self.num_steps, 4)
-        self.rows.append(Metrics(self.training, epoch, step, loss, score, test_score, *epsilon))
+        if test_score is not None:
+            return Metrics(self.training, epoch, step, loss, score, test_score, *epsilon)
+        known = None if not self.num_drawn else loss if self.num_examples else math.nan
+        return Metrics(self.training, epoch, step, known, None, None, *epsilon)
+
+    def end_epoch(self, step: int, *epsilon: float, test_score: float | None = None) -> Progress:
+        """Adds a row, and starts the next epoch."""
+        self.rows.append(self.row(step, *epsilon, test_score=test_score))
+        progress = self.progress(step, self.rows[-1])
         self.forget()
-        return Progress(self.training, step, self.num_steps, loss, score, self.rows[-1], measure=self.measure)
+        return progress
 
-    def forget(self) -> None:
-        """Leaves out the losses and scores since the last row."""
-        self.num_examples, self.loss_sum, self.score_sum = 0, 0.0, 0.0
-
-    def progress(self, step: int) -> Progress:
-        """Returns the state of the training within an epoch."""
-        return Progress(self.training, step, self.num_steps, *self._means(), measure=self.measure)
+    def progress(self, step: int, metrics: Metrics | None = None) -> Progress:
+        """Returns the state of the training after a step; ``metrics`` if it ended an epoch."""
+        loss, score = self._means()
+        return Progress(self.training, step, self.num_steps, loss, score, metrics, measure=self.measure)
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """Yields the same steps and adds up their running time, without the caller's time between them."""
@@ -135,75 +172,19 @@ class Log:
             start = perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain values."""
-        return {name: getattr(self, name) for name in COUNTERS} | {"rows": [asdict(row) for row in self.rows]}
+        """Returns the state as plain values, which JSON can hold."""
+        rows = [{name: _in_json(value) for name, value in asdict(row).items()} for row in self.rows]
+        return {name: _in_json(getattr(self, name)) for name in (*SUMS, "seconds")} | {"rows": rows}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state that ``state_dict`` returned."""
-        for name in COUNTERS:
-            setattr(self, name, state[name])
-        self.rows = [Metrics(**row) for row in state["rows"]]
-
-    def _epoch_end(self) -> int:
-        return round(min((len(self.rows) + 1) / self.epochs, 1) * self.num_steps)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state that ``state_dict`` returned; what is not in it, as in older ones, begins anew."""
+        self.rows = [Metrics(**{name: _of_json(value) for name, value in row.items()}) for row in state.get("rows", ())]
+        self.take({name: _of_json(state.get(name, 0)) for name in SUMS})
+        self.seconds = state.get("seconds", 0.0)
 
     def _means(self) -> tuple[float, float]:
         n = max(self.num_examples, 1)
         return self.loss_sum / n, self.finish(self.score_sum / n)
-
-
-@dataclass
-class LossLog:
-    """Records the mean training loss of each epoch, for a training of ``num_steps`` steps in a loop of one's own.
-
-    Losses that are not finite are left out of the mean; it is NaN if all of an epoch's losses are.
-
-    Args:
-        num_steps: number of steps planned.
-        epochs: number of passes over the data that they are on average; above `MOST_ROWS`, rows hold several.
-    """
-
-    num_steps: int
-    epochs: float
-    rows: list[Metrics] = field(default_factory=list)
-    num_drawn: int = 0  # this and the next two: since the last row
-    num_examples: float = 0.0  # with a finite loss
-    loss_sum: float = 0.0
-
-    def add(self, num_drawn: int, num_examples: float, loss_sum: float) -> None:
-        """Adds the examples of some steps: how many were drawn, how many have a finite loss, and the sum of these."""
-        self.num_drawn += num_drawn
-        self.num_examples += num_examples
-        self.loss_sum += loss_sum
-
-    def is_due(self, step: int) -> bool:
-        """True if ``step`` steps complete an epoch, or several, since the last row."""
-        number = self._number(self.rows[-1].step if self.rows else 0)
-        return step >= min(self._end(number + 1), self.num_steps)
-
-    def row(self, step: int, *epsilon: float) -> Metrics:
-        """Returns the row of what was added since the last one."""
-        number = self._number(step)
-        epoch = number * self._stride if step == self._end(number) else self.epochs * step / self.num_steps
-        loss = self.loss_sum / self.num_examples if self.num_examples else math.nan
-        return Metrics("private", float(f"{epoch:.6g}"), step, loss if self.num_drawn else None, None, None, *epsilon)
-
-    def end_epoch(self, step: int, *epsilon: float) -> None:
-        """Adds a row, and starts the next epoch."""
-        self.rows.append(self.row(step, *epsilon))
-        self.num_drawn, self.num_examples, self.loss_sum = 0, 0.0, 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain values, which JSON can hold."""
-        rows = [{name: _in_json(value) for name, value in asdict(row).items()} for row in self.rows]
-        counts = {"num_drawn": self.num_drawn, "num_examples": self.num_examples}
-        return counts | {"loss_sum": _in_json(self.loss_sum), "rows": rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state that ``state_dict`` returned."""
-        self.rows = [Metrics(**{name: _of_json(value) for name, value in row.items()}) for row in state["rows"]]
-        self.num_drawn, self.num_examples = state["num_drawn"], state["num_examples"]
-        self.loss_sum = _of_json(state["loss_sum"])
 
     @property
     def _stride(self) -> int:

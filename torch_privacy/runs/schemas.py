@@ -263,11 +263,13 @@ METRICS = {  # by column of metrics.csv; an empty cell is null
     "epsilon_high": {"type": ["any number", "null"], "minimum": 0},
 }
 IN_JSON = {"type": ["number", "null", "string"], "pattern": "nan|-?inf"}  # JSON has no other numbers
-LOSS_LOG = record(  # of a training in a loop of one's own, in its state
+LOG = record(  # of a training, in its state
     {
         "num_drawn": COUNT,
         "num_examples": {"type": "number", "minimum": 0, "maximum": 1e12},
         "loss_sum": {**IN_JSON, "type": ["number", "string"]},
+        "score_sum": {**IN_JSON, "type": ["number", "string"]},
+        "seconds": SECONDS,
         "rows": {
             "type": "array",
             "maxItems": 2**12,
@@ -277,5 +279,6 @@ LOSS_LOG = record(  # of a training in a loop of one's own, in its state
             ),
         },
     },
+    optional=("score_sum", "seconds"),  # older states have none
     closed=True,
 )

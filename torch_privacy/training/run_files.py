@@ -22,7 +22,7 @@ from .. import privacy
 from ..mechanisms.base import Summation, summary_of
 from ..privacy.summary import Releases, summarize
 from ..runs.folder import RunFolder
-from ..runs.metrics import LossLog, Metrics, has_diverged
+from ..runs.metrics import Log, Metrics, has_diverged
 from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number, quoted
@@ -171,7 +171,7 @@ class RunFiles(Listener):
         n = settings.num_units
         self.delta = settings.delta or _delta_for(n)
         self._settings, self._ranks = settings, ranks
-        self.log = LossLog(settings.num_steps, settings.num_steps * settings.expected_batch_size / n)
+        self.log = Log(settings.num_steps, settings.num_steps * settings.expected_batch_size / n)
         self.is_written = self.folder is not None and self.folder.results.exists()  # and no release made since
         self._settings_to_write: Mapping[str, Any] | None = None
         self._start, self._seconds = time.monotonic(), 0.0  # when the training began; to compute epsilon
@@ -248,7 +248,7 @@ class RunFiles(Listener):
         """Counts the losses of the step that was made; adds the epoch's row if it is due."""
         if self._sums is not None:
             self._since_row = self._sums if self._since_row is None else self._since_row + self._sums
-        self.log.add(self._drawn, 0.0, 0.0)
+        self.log.add_sums(self._drawn, 0, 0.0)
         self.begin_step()
         if self.log.is_due(training.step_count):
             self._end_epoch(training)
@@ -266,34 +266,27 @@ class RunFiles(Listener):
         if not self._ranks.is_first:
             self.log.end_epoch(step)
 
-    def read_losses(self) -> LossLog:
+    def read_losses(self) -> Log:
         """Returns the log with all losses of this rank so far; it waits for a GPU."""
         if self._since_row is not None:
             count, total = self._since_row.tolist()
-            self.log.add(0, count, total)
+            self.log.add_sums(0, count, total)
             self._since_row = None
         return self.log
 
     def sum_ranks(self) -> None:
         """Adds up the losses since the last row over all ranks, which call it together; the first one keeps them."""
         log = self.read_losses()
-        if self._ranks.size == 1:
-            return
-        sums = torch.tensor([log.num_drawn, log.num_examples, log.loss_sum], dtype=torch.float64, device="cpu")
-        self._ranks.sum_in_place(sums)
-        log.num_drawn, log.num_examples, log.loss_sum = 0, 0.0, 0.0
-        if self._ranks.is_first:
-            drawn, count, total = sums.tolist()
-            log.add(int(drawn), count, total)
+        sums = log.summed(self._ranks)
+        log.take(sums) if self._ranks.is_first else log.forget()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Goes on with the losses in a state; without any, which older ones are, from here on."""
         self._since_row = None
         self.begin_step()
-        nothing = {"num_drawn": 0, "num_examples": 0.0, "loss_sum": 0.0}
-        self.log.load_state_dict({"rows": [], **nothing, **(state or {})})
+        self.log.load_state_dict(state or {})
         if not self._ranks.is_first:  # it has the sums
-            self.log.load_state_dict({**self.log.state_dict(), **nothing})
+            self.log.forget()
 
     # The end
 

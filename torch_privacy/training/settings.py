@@ -23,7 +23,7 @@ from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..privacy.events.base import WITHOUT_NOISE
-from ..runs.schemas import COUPLED, LOSS_LOG
+from ..runs.schemas import COUPLED, LOG
 from ..sampling.fingerprint import STATE_FINGERPRINT
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
@@ -56,7 +56,7 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
         "machine": {"type": ["object", "null"]},
         "num_lost": {"type": "integer", "minimum": 0},
         "placement": {"type": "string"},
-        "losses": LOSS_LOG,
+        "losses": LOG,
         "data": STATE_FINGERPRINT,
         "clipping": {"type": "object"},
         "projections": {"type": ["string", "null"]},
