@@ -51,7 +51,7 @@ def names_in(folder):
 def results_in(folder):
     found = RunFolder(folder)
     results = found.read_results()
-    for read in (found.read_own_settings, found.read_statement, found.read_metrics):
+    for read in (found.read_settings, found.read_statement, found.read_metrics):
         read(results["files"])
     assert json_schema.violations(privacy.statement_schema(), found.read_statement()) == []
     return results
@@ -104,7 +104,7 @@ def test_the_loop_writes_every_file_after_its_last_step(finished):
     assert results["privacy"]["epsilon"]["high"] == training.spent().epsilon.high
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     assert all(torch.equal(value, weights[name]) for name, value in training.model.state_dict().items())
-    settings = RunFolder(folder).read_own_settings()
+    settings = RunFolder(folder).read_settings()
     shown = {name: settings[name] for name in ("model", "num_trained_parameters", "optimizer", "dataset", "clipping")}
     assert shown == {
         "model": "Sequential",

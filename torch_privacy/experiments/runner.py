@@ -44,7 +44,8 @@ from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training.machine import number_of_threads
-from torch_privacy.training.run_files import fingerprint_in, weights_of, write_results
+from torch_privacy.training.run_writer import fingerprint_in, size_of, write_run
+from torch_privacy.training.saved_model import weights_of
 from torch_privacy.training.secret_file import check_parts, load_parts
 
 
@@ -225,8 +226,8 @@ class Run:
             self.training.ledger.sync()
             return found[0]
 
-        self.folder.write_model(weights_of(self.released_model, Ranks()))
-        write_results(self.folder, self._statement, results)
+        weights = weights_of(self.released_model, Ranks())
+        write_run(self.folder, weights, lambda: self.private.rows + self.baseline.rows, self._statement, results)
         self.training.ledger.close()
         self.folder.delete_checkpoint()
         return found[0]
@@ -331,8 +332,7 @@ class Run:
         last = self.private.rows[-1]
         return {
             "experiment": self.experiment,
-            **({"ranks": self.ranks.size} if self.ranks.size > 1 else {}),
-            **self.training.settings.public_size(),
+            **size_of(self.training.settings, self.ranks),
             "num_test_examples": length(self.task.test),
             "score": asdict(self.task.score.measure),
             "test_score": _finite(last.test_score),

@@ -133,7 +133,7 @@ def _page_of_training(folder: RunFolder) -> str:
     run = Training.read(folder)
     results, summary = run.results, run.summary
     digests = results.get("files", NO_DIGESTS)
-    settings = folder.read_own_settings(digests) if run.is_own else folder.read_settings(digests)
+    settings = folder.read_settings(digests)
     measure = run.measure
     plots = (
         training_plots.loss_plot(run.rows) if measure is None else training_plots.score_plot(run.rows, measure),

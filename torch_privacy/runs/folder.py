@@ -174,12 +174,14 @@ class RunFolder:
         self.write_json(path, {**whole, "check": _digest(whole)}, OWN)
 
     def read_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
-        """Reads the settings of a training; raises a ``ValueError`` if the file is damaged."""
-        return self._read_json(self.settings, schemas.SETTINGS, digests)
+        """Reads the settings of a training; raises a ``ValueError`` if the file is damaged.
 
-    def read_own_settings(self, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
-        """Reads the settings of a training in a loop of one's own; raises a ``ValueError`` if the file is damaged."""
-        return self._read_json(self.settings, schemas.OWN_SETTINGS, digests)
+        Those of an experiment have the key ``experiment``, those of a loop of one's own ``fixed``.
+        """
+        found = self._read_json(self.settings, schemas.SETTINGS, digests)
+        if "experiment" not in found and "fixed" not in found:
+            raise ValueError(f"{self.settings}: has no 'experiment'; {DAMAGED}")
+        return found
 
     def read_coupled(self) -> dict[str, Any] | None:
         """Reads which releases may leak; None if no rehearsal found a dependence."""
@@ -216,13 +218,10 @@ class RunFolder:
                 "your own writes what there is by training.write_run(), at any time."
             )
         content = self._self_checked(self.results)
-        if isinstance(content, dict) and "reproduce" in content:
-            return self._valid(self.results, schemas.EXPERIMENT_RESULTS, content)
-        if isinstance(content, dict) and "numbers" in content:
-            return self._valid(self.results, schemas.ROW_RESULTS, content)
-        if isinstance(content, dict) and "scores" in content:
-            return self._valid(self.results, schemas.OWN_RESULTS, content)
-        return self._valid(self.results, schemas.TRAINING_RESULTS, content, NO_TRAINING)
+        for mark, schema in schemas.RESULTS.items():
+            if isinstance(content, dict) and mark in content:
+                return self._valid(self.results, schema, content)
+        return self._valid(self.results, schemas.OF_EXPERIMENT, content, NO_TRAINING)
 
     def read_audit(self) -> dict[str, Any] | None:
         """Reads the audit of the run, or returns None if there is none; raises a ``ValueError`` if it is damaged."""

@@ -66,9 +66,18 @@ DIGESTS = {
 SETTING = {"type": ["number", "string", "boolean", "null", "array"], "maxItems": 10_000}
 SETTINGS = {  # of a training; the checkpoint and the digest in results.json say what the values must be
     "type": "object",
-    "required": ["experiment"],
-    "properties": {"experiment": NAME},
+    "properties": {
+        "experiment": NAME,
+        "model": NAME,  # this and the next four: of a training in a loop of one's own
+        "num_trained_parameters": COUNT,
+        "optimizer": NAME,
+        "dataset": NAME,
+        # What the releases depend on: a training goes on only with the same.
+        "fixed": {"type": "object", "additionalProperties": {"type": [*SETTING["type"], "object"]}},
+    },
     "additionalProperties": SETTING,
+    "if": {"required": ["fixed"]},
+    "then": {"required": ["model", "num_trained_parameters", "optimizer", "dataset"]},
 }
 PATHS = record(  # settings that are paths of the user
     {"file": TEXT, "schema": TEXT, "data": TEXT}, optional=("file", "schema", "data"), closed=True
@@ -87,21 +96,9 @@ REQUEST = record(  # the settings of an experiment
     optional=("only", "skip", "format", "check"),
     closed=True,
 )
-OPTION = {"type": ["number", "string", "boolean", "null"]}
 COUPLED = record(  # releases that may leak; see training/rehearsals.py
     {name: {"type": "integer", "minimum": 0} for name in ("first", "last", "found")}, closed=True
 )
-OWN_SETTINGS = record(  # of a training in a loop of one's own
-    {
-        "model": NAME,
-        "num_trained_parameters": COUNT,
-        "optimizer": NAME,
-        "dataset": NAME,
-        # What the releases depend on: a training goes on only with the same.
-        "fixed": {"type": "object", "additionalProperties": {"type": [*OPTION["type"], "array", "object"]}},
-    }
-)
-OWN_SETTINGS["additionalProperties"] = OPTION
 PRIVACY = record(
     {
         "neighboring_relation": {"enum": ["add_or_remove_one", "replace_one", "replace_special"]},
@@ -121,40 +118,38 @@ PRIVACY = record(
 )
 SCORES = {"type": "object", "additionalProperties": SCORE}
 OWNERS = {"num_owners": {**COUNT, "minimum": 1}, "examples_per_owner": {**COUNT, "minimum": 1}}
-OWN_RESULTS = record(
+OF_ANY_TRAINING = {
+    "ranks": RANKS,
+    "num_examples": {**COUNT, "minimum": 1},  # with owners that of owners: the number of examples is private
+    **OWNERS,
+    "num_test_examples": COUNT,
+    "privacy": PRIVACY,
+    **DIGESTS,
+}
+OF_EXPERIMENT = record(
     {
+        **OF_ANY_TRAINING,
+        "experiment": NAME,
+        "score": MEASURE,
+        "test_score": SCORE,
+        "baseline_test_score": SCORE,
+        "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
+        "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
+    },
+    optional=("ranks", *OWNERS, "diverged", "seconds", *DIGESTS),
+)
+OF_LOOP = record(  # of a training in a loop of one's own
+    {
+        **OF_ANY_TRAINING,
         "model": NAME,
-        "ranks": RANKS,
-        "num_examples": {**COUNT, "minimum": 1},  # with owners that of owners: the number of examples is private
-        **OWNERS,
-        "num_test_examples": COUNT,
         "num_steps": {**COUNT, "minimum": 1},
         "num_steps_made": {**COUNT, "minimum": 1},
         "scores": SCORES,  # on test data, by name; null stands for one that is not finite
         "baseline_scores": SCORES,
         "diverged": FLAG,
-        "privacy": PRIVACY,
-        **DIGESTS,
     },
     optional=("ranks", *OWNERS, "num_test_examples", "check"),
     closed=True,
-)
-TRAINING_RESULTS = record(
-    {
-        "experiment": NAME,
-        "ranks": RANKS,
-        "num_examples": {**COUNT, "minimum": 1},  # with owners that of owners: the number of examples is private
-        **OWNERS,
-        "num_test_examples": COUNT,
-        "score": MEASURE,
-        "test_score": SCORE,
-        "baseline_test_score": SCORE,
-        "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
-        "privacy": PRIVACY,
-        "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
-        **DIGESTS,
-    },
-    optional=("ranks", *OWNERS, "diverged", "seconds", *DIGESTS),
 )
 ROW_NUMBERS = {
     "type": "object",
@@ -251,6 +246,12 @@ EXPERIMENT_RESULTS = record(
     optional=("own_data", "deltas", "only", "skip", "ranks", "versions", *DIGESTS),
     closed=True,
 )
+RESULTS = {  # of every kind, by an entry that only it has
+    "reproduce": EXPERIMENT_RESULTS,
+    "numbers": ROW_RESULTS,
+    "scores": OF_LOOP,
+    "score": OF_EXPERIMENT,
+}
 ANY_NUMBER = {"type": "any number", "minimum": -1e30, "maximum": 1e30}  # NaN where a training has diverged
 METRICS = {  # by column of metrics.csv; an empty cell is null
     "training": {"enum": ["private", "non-private"]},

@@ -27,7 +27,8 @@ from .placement import Placement, Ranked
 from .reached_parameters import Reached
 from .rehearsals import Rehearsals
 from .resuming import Resuming
-from .run_files import RunFiles, open_files, settings_of
+from .run_files import RunFiles, open_files
+from .run_settings import settings_of
 from .settings import TrainingSettings, check_scheduler, open_ledger
 from .state import Setup, State, optimized, while_alive
 from .statement import Account

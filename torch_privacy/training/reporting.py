@@ -13,7 +13,8 @@ from ..mechanisms.base import ClippedSum
 from ..mechanisms.clipping import ClippingRule
 from ..support.validate import Refused, whole
 from .resuming import Resuming
-from .run_files import LOSSES_NOT_COVERED, Scores, check_alike, checked_scores, unreleased, weights_of
+from .run_files import LOSSES_NOT_COVERED, Scores, checked_scores
+from .saved_model import check_alike, unreleased, weights_of
 from .settings import check_delta
 from .state import Setup, State
 from .statement import Progress, Spent

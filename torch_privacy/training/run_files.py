@@ -3,139 +3,38 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..mechanisms.base import Summation, summary_of
+from ..mechanisms.base import Summation
 from ..privacy.summary import Releases, summarize
 from ..runs.folder import RunFolder
 from ..runs.metrics import Log, Metrics, has_diverged
-from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
 from ..support.ranks import Ranks
-from ..support.validate import Refused, plain_number, quoted
-from ..support.warning import warn
+from ..support.validate import Refused, plain_number
 from .listeners import Listener
-from .loop_checks import plain
-from .placement import reshard
 from .release import Share
+from .run_settings import LONGEST_NAME, name_of
+from .run_writer import fingerprint_in, size_of, write_page, write_run
 from .settings import TrainingSettings
 
 WHERE = "PrivateTraining"
 LARGEST_SCORE = 1e30
-LONGEST_NAME, LONGEST_SETTING = 200, 10_000  # characters
 LOSSES_NOT_COVERED = (
     "the training losses in metrics.csv and on the page: exact means over the training data, made without noise"
 )
-BESIDE_RELEASES = (
-    "what is in the model's file and was made by no release here, as the training found it or the loop changed it"
-)
-MOST_NAMES = 5
 FREE_SECONDS, SHARE_OF_TIME = 2.0, 0.05  # for the epsilon of each epoch
 OTHER_FILES = "Give this training a new folder, or delete what is no longer needed."
-
-
-def write_results(
-    folder: RunFolder,
-    statement: Callable[[], Mapping[str, Any]],
-    results: Callable[[], Mapping[str, Any]],
-) -> None:
-    """Writes what a finished training leaves behind beside its model: privacy statement, results with digests, page.
-
-    Metrics, ledger, settings and model must be in the folder: the model is written first, so that the trained weights
-    are on disk even if the rest cannot be computed or written. The run is complete without the page.
-    """
-    content = results()
-    folder.write_json(folder.privacy, dict(statement()))
-    files = [folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy]
-    files += [folder.schema] if folder.schema.exists() else []  # of a table
-    folder.write_checked(folder.results, dict(content), *files)
-    write_page(folder)
-
-
-def write_page(folder: RunFolder) -> None:
-    """Writes the report of a finished run; warns if that fails, and says how to make it."""
-    try:
-        from ..report import render  # matplotlib takes a second to import
-
-        folder.report.unlink(missing_ok=True)
-        folder.write_report(render.render([folder]))
-    except Exception as error:  # of any kind: a plot must not cost the run
-        cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-        warn(
-            f"{folder.report}: the report could not be made ({cause}). The run is complete without it. Make it with: "
-            f"torch-privacy report {folder.path} --out {folder.report}"
-        )
-
-
-def weights_of(model: nn.Module, ranks: Ranks) -> bytes:
-    """Returns a model's parameters and buffers in the safetensors format.
-
-    Of a sharded model every rank calls it, and the first one gets all weights; the others get nothing. Tied weights are
-    stored once, under their first name, and the metadata have the other names, as for
-    ``safetensors.torch.load_model``.
-    """
-    inner = without_wrapper(model)
-    reshard(inner)
-    weights: dict[str, Tensor] = {}
-    names: dict[Any, str] = {}  # the first one of each tensor
-    metadata: dict[str, str] = {}
-    tied = {name: id(p) for name, p in inner.named_parameters(remove_duplicate=False)}
-    with torch.no_grad():
-        for name, value in inner.state_dict().items():
-            if not isinstance(value, Tensor):
-                continue  # extra state of a module, which the format cannot hold
-            place = _place(value.detach(), tied.get(name))
-            if place in names:
-                metadata[name] = names[place]
-                continue
-            names[place] = name
-            if hasattr(value, "full_tensor"):  # every rank takes part
-                value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-            if ranks.is_first:
-                dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-                weights[name] = dense.to("cpu", copy=True).contiguous()
-    return safetensors.torch.save(weights, metadata or None) if ranks.is_first else b""
-
-
-def unreleased(model: nn.Module, trained: Mapping[str, Tensor]) -> list[str]:
-    """Returns a sentence on what a model's file has beside trained parameters, which no release made; or nothing."""
-    inner, ours = without_wrapper(model), {id(p) for p in trained.values()}
-    buffers = [
-        f"{place}.{name}".lstrip(".")
-        for place, module in inner.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
-    frozen = [name for name, p in inner.named_parameters() if id(p) not in ours]
-    kinds = {"buffers": buffers, "parameters that were not trained": frozen}
-    listed = [f"{kind} {quoted(names, at_most=MOST_NAMES)}" for kind, names in kinds.items() if names]
-    return [f"{BESIDE_RELEASES}: {'; '.join(listed)}"] if listed else []
-
-
-def without_wrapper(model: nn.Module) -> nn.Module:
-    """Returns the network in a ``DistributedDataParallel``, or the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _place(value: Tensor, parameter: int | None) -> Any:
-    """Returns what all names of one tensor have in common: the same on all ranks, where it is a shard."""
-    is_here = not hasattr(value, "full_tensor") and value.layout is torch.strided and value.numel() > 0
-    if is_here:
-        return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
-    return object() if parameter is None else parameter
 
 
 @dataclass(frozen=True)
@@ -192,7 +91,7 @@ class RunFiles(Listener):
             write_page(self.folder)
         self._settings_to_write = written
         if num_released and self.folder.settings.exists():
-            found, ours = self.folder.read_own_settings()["fixed"], written["fixed"]
+            found, ours = self.folder.read_settings()["fixed"], written["fixed"]
             differing = [name for name in {**ours, **found} if found.get(name, ...) != ours.get(name, ...)]
             if differing:
                 listed = "; ".join(
@@ -334,11 +233,16 @@ class RunFiles(Listener):
         folder = self.folder
         assert folder is not None
 
+        rows: list[Metrics] = []
+
+        def rows_with_epsilon() -> list[Metrics]:
+            rows.extend(self.rows(step, profile))
+            return rows
+
         def results() -> dict[str, Any]:
             return {
                 "model": name_of(model),
-                **({"ranks": self._ranks.size} if self._ranks.size > 1 else {}),
-                **self._settings.public_size(),
+                **size_of(self._settings, self._ranks),
                 **scores.as_json(),
                 "num_steps": self._settings.num_steps,
                 "num_steps_made": step,
@@ -348,27 +252,9 @@ class RunFiles(Listener):
 
         folder.results.unlink(missing_ok=True)  # the files belong together: until all are there, the run is unfinished
         self.is_written = False
-        folder.write_model(weights)
         self._write_settings()
-        rows = self.rows(step, profile)
-        folder.write_metrics(rows)
-        write_results(folder, statement, results)
+        write_run(folder, weights, rows_with_epsilon, statement, results)
         self.is_written = True
-
-
-def fingerprint_in(folder: RunFolder, dataset: Any, settings: TrainingSettings) -> dict[str, Any]:
-    """Returns the fingerprint of a data set under the folder's key, which is made if there is none."""
-    path = folder.fingerprint_key
-    if path.exists():
-        key = read_key(path)
-    else:
-        key = new_key()
-        folder.write_fingerprint_key(key)
-    if settings.owners is None:
-        return fingerprint(dataset, key)
-    found = fingerprint(dataset, key, min(settings.num_units, MOST_ITEMS))
-    del found["num_examples"]  # it is private, and the number of owners is not
-    return found
 
 
 def open_files(run_folder: Path | str | RunFolder | None) -> Path | None:
@@ -383,10 +269,8 @@ def open_files(run_folder: Path | str | RunFolder | None) -> Path | None:
         raise ValueError(f"{WHERE}: run_folder={str(run_folder)!r} is not a folder. Name a new one for this training.")
     is_own = False
     if folder.settings.is_file():
-        try:
-            is_own = bool(folder.read_own_settings())
-        except ValueError:
-            is_own = False
+        with suppress(ValueError):
+            is_own = "fixed" in folder.read_settings()
     if not is_own and folder.settings.exists():
         raise Refused(
             f"{WHERE}: run_folder={str(run_folder)!r} has a settings.json that no training in a loop of your own has "
@@ -400,50 +284,6 @@ def open_files(run_folder: Path | str | RunFolder | None) -> Path | None:
                 f"overwritten. {OTHER_FILES}"
             )
     return folder.path
-
-
-def settings_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: Any,
-    dataset: Dataset,
-    trained: Mapping[str, Tensor],
-    settings: TrainingSettings,
-    fixed: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the content of ``settings.json``; ``fixed`` is what a resumed training must share."""
-    groups = [
-        ", ".join(f"{key}={plain(value)!r}" for key, value in group.items() if key != "params")
-        for group in optimizer.param_groups
-    ]
-    numbers = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
-    for name in ("noise_schedule", "clip_schedule"):  # in full, a schedule is as long as the training
-        if numbers[name] is not None:
-            numbers[name] = ", ".join(f"{which} {value:.4g}" for which, value in summary_of(numbers[name]).items())
-    prior = numbers.pop("prior_releases")
-    if not numbers["num_canaries"]:
-        del numbers["num_canaries"]
-    if settings.owners is not None:  # whoever resumes has the state, which is secret and holds both
-        numbers |= {"num_examples": None, "num_owners": settings.num_units, "owners": settings.owners.in_words}
-        public = {"num_owners": settings.num_units, "per_owner": settings.owners.per_owner}
-        fixed = {**fixed, "num_examples": None, "owners": None, **public, "owner_name": settings.owners.name}
-    written = {
-        "model": name_of(without_wrapper(model)),
-        "num_trained_parameters": sum(p.numel() for p in trained.values()),
-        "optimizer": name_of(optimizer),
-        "optimizer_settings": "; ".join(groups)[:LONGEST_SETTING],
-        **({} if scheduler is None else {"scheduler": name_of(scheduler)}),
-        "dataset": name_of(dataset),
-        **{name: _setting(value) for name, value in numbers.items()},
-        **({"prior_releases": "; ".join(repr(release.event) for release in prior)[:LONGEST_SETTING]} if prior else {}),
-        "fixed": fixed,
-    }
-    return json.loads(json.dumps(written))  # tuples become lists, as in the file
-
-
-def name_of(thing: object) -> str:
-    """Returns the name of an object's class, without what ``fully_shard`` adds to it."""
-    return type(thing).__name__.removeprefix("FSDP")[:LONGEST_NAME]
 
 
 def checked_scores(name: str, scores: Mapping[str, Any] | None) -> dict[str, float]:
@@ -466,18 +306,6 @@ def checked_scores(name: str, scores: Mapping[str, Any] | None) -> dict[str, flo
     return found
 
 
-def check_alike(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Refuses a model without the trained parameters, by name and shape."""
-    inner = without_wrapper(model)
-    there = dict(inner.named_parameters(remove_duplicate=False))
-    differing = [name for name, p in trained.items() if name not in there or there[name].shape != p.shape]
-    if differing:
-        raise ValueError(
-            f"{WHERE}.write_run: model={type(inner).__name__} has no {quoted(differing, at_most=5)} of the shape that "
-            "was trained. Pass the trained model or its moving average, average.model."
-        )
-
-
 def _delta_for(num_examples: int) -> float:
     """Returns the delta to report at if none was given: 1/(10 n), with two digits, rounded down."""
     delta = 1 / (10 * num_examples)
@@ -487,16 +315,6 @@ def _delta_for(num_examples: int) -> float:
 
 def _in_json(scores: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}
-
-
-def _setting(value: Any) -> Any:
-    """Returns a setting as JSON can hold it."""
-    if isinstance(value, tuple):  # a schedule
-        value = ", ".join(f"{name} {factor:g}" for name, factor in summary_of(value).items())
-    value = plain(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value[:LONGEST_SETTING] if isinstance(value, str) else value
 
 
 def _short(settings: Mapping[str, Any], name: str) -> str:

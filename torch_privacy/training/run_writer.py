@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the files that a training leaves behind: those of a loop of one's own, and those of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..runs.folder import RunFolder
+from ..runs.metrics import Metrics
+from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
+from ..support.ranks import Ranks
+from ..support.warning import warn
+from .settings import TrainingSettings
+
+
+def write_run(
+    folder: RunFolder,
+    weights: bytes,
+    rows: Callable[[], Sequence[Metrics]],
+    statement: Callable[[], Mapping[str, Any]],
+    results: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Writes model, metrics, privacy statement, results with digests, and page; settings and ledger must be there.
+
+    The model is written first, so that the trained weights are on disk even if the rest cannot be computed or written.
+    The run is complete without the page.
+    """
+    folder.write_model(weights)
+    folder.write_metrics(list(rows()))
+    content = results()
+    folder.write_json(folder.privacy, dict(statement()))
+    files = [folder.settings, folder.ledger, folder.metrics, folder.model, folder.privacy]
+    files += [folder.schema] if folder.schema.exists() else []  # of a table
+    folder.write_checked(folder.results, dict(content), *files)
+    write_page(folder)
+
+
+def size_of(settings: TrainingSettings, ranks: Ranks) -> dict[str, int]:
+    """Returns the entries of results on size: of the data, and the number of processes if there are several."""
+    return {**({"ranks": ranks.size} if ranks.size > 1 else {}), **settings.public_size()}
+
+
+def write_page(folder: RunFolder) -> None:
+    """Writes the report of a finished run; warns if that fails, and says how to make it."""
+    try:
+        from ..report import render  # matplotlib takes a second to import
+
+        folder.report.unlink(missing_ok=True)
+        folder.write_report(render.render([folder]))
+    except Exception as error:  # of any kind: a plot must not cost the run
+        cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        warn(
+            f"{folder.report}: the report could not be made ({cause}). The run is complete without it. Make it with: "
+            f"torch-privacy report {folder.path} --out {folder.report}"
+        )
+
+
+def fingerprint_in(folder: RunFolder, dataset: Any, settings: TrainingSettings) -> dict[str, Any]:
+    """Returns the fingerprint of a data set under the folder's key, which is made if there is none."""
+    path = folder.fingerprint_key
+    if path.exists():
+        key = read_key(path)
+    else:
+        key = new_key()
+        folder.write_fingerprint_key(key)
+    if settings.owners is None:
+        return fingerprint(dataset, key)
+    found = fingerprint(dataset, key, min(settings.num_units, MOST_ITEMS))
+    del found["num_examples"]  # it is private, and the number of owners is not
+    return found
