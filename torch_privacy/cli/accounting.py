@@ -3,7 +3,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import typer
 
 from torch_privacy.cli._options import with_options
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
-from torch_privacy.cli.steps import Delta, Steps
+from torch_privacy.cli.steps import Delta, Setting, Steps
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
 Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
@@ -67,19 +67,15 @@ def epsilon(
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
     sampling = steps.sampling("epsilon")
-    probability, num_steps = sampling.probability, sampling.num_steps
-    delta = sampling.delta("epsilon", delta)
-    releases = equal_releases(noise_multiplier, probability, num_steps)
+    setting, delta = sampling.setting(noise_multiplier), sampling.delta("epsilon", delta)
+    releases = equal_releases(*setting)
     if group_size is not None:
         releases = [(privacy.for_group(event, group_size), count) for event, count in releases]
         if plot is not None:
             raise typer.BadParameter("--plot draws the epsilon of one example; leave out --group-size or --plot")
     summary = summarize(releases, delta)
-    if plot is not None:
-        from torch_privacy.report import accounting_plots
-
-        mark = accounting_plots.epsilon_mark(privacy.Bracket(summary.epsilon_low, summary.epsilon_high), delta)
-        _draw(accounting_plots.profile_figure(noise_multiplier, probability, num_steps, mark), plot)
+    bracket = privacy.Bracket(summary.epsilon_low, summary.epsilon_high)
+    _draw(plot, lambda plots: plots.profile_figure(*setting, plots.epsilon_mark(bracket, delta)))
     print_result(summary.as_json(), [*privacy_lines(summary), *sampling.lines], as_json)
 
 
@@ -98,17 +94,11 @@ def delta(
     from torch_privacy.privacy.summary import compose_steps, delta_lines
 
     sampling = steps.sampling("delta")
-    probability, num_steps = sampling.probability, sampling.num_steps
-    setting = noise_multiplier, probability, num_steps
+    setting = sampling.setting(noise_multiplier)
     bracket = compose_steps(*setting).delta(epsilon)
-    if plot is not None:
-        from torch_privacy.report import accounting_plots
-
-        _draw(accounting_plots.profile_figure(*setting, accounting_plots.delta_mark(epsilon, bracket)), plot)
+    _draw(plot, lambda plots: plots.profile_figure(*setting, plots.delta_mark(epsilon, bracket)))
     content = {
-        "noise_multiplier": noise_multiplier,
-        "sampling_probability": probability,
-        "num_steps": num_steps,
+        **_as_json(setting),
         "epsilon": epsilon,
         "delta": bracket._asdict(),
         "clt": {"delta": privacy.clt(*setting).delta(epsilon), "note": "an approximation, not a bound"},
@@ -131,20 +121,17 @@ def calibrate(
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
 
     sampling = steps.sampling("calibrate")
-    probability, num_steps = sampling.probability, sampling.num_steps
     delta = sampling.delta("calibrate", delta)
-    noise = privacy.calibrate(epsilon, delta, sampling_probability=probability, num_steps=num_steps)
-    summary = summarize(equal_releases(noise, probability, num_steps), delta)
+    noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling.probability, num_steps=sampling.num_steps)
+    setting = sampling.setting(noise)
+    summary = summarize(equal_releases(*setting), delta)
     lines = [
         ("noise multiplier", repr(noise)),
         ("target epsilon", f"{epsilon:g}"),
         *privacy_lines(summary),
         *sampling.lines,
     ]
-    if plot is not None:
-        from torch_privacy.report import accounting_plots
-
-        _draw(accounting_plots.calibration_figure(noise, probability, num_steps, delta, epsilon), plot)
+    _draw(plot, lambda plots: plots.calibration_figure(*setting, delta, epsilon))
     print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
 
 
@@ -163,17 +150,13 @@ def tradeoff(
     from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
 
     sampling = steps.sampling("tradeoff")
-    probability, num_steps = sampling.probability, sampling.num_steps
-    profile = compose_steps(noise_multiplier, probability, num_steps)
+    setting = sampling.setting(noise_multiplier)
+    profile = compose_steps(*setting)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
-    if plot is not None:
-        from torch_privacy.report import accounting_plots
-
-        _draw(accounting_plots.tradeoff_figure(noise_multiplier, probability, num_steps), plot)
-    content = {"noise_multiplier": noise_multiplier, "sampling_probability": probability, "num_steps": num_steps}
+    _draw(plot, lambda plots: plots.tradeoff_figure(*setting))
     shown = tradeoff_view(points, [*attacker_lines(attacker), *sampling.lines])
-    print_result({**content, "tradeoff": points, **attacker}, shown, as_json)
+    print_result({**_as_json(setting), "tradeoff": points, **attacker}, shown, as_json)
 
 
 @app.command()
@@ -199,36 +182,32 @@ def compare(
     from torch_privacy.privacy.persons import compare_persons
 
     sampling = steps.sampling("compare")
-    probability, num_steps = sampling.probability, sampling.num_steps
-    delta = sampling.delta("compare", delta)
-    persons = None
-    if group_size is not None:
-        persons = compare_persons(noise_multiplier, probability, num_steps, delta, group_size)
+    setting, delta = sampling.setting(noise_multiplier), sampling.delta("compare", delta)
+    persons = None if group_size is None else compare_persons(*setting, delta, group_size)
     with _quiet_libraries():
-        claims = comparison.compare(noise_multiplier, probability, num_steps, delta)
-    setting = f"{num_steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {probability:.4g}, delta = {delta:g}"
-    if plot is not None:
-        from torch_privacy.report import accounting_plots
-
-        _draw(accounting_plots.claims_figure(claims, setting), plot)
-    content: dict[str, Any] = {
-        "noise_multiplier": noise_multiplier,
-        "sampling_probability": probability,
-        "num_steps": num_steps,
-    }
-    content |= {"delta": delta, "claims": comparison.as_json(claims)}
+        claims = comparison.compare(*setting, delta)
+    words = "{1:,} steps, noise multiplier {2:.4g}, q = {0:.4g}, delta = {3:g}"
+    shown = words.format(sampling.probability, sampling.num_steps, noise_multiplier, delta)
+    _draw(plot, lambda plots: plots.claims_figure(claims, shown))
+    content: dict[str, Any] = {**_as_json(setting), "delta": delta, "claims": comparison.as_json(claims)}
     if persons is not None:
         content["persons"] = persons.as_json()
     view = claims_table(claims) if persons is None else persons_view(claims, persons)
     print_result(content, Group(lines_table(sampling.lines), "", view) if sampling.lines else view, as_json)
 
 
-def _draw(figure: Any, path: Path) -> None:
-    """Writes a figure and reports its path."""
-    from torch_privacy.report import figures
+def _as_json(setting: Setting) -> dict[str, Any]:
+    return dict(zip(("noise_multiplier", "sampling_probability", "num_steps"), setting, strict=True))
+
+
+def _draw(path: Path | None, figure: Callable[[Any], Any]) -> None:
+    """Writes a figure made by `accounting_plots` and says its path, if it is asked for."""
+    if path is None:
+        return
+    from torch_privacy.report import accounting_plots, figures
 
     with naming(path):
-        figures.save(figure, path)
+        figures.save(figure(accounting_plots), path)
     say(f"picture: {path}")
 
 

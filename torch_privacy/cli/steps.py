@@ -16,6 +16,7 @@ Delta = Annotated[
     ),
 ]
 USUAL_DELTA = 1e-5
+Setting = tuple[float, float, int]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Sampling:
     num_steps: int
     num_examples: int | None
     lines: list[tuple[str, str]]  # how the two follow from the options, and the delta; for a table
+
+    def setting(self, noise_multiplier: float) -> Setting:
+        """Returns the training: noise multiplier, sampling probability and number of steps."""
+        return noise_multiplier, self.probability, self.num_steps
 
     def delta(self, where: str, given: float | None) -> float:
         """Returns the delta given, or the usual one; one that was chosen by the number of examples is in ``lines``."""
