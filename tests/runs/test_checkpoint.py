@@ -59,7 +59,7 @@ rates = torch.optim.lr_scheduler
 STATES = {
     "plain values": lambda: {
         "none": None, "flag": True, "small": -0.0, "not finite": [math.nan, math.inf, -math.inf], "text": "§\udc80$é",
-        "large": [2**63 - 1, 2**63, -(2**200)], "tuple": (1, (2.0, "3"), []), "$tensor": "0", "": {},
+        "large": [2**63 - 1, 2**63, 2**64 + 1, -(2**200)], "tuple": (1, (2.0, "3"), []), "$tensor": "0", "": {},
         "keys": {0: "a", (1, "b"): "c", None: 1, True: 2, 2.5: 3}, "next": 1.0000000000000002, "least": 5e-324,
         "kinds": [OrderedDict(b=1, a=2), Counter({3: 2})], "$text": {"$int": "7"},
     },
@@ -103,6 +103,16 @@ def test_views_and_one_tensor_in_two_places_come_back():
     assert torch.equal(found["column"], whole[:, 1])
     assert found["a"] is found["b"][0]
     assert torch.equal(found["a"], one)
+
+
+def test_lazy_conjugates_and_negatives_come_back_with_their_values():
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    found = checkpoint.unpacked(checkpoint.packed({"z": z, "conjugate": z.conj(), "negative": z.conj().imag}))
+    assert z.conj().is_conj()
+    assert z.conj().imag.is_neg()
+    assert found["z"].tolist() == [1 + 2j, 3 - 4j]
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["negative"].tolist() == [-2.0, 4.0]
 
 
 class Odd(dict):
