@@ -53,7 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 @dataclass(frozen=True)
 class Output:
-    """What a long command prints."""
+    """Holds what a long command is to print."""
 
     quiet: Quiet = False
     as_json: AsJson = False

@@ -54,7 +54,7 @@ def _seeds(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Request:
-    """Which rows of an experiment are made, and how."""
+    """Holds which rows of an experiment to make, and how."""
 
     quick: Annotated[bool, typer.Option("--quick", help="Run a smaller version, in less than three minutes.")] = False
     seeds: Annotated[
