@@ -160,7 +160,7 @@ def by_clt(chosen: Setting, context: Context) -> Numbers:
 
 
 def padded_text(context: Context) -> Numbers:
-    """Returns the numbers of gdp-imdb for a text, half padding, whose gradient is all in the embedding."""
+    """Returns the numbers of gdp-imdb for a text, half padding, with its gradient all in the embedding."""
     chosen = CLT_SETTINGS["CLT, IMDb"]
     claimed = privacy.clt(chosen.noise_multiplier, chosen.probability, chosen.num_steps).epsilon(chosen.delta)
     step = privacy.SubsampledGaussian(chosen.noise_multiplier / padding_ratio(), chosen.probability)
@@ -192,7 +192,7 @@ def gep_code(data: str, target: int, context: Context) -> Numbers:
 
 
 def gp_code(data: str, target: int, context: Context) -> Numbers:
-    """Returns the same for GP and B-GEP, whose steps make one release."""
+    """Returns the same for GP and B-GEP, with one release per step."""
     num_examples, delta, epochs = GEP_DATA[data]
     probability, noise = 1000 / num_examples, code_noise(data, target, releases=1)
     num_steps = round(epochs[target] / probability)

@@ -575,7 +575,7 @@ def test_models_and_optimizers_wrapped_by_opacus_are_refused_by_name(kind):
 
 def test_a_data_frame_is_refused():
     frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
-    with refused("dataset is a pandas DataFrame, whose items are columns"):
+    with refused("dataset is a pandas DataFrame; its items are columns"):
         training_of(dataset=frame(["a", "b"]))
 
 

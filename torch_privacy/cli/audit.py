@@ -21,7 +21,7 @@ SCORES = {
 Subject = Annotated[
     str,
     typer.Argument(
-        help="Folder of a run of train, whose training is repeated with canaries; an experiment; or "
+        help="Folder of a run of train, to be repeated with canaries; an experiment; or "
         "package.module:factory, a function that returns (train, dataset) as for torch_privacy.audit.",
         metavar="RUN",
         show_default=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides what ``train`` needs for a table of the user's own: how its file is told from a name, and its settings."""
+"""Provides what ``train`` needs for a table of the user's own: its settings, and how a file differs from a name."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def open_run(folder: Path, experiment: str | None, chosen: dict[str, Any]) -> It
 
 
 def ended(code: int) -> None:
-    """Tells the other processes that rank 0 has ended the command, and said all there is to say."""
+    """Notifies the other processes that rank 0 has ended the command."""
     with suppress(RuntimeError):  # the store has ended with its process, and so will the others
         processes = _processes()
         processes.tell(code)
@@ -133,7 +133,7 @@ def _join(processes: _Processes, beginning: tuple[Path, str | None, dict[str, An
 
 
 class _Processes:
-    """The launched processes, and the key-value store through which rank 0 tells the others what to do.
+    """The launched processes, and the key-value store through which rank 0 directs the others.
 
     The store waits for rank 0 as long as it takes; a process group would give up.
     """
@@ -144,13 +144,13 @@ class _Processes:
 
         with _setting_up():
             store, self._rank, self._size = next(iter(rendezvous("env://")))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher keeps what the last one was told
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher keeps messages of earlier attempts
         self._store = PrefixStore(f"torch_privacy, attempt {attempt}", store)
         self._outlived = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher's own process
         self._words = self._groups = 0
 
     def tell(self, word: Any) -> None:
-        """Tells the others a word, in JSON: how a training begins, or the exit code."""
+        """Sends the others a word, in JSON: how a training begins, or the exit code."""
         text = json.dumps(word)
         assert json.loads(text) == word, "settings are plain values"
         with _setting_up():

@@ -282,7 +282,7 @@ def _check_owner(chosen: Mapping[str, Any], frame: DataFrame, path: Path) -> Non
 
 
 def _owners(frame: DataFrame, owner: str | None, path: Path) -> Any:
-    """Returns the person of each row, or None; refuses rows of nobody, who would not be protected."""
+    """Returns the person of each row, or None; refuses rows without a person, which would not be protected."""
     if owner is None:
         return None
     column = frame[owner]

@@ -48,7 +48,7 @@ class Settings(task.Settings):
     test_share: Annotated[
         float, OfTable("Share of the rows kept for the test, in (0, 1).", shown=f"{TEST_SHARE:g}")
     ] = TEST_SHARE
-    clipping: str = "flat"  # older runs have "automatic", whose probabilities were worse than the base rate
+    clipping: str = "flat"  # older runs have "automatic": its probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
 
 

@@ -79,7 +79,7 @@ def per_example_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return means[0] if len(means) == 1 else torch.stack(means).mean(0)
 
 
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose own loss was compared
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with an own loss that was compared
 
 
 def _compare(bare: nn.Module, terms: Terms, outputs: Any) -> None:

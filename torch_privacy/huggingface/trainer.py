@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides ``PrivateTrainer``, a ``Trainer`` of transformers whose steps are those of a ``PrivateTraining``."""
+"""Provides ``PrivateTrainer``, a ``Trainer`` of transformers with the steps of a ``PrivateTraining``."""
 
 from __future__ import annotations
 

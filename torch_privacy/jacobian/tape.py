@@ -100,7 +100,7 @@ class Tape(Recorder):
             groups: label -> names of parameters; a partition of the recorded ones.
             clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as
                 soon as the group's last b is known. None sums nothing: the rows are only observed.
-            merging: examples whose mean is one row.
+            merging: which examples share a row, their mean.
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
             observe: receives the rows of every group before they are summed.

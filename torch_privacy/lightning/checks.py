@@ -140,7 +140,7 @@ def parts_of(loader: Any) -> tuple[Dataset, Any, int]:
         raise Refused(
             f"{WHERE}: the train DataLoader has batch_size=None or a batch_sampler of its own, so that an item may be "
             "a batch, or sampling not that of all examples. Batches are drawn by PrivateFit: give a loader without "
-            "them, whose data set has one example per item."
+            "them; its data set has one example per item."
         )
     sampler = loader.sampler
     plain = type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler)

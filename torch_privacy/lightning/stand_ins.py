@@ -38,7 +38,7 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         return (Step() for _ in range(self._count))
 
-    def state_dict(self) -> dict[str, Any]:  # tells Lightning that a checkpoint within an epoch is fine
+    def state_dict(self) -> dict[str, Any]:  # so that Lightning accepts a checkpoint within an epoch
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class Meeting:
     """Describes a call of a torch function that used a parameter."""
 
     op: str  # name of the function
-    module: str  # dotted name of the innermost module whose forward made the call; the model itself is ""
+    module: str  # dotted name of the innermost module that made the call in its forward; the model itself is ""
     layout: str  # output shape with n for the examples' dimension, "(n, 16, 64)", "(n·16, 64)"; "" if not measured
     generic: bool  # True if the op has no rule of its own: its rows come from its own backward, which is slower
 

@@ -29,7 +29,7 @@ class Chunk:
 
 
 def chunks_of(parts: Iterable[Part], largest: int) -> list[Chunk]:
-    """Returns the chunks, of at most so many numbers."""
+    """Returns the chunks, of at most this number of entries."""
     chunks: list[Chunk] = []
     chunk = None
     for tensor, first, scale in parts:

@@ -117,7 +117,7 @@ class Accountant:
         """Adds a history, of Opacus or of an engine. What this engine has released stays.
 
         A run of an engine is counted once, with the larger number of its steps; a history of Opacus as often as it is
-        loaded, because nothing tells two equal ones apart.
+        loaded, because two equal ones cannot be distinguished.
 
         Raises:
             Refused: it is no state of an accountant.

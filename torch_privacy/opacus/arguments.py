@@ -67,7 +67,7 @@ def check_unwrapped(*parts: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuses a loader whose way of sampling would not be kept."""
+    """Refuses a loader with a way of sampling that would not be kept."""
     if isinstance(loader, PrivateLoader):  # of an earlier call
         return
     name = f"{WHERE}: data_loader"

@@ -237,7 +237,7 @@ class PrivacyEngine(Checkpointing):
         return ModuleValidator.fix_and_validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Returns whether `ModuleValidator` finds nothing; ``torch_privacy.check`` tells more, on a batch."""
+        """Returns whether `ModuleValidator` finds nothing; ``torch_privacy.check`` shows more, on a batch."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:

@@ -20,7 +20,7 @@ from .catcher import ForwardHooks, LossCatcher
 from .optimizers import DPOptimizer
 from .schedulers import Progress, schedulers_of
 
-MOST_EPOCHS = 10_000  # of a training whose length nobody gave
+MOST_EPOCHS = 10_000  # of a training without a given length
 
 
 class Run:

@@ -76,7 +76,7 @@ def rows_of_each(
 
     Args:
         backward: maps cotangents (k, *b.shape) to the gradients (k, *weight.shape) in each weight.
-        weights: those whose rows are wanted.
+        weights: the parameters to return rows for.
         b: the gradient of the losses in the output.
         layout: of b.
         name: of what is run backwards, for messages.

@@ -59,7 +59,7 @@ class Linear(Op):
 
     @property
     def is_short_outer_product(self) -> bool:
-        """True if every row is the outer product of two vectors whose norms are sums of few squares."""
+        """True if every row is the outer product of two vectors with norms that are sums of few squares."""
         return self.x.shape[1] == 1 and max(self.x.shape[2], self.b.shape[2]) < 2 * PIECE
 
     def rows(self) -> Tensor:

@@ -200,7 +200,7 @@ def ideal_guesses(profile: Profile, num_canaries: int, planned: Plan) -> Guesses
 
 
 def ideal_errors(profile: Profile, num_games: int) -> Errors:
-    """Returns the counts that the ideal attack has on average, in so many independent games with half to test."""
+    """Returns the counts that the ideal attack has on average, in a number of independent games with half to test."""
     f, half = _sides(profile)[0], max(num_games // 4, 1)
     options = [Errors(half, round(half * rate), half, round(half * float(f(rate)))) for rate in FALSE_ALARMS]
     return max(options, key=gaussian_bound)

@@ -79,7 +79,7 @@ class Ledger:
         self.purpose = purpose
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
-        self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, of so many releases
+        self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
         self._pending: _Pending | None = None  # what is being recorded
         self._file: LedgerFile | None = None
         if path is not None:
@@ -344,7 +344,7 @@ class _Pending:
 
 
 def _is_same_sum(event: Event, other: Event) -> bool:
-    """True for equal events, and for those whose relations alone differ and give the same sum and price.
+    """True for equal events, and for those that differ in their relations alone and have the same sum and price.
 
     The steps of older runs were recorded under add/remove.
     """

@@ -60,7 +60,7 @@ class LedgerFile:
         self._failure = ""  # the reason why nothing can be appended any more
         self._chained = True
         self._attempt = b""  # what was appended last, perhaps in part
-        self._lacks_end = False  # True for a whole last line whose end is missing
+        self._lacks_end = False  # True for a whole last line without its line end
         self._unpublished = _unique_partial_of(self.path) if create else None  # its name until the first line is there
         self._file: int | None = _opened(self._unpublished or self.path, create, read_only)
         try:

@@ -214,7 +214,7 @@ def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
 
 
 def differing(some: dict[str, Any], others: dict[str, Any]) -> set[str]:
-    """Returns the names whose contents differ between two sets of changes."""
+    """Returns the names with contents that differ between two sets of changes."""
     absent = object()
     return {name for name in {*some, *others} if not same(some.get(name, absent), others.get(name, absent))}
 

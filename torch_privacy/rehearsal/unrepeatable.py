@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what differs between two runs of the same batch, such as durations, from what the examples determine."""
+"""Separates what differs between two runs of the same batch, such as durations, from what the examples determine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIES = object()  # stands for a value that differs between two runs of the sam
 
 
 def varying_names(names: Collection[str], original: Answers, again: Answers, others: Sequence[Answers]) -> set[str]:
-    """Returns those names whose content differs between two runs of the same batch.
+    """Returns the names with contents that differ between two runs of the same batch.
 
     With other examples it must differ in no other places.
     """

@@ -68,7 +68,7 @@ def conclusion(run: Training) -> list[str]:
             "Somebody with several examples in the data is protected less: these numbers are about one of them."
         )
     texts.append(
-        "This is about what the model tells of one person beyond what it would tell without that person's data. What "
+        "This is about what the model reveals about one person beyond what it would reveal without their data. What "
         "it shows of people in general, and so of someone who is like them, is the purpose of the training and is not "
         "hidden."
     )
@@ -158,7 +158,7 @@ def _fingerprint(data: dict) -> str:
     of_all = f" of {data['num_examples']:,}" if "num_examples" in data else ""
     return (
         f"{data['fingerprint']} (of {data['num_items']:,}{of_all} examples, under a key that the "
-        "owner of the data has; it tells nothing without the key)"
+        "owner of the data has; it reveals nothing without the key)"
     )
 
 

@@ -15,7 +15,7 @@ CHANGED = "One of them was changed, or is of another run: restore it."
 
 
 def check_ledger(folder: RunFolder, statement: dict[str, Any], priced: Releases, digests: Digests) -> None:
-    """Refuses a folder whose statement or results leave out a release that the ledger beside them has.
+    """Refuses a folder if its statement or results leave out a release that the ledger beside them has.
 
     Raises:
         ValueError: with the file that differs from the ledger, or a ledger that cannot be read.

@@ -73,7 +73,7 @@ class Batches:
 
     @property
     def holds_tensors(self) -> bool:
-        """True if the data set consists of tensors only, whose rows are the items."""
+        """True if the data set consists of tensors only, with the items as their rows."""
         return self._tensors is not None
 
     def __call__(self, requests: Iterator[BatchRequest]) -> Iterator[DatasetExamples]:
@@ -515,7 +515,7 @@ class CollatedExamples:
 
 
 def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
-    """Returns these rows of all tensors whose first dimension is n, and of lists of length n.
+    """Returns these rows of all tensors with a first dimension of n, and of lists of length n.
 
     ``found`` gets True for each of these, and False for tensors and lists that may have the examples elsewhere.
     """
@@ -575,7 +575,7 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         )
     if type(dataset).__module__.startswith("pandas."):
         raise Refused(
-            f"{name} is a pandas {type(dataset).__name__}, whose items are columns, not rows. Pass the rows, e.g. "
+            f"{name} is a pandas {type(dataset).__name__}; its items are columns, not rows. Pass the rows, e.g. "
             "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

@@ -63,7 +63,7 @@ def fingerprint(dataset: Dataset, key: bytes, num_items: int | None = None) -> d
 
     Returns:
         ``fingerprint`` in hexadecimal, or None with the reason ``not_made_because``; ``method``; ``num_items`` that
-        were read, of ``num_examples``; ``key_id``, which tells keys apart.
+        were read, of ``num_examples``; ``key_id``, which distinguishes keys.
     """
     n = len(dataset)  # type: ignore[arg-type]
     found: dict[str, Any] = {"method": METHOD, "num_examples": n, "key_id": _keyed(key, b"id").hexdigest()[:16]}
@@ -258,7 +258,7 @@ def feed(digest: Any, value: Any, depth: int = DEEPEST) -> None:
     """Adds a value, with its type and length, so that different values give different bytes.
 
     Raises:
-        Unhashable: it holds an object whose content is not known.
+        Unhashable: it holds an object of unknown content.
     """
     if depth == 0:
         raise Unhashable(f"an item has more than {DEEPEST} levels")

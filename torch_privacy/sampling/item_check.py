@@ -24,7 +24,7 @@ from .stored_rows import is_keyed, num_bytes
 
 MOST_BYTES = 2**30  # of something stored that is copied to exchange its rows
 COSTLY = 2**24  # bytes of a table from which on it is exchanged in thorough comparisons only
-FEWEST = 16  # items; with fewer, a list of so many entries may be anything
+FEWEST = 16  # items; with fewer, a list of this length may be anything
 FEW = 8  # items that are compared in a rehearsal that is not thorough
 MOST_ROWS, MOST_ENTRIES = 2**24, 2**20  # of an array, or of others, longer than the data set, to look for windows
 MOST_SECONDS = 2.0  # for a thorough comparison, about
@@ -218,7 +218,7 @@ class ItemCheck:
                 self._leave_out(stored, "the items read places in it that do not follow from their number")
 
     def _next_to_another(self, item: int) -> int:
-        """Returns an item whose successor has another owner, and is not the last: the first from ``item`` on."""
+        """Returns an item with a successor of another owner: the first from ``item`` on."""
         if self._owners is None:
             return item
         ends = np.flatnonzero(np.diff(self._owners[:-1]))

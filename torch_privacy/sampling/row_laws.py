@@ -152,7 +152,7 @@ class _Finder:
 
 
 def _first(laws: list[RowLaw]) -> list[RowLaw]:
-    """Returns the laws that differ, at most so many as are tried."""
+    """Returns the laws that differ, as far as they are tried."""
     different: list[RowLaw] = []
     for law in laws[:MOST_LAWS]:
         if not any(np.array_equal(law.starts, known.starts) for known in different):

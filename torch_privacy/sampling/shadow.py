@@ -303,7 +303,7 @@ def _is_python_class(kind: type) -> bool:
 
 
 def _cached_names(kind: type) -> set[str]:
-    """Returns the names of cached properties, whose values the copy computes again."""
+    """Returns the names of cached properties; the copy computes their values again."""
     return {name for base in kind.__mro__ for name, v in vars(base).items() if isinstance(v, functools.cached_property)}
 
 

@@ -131,7 +131,7 @@ def _hashed(rows: Tensor) -> np.ndarray:
 
 
 def _fetched(dataset: Any) -> dict[Any, list[Any]]:
-    """Returns the parts of up to so many items, with the same random numbers for each."""
+    """Returns the parts of the first items, with the same random numbers for each."""
     order, begun = np.random.default_rng(0).permutation(len(dataset))[:MOST_ITEMS], time.monotonic()
     columns: dict[Any, list[Any]] = {}
     for count, index in enumerate(order.tolist()):

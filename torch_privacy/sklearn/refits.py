@@ -22,7 +22,7 @@ from ..support.validate import Refused
 Releases = Sequence[tuple[privacy.Event, int]]
 
 CHOICES = ("refuse", "count", "separate")
-RUNS = 10  # of the search whose price a refusal names
+RUNS = 10  # of the search that a refusal prices
 
 _KEY = secrets.token_bytes(32)  # so that the digests say nothing about the rows to who reads them
 _PROCESS = f"{os.getpid()} {secrets.token_hex(8)}"

@@ -92,5 +92,5 @@ class Drawn:
 
     @property
     def has_many(self) -> bool:
-        """True if so many draws were made that some may have been for single examples."""
+        """True if there were enough draws that some may have been for single examples."""
         return self.few + self.unaligned >= self.count

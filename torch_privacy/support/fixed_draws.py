@@ -95,7 +95,7 @@ class FixedDraws(TorchDispatchMode):
         """Returns numbers between 0 and 1 for the entries of a result, as floating-point numbers.
 
         Places in an example are those along all dimensions but the first, and but the second if it is as long as the
-        batch. Entries whose numbers should be equal differ by what rounding explains, so that sorting them is a
+        batch. Entries that should be equal differ by what rounding explains, so that sorting them is a
         permutation, too.
         """
         dtype = torch.float64 if result.dtype == torch.float64 and result.device.type != "mps" else torch.float32
@@ -140,7 +140,7 @@ def _normal_quantile(u: Tensor) -> Tensor:
 
 
 def _by_quantile(value: Callable[[Tensor, Arguments], Tensor]) -> Callable[[FixedDraws, Tensor, Arguments], Tensor]:
-    """Returns the replacement for a function whose entries are independent."""
+    """Returns the replacement for a function with independent entries."""
     return lambda draws, result, given: result.copy_(value(draws.quantiles(result), given))
 
 

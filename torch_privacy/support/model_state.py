@@ -143,7 +143,7 @@ class ModelState:
                 _fill(value, content)
 
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
-        """Returns dotted name -> present content of everything whose content has changed."""
+        """Returns dotted name -> present content of everything that has changed."""
         left_out = () if with_parameters else self._parameters
         before = {name: content for (name, *_), content in self._entries if name not in left_out}
         now = {name: value for name, _, _, value in self._current_entries(with_parameters=with_parameters)}
@@ -158,7 +158,7 @@ class ParameterDigests:
         self._copies, self._sizes, self._products = _digests(model)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Returns the names of the parameters whose content has changed."""
+        """Returns the names of the parameters that have changed."""
         copies, sizes, products = _digests(model)
         changed = [name for name, p in products.items() if not same(p, self._products.get(name, _MISSING))]
         if sizes != self._sizes or not all(same(copies[kind], self._copies[kind]) for kind in copies):
@@ -300,7 +300,7 @@ def _fill(value: Any, content: Any) -> None:
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = content
-    elif not isinstance(content, int):  # an int stands for a long container, whose content was not copied
+    elif not isinstance(content, int):  # an int stands for a long container, which was not copied
         _fill_container(value, content)
 
 
@@ -351,7 +351,7 @@ def _digests(
 ) -> tuple[dict[_Kind, Tensor], dict[str, tuple[_Kind, int]], dict[str, Tensor | None]]:
     """Returns copies of small parameters, concatenated; their names and sizes; random projections of all others.
 
-    A projection changes with almost any change of the entries. It is None for a parameter whose entries cannot be read.
+    A projection changes with almost any change of the entries. It is None for a parameter that cannot be read.
     """
     flat: dict[_Kind, list[Tensor]] = {}
     sizes: dict[str, tuple[_Kind, int]] = {}

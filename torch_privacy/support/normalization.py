@@ -88,7 +88,7 @@ class SmallGroups(OpMode):
     """Notes each normalization of fewer than 4 values that runs inside the ``with`` block.
 
     Args:
-        model: its parameters' names are told.
+        model: its parameters are named in the message.
         tell: is called with a sentence for each, once.
     """
 

@@ -172,7 +172,7 @@ def _state_of(key: int, call: int) -> Any:
 
 @cache
 def _state_near(key: int, level: float) -> Any:
-    """Returns a state whose first number is near this quantile."""
+    """Returns a state with a first number near this quantile."""
     while abs(np.random.MT19937(key).random_raw() / 2**32 - level) > _NEAR:
         key += 1
     return np.random.MT19937(key).state

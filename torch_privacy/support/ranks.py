@@ -126,7 +126,7 @@ class Ranks:
         self.exchange(place)
 
     def tell(self, place: str, error: BaseException) -> None:
-        """Tells the others that this rank failed, unless it did; raises what all of them raise, for a refusal.
+        """Reports this rank's failure to the others, unless it was reported; re-raises a refusal on every rank.
 
         Returns if they do not hear of it, as they have ended, or wait for this rank in another communication: they
         notice when this process ends.
@@ -143,7 +143,7 @@ class Ranks:
         self.exchange(place)
 
     def leave(self, place: str) -> None:
-        """Tells the others that this rank leaves the loop, so that none waits for it; raises nothing."""
+        """Notifies the others that this rank leaves the loop, so that none waits for it; raises nothing."""
         if self.size > 1 and not self._are_apart:
             with suppress(Exception):  # the others raise it
                 self.exchange(place, patience=PATIENCE)
@@ -152,7 +152,7 @@ class Ranks:
     def summing(self) -> Iterator[None]:
         """Lets a rank that fails within the ``with`` block end at once: the others wait for its sums, not for words.
 
-        A message that nobody takes would keep the process from ending, by which the others notice.
+        A message that no rank takes would keep the process from ending, and the others notice failures by that end.
         """
         try:
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the steps of so many epochs: one rule for trainings in a loop, commands and accounting."""
+"""Counts the steps of a number of epochs: one rule for trainings in a loop, commands and accounting."""
 
 import math
 from fractions import Fraction

@@ -16,7 +16,7 @@ def check_unit(where: str, **units: str) -> None:
 
 
 def with_at_most(unit: str, most: int) -> str:
-    """Returns a unit of privacy that has at most so many examples.
+    """Returns a unit of privacy that has at most this number of examples.
 
     >>> with_at_most("customer", 5)
     'customer with at most 5 examples'

@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-SMALLEST, LARGEST = -4, 10  # powers of ten of the sizes that are told apart
+SMALLEST, LARGEST = -4, 10  # powers of ten of the sizes that are distinguished
 PER_DECADE = 40
 FINE_BINS = 64
 STANDS_OUT = (5.0, 4.0)  # standard deviations of the noise, in the first and the second histogram

@@ -25,7 +25,7 @@ class Defaults:
         epochs: ``num_steps * expected_batch_size / n``.
         learning_rate: of Adam.
         clip_norm: of ``Flat`` clipping.
-        average: decay of ``MovingAverage``, whose weights are the result.
+        average: decay of the ``MovingAverage`` that gives the resulting weights.
         hidden_units: widths of the hidden layers.
         delta: of the whole training, with the learning of the schema.
         learning_share: share of epsilon, and of delta, for ``learn``.

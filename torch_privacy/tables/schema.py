@@ -33,7 +33,7 @@ class Column:
         name: as in the file.
         kind: ``"number"``, ``"category"``, ``"date"``, ``"ignored"`` or ``"learn"``.
         bounds: of numbers, (low, high); of dates, two ISO dates such as ``"2024-01-31"``. Values beyond are clipped.
-        categories: the texts that are told apart; all others are "other".
+        categories: the texts that are kept apart; all others are "other".
         day_first: whether ``03/01/2024`` is the third of January.
         reason: why the column is ignored, in words.
     """

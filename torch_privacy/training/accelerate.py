@@ -36,7 +36,7 @@ def without_accelerate(optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
 
 
 def check_not_for_accelerate(caller: FrameType | None) -> None:
-    """Refuses to give the secret state to ``Accelerator.save_state``, whose folder holds models for others to load."""
+    """Refuses to give the secret state to ``Accelerator.save_state``: its folder holds models for others to load."""
     if caller is not None and caller.f_globals.get("__name__") == "accelerate.checkpointing":
         raise Refused(
             "PrivateTraining: register_for_checkpointing(training) would write the keys of noise and batches into the "

@@ -71,9 +71,9 @@ def names_tag(trained: Iterable[str]) -> bytes:
     return crc32("\n".join(trained).encode()).to_bytes(4, "big")
 
 
-def check_same_names(ranks: Ranks, trained: Iterable[str], told: Sequence[bytes]) -> None:
+def check_same_names(ranks: Ranks, trained: Iterable[str], messages: Sequence[bytes]) -> None:
     """Refuses ranks that train different parameters, as their `names_tag` shows: their sums do not fit together."""
-    if len(set(told)) == 1:
+    if len(set(messages)) == 1:
         return
     everywhere = [set(names) for names in ranks.gather([*trained])]
     differing = sorted(set.union(*everywhere) - set.intersection(*everywhere))
@@ -83,19 +83,19 @@ def check_same_names(ranks: Ranks, trained: Iterable[str], told: Sequence[bytes]
     )
 
 
-def check_same_updates(step: int, told: Sequence[bytes]) -> None:
+def check_same_updates(step: int, messages: Sequence[bytes]) -> None:
     """Refuses ranks with optimizers that have other settings, as their tags show; shards would be updated unequally."""
-    if len(set(told)) > 1:
-        rank = next(rank for rank, tag in enumerate(told) if tag != told[0])
+    if len(set(messages)) > 1:
+        rank = next(rank for rank, tag in enumerate(messages) if tag != messages[0])
         raise RefusedTogether(
             f"{WHERE}: before step {step} the optimizer of rank {rank} has other settings than that of rank 0, such as "
             "another learning rate. Change them on all ranks alike, by a schedule that depends on the step alone."
         )
 
 
-def check_equal_weights(step: int, told: Sequence[bytes]) -> None:
-    """Refuses ranks with the same number and other weights, as what each told shows."""
-    rank = _rank_that_differs(told)
+def check_equal_weights(step: int, messages: Sequence[bytes]) -> None:
+    """Refuses ranks that sent the same number and other weights."""
+    rank = _rank_that_differs(messages)
     if rank is not None:
         raise RefusedTogether(
             f"{WHERE}: after {step} steps rank {rank} has other weights than a rank with the same shard. The "
@@ -104,10 +104,10 @@ def check_equal_weights(step: int, told: Sequence[bytes]) -> None:
         )
 
 
-def _rank_that_differs(told: Sequence[bytes]) -> int | None:
-    """Returns the first rank that told something else than an earlier one with its number, the first 2 bytes."""
+def _rank_that_differs(messages: Sequence[bytes]) -> int | None:
+    """Returns the first rank with another message than an earlier one with its number, the first 2 bytes."""
     found: dict[bytes, bytes] = {}
-    pairs = ((rank, message[:2], message[2:]) for rank, message in enumerate(told))
+    pairs = ((rank, message[:2], message[2:]) for rank, message in enumerate(messages))
     return next((rank for rank, number, rest in pairs if found.setdefault(number, rest) != rest), None)
 
 
@@ -117,9 +117,9 @@ def kind_of_turn(turn: Turn, placement: Placement) -> bytes:
     return placement.part.to_bytes(2, "big") + zlib.crc32(repr(kind).encode()).to_bytes(4, "big")
 
 
-def check_equal_turns(step: int, told: Sequence[bytes]) -> None:
+def check_equal_turns(step: int, messages: Sequence[bytes]) -> None:
     """Refuses ranks with the same part of a batch that would run it otherwise, and wait for each other in the model."""
-    rank = _rank_that_differs(told)
+    rank = _rank_that_differs(messages)
     if rank is not None:
         raise RefusedTogether(
             f"{WHERE}: in step {step} rank {rank} rehearses its batch otherwise than a rank with the same batch. "

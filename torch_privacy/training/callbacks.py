@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells callbacks what each step of a training did: exact numbers of private data, and epsilon so far."""
+"""Calls callbacks after each step of a training, with exact numbers of private data and epsilon so far."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 
 class Callback:
-    """Is told of every step of a training: derive from it, and pass an object as ``PrivateTraining(callbacks=[...])``.
+    """Base class for what is called after every step of a training, by ``PrivateTraining(callbacks=[...])``.
 
-    A callback looks on: what it is given does not enter any release. Do not steer the training by `StepLog.not_private`
-    (learning rate, clip norm, stop): these are exact numbers of private data, and epsilon would not cover that.
+    A callback only observes: what it is given does not enter any release. Do not steer the training by
+    `StepLog.not_private` (learning rate, clip norm, stop): these are exact numbers of private data, and epsilon would
+    not cover that.
 
     Guarantees:
         - ``after_step`` is called once for each release, in order: not for rehearsals, once for all microbatches of a
@@ -54,7 +55,7 @@ class Callback:
 class StepLog:
     """Holds what one step did. ``loss``, ``share_clipped`` and ``norm_quantiles`` are exact numbers of private data.
 
-    They are computed when they are first read, from examples in the sum: those whose gradient is finite. An example is
+    They are computed when they are first read, from examples in the sum: those with a finite gradient. An example is
     a row of the data set, of all microbatches and ranks; its loss and gradient are means over its views. With
     `MicroBatches` an example has the gradient of its group, with ``owners=`` that of its owner.
 
@@ -206,7 +207,7 @@ class Callbacks(Listener):
             self._learning_rates = tuple(float(group.get("lr", float("nan"))) for group in groups)
 
     def after_step(self, training: Training) -> None:
-        """Tells the callbacks of the step that was made; raises the first exception of one, after all were called."""
+        """Calls the callbacks after a step; raises the first exception of one, after all were called."""
         if self._batch is None:
             return
         batch, self._batch = self._batch, None
@@ -215,7 +216,7 @@ class Callbacks(Listener):
         self._call("after_step", training, log)
 
     def at_end(self, training: Training) -> None:
-        """Tells the callbacks that the loop has ended by itself."""
+        """Calls the callbacks when the loop has ended by itself."""
         self._call("at_end", training)
 
     def _call(self, method: str, training: Training, *arguments: Any) -> None:

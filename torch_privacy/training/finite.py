@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices batches whose gradients are not finite, of which a step would release noise alone."""
+"""Detects batches without a finite gradient, after which a step would release noise alone."""
 
 from ..support.validate import Refused
 from ..support.warning import warn

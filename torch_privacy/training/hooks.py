@@ -61,7 +61,7 @@ class _Running(threading.local):
 
 
 class ForwardHooks:
-    """Tells the recorder when the model's forward begins and ends on a pending batch.
+    """Notifies the recorder when the model's forward begins and ends on a pending batch.
 
     The recorder is on from the batch to its step in the loop's thread; in another one, while the forward runs there.
     Copied or pickled hooks do nothing, so that a copy of the model is an ordinary model. Evaluation between steps is

@@ -120,8 +120,8 @@ class PrivateTraining(Reporting):
             "owner".
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
-        callbacks: `Callback` objects that are told of every step, such as ``LoggingCallback()``: loss, share of clipped
-            examples, norms (not private) and epsilon so far. They change no release.
+        callbacks: `Callback` objects that are called after every step, such as ``LoggingCallback()``: loss, share of
+            clipped examples, norms (not private) and epsilon so far. They change no release.
         after_update: a function of the model, called with gradients off after every optimizer step, those of empty
             batches included: to clamp weights (WGAN), bound their norms, or shrink them towards zero (proximal L1). It
             may read the weights alone, so that it costs no privacy. That it reads no data is its author's promise,
@@ -229,7 +229,7 @@ class PrivateTraining(Reporting):
         placement = placement_of(model)
         with placement.ranks.together("begins a training"):
             whole("PrivateTraining", num_workers=num_workers)
-            told = Callbacks(callbacks, placement.ranks)
+            called = Callbacks(callbacks, placement.ranks)
             canaries = dataset if isinstance(dataset, WithCanaries) else None
             items = dataset if canaries is None else canaries.items
             fetchable = None if canaries is None else canaries.fetchable
@@ -274,7 +274,7 @@ class PrivateTraining(Reporting):
                 batches,
                 canaries,
                 settings,
-                tuple(told.names),
+                tuple(called.names),
                 run_folder,
             )
             self._setup, self._state = setup, make_state(setup)
@@ -288,7 +288,7 @@ class PrivateTraining(Reporting):
         self._resuming.files = agree(setup, self._state, files, self._resuming)
         self._state.releases = self._resuming.new_releases()
         self._state.rehearsals = make_rehearsals(setup, self._state, self)
-        listener, meeting = Listeners([observation, self._resuming.files, told]), Meeting.of(setup, self._state)
+        listener, meeting = Listeners([observation, self._resuming.files, called]), Meeting.of(setup, self._state)
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
         self._run: Run | None = None  # of the step in progress
@@ -577,7 +577,7 @@ class PrivateTraining(Reporting):
           releases, a step that differs is refused.
         - ``replay="skip"`` goes on with the first step that was not released. The skipped steps stay paid, and their
           updates are lost. Nothing has to repeat, so that the training may go on with other ranks. If the ledger is
-          not on disk, or was lost, nobody knows which steps were released after the state was saved; they would be
+          not on disk, or was lost, it is unknown which steps were released after the state was saved; they would be
           missing from epsilon. The training then goes on with new keys, so that no noise is used twice.
 
         By default "exact", and "skip" if the weights are placed otherwise (another number of ranks, another mesh): sums

@@ -121,7 +121,7 @@ def agree(setup: Setup, state: State, files: RunFiles | None, resuming: Resuming
 
 
 def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
-    """Returns the rehearsals of a training, whose objects are none of the user's loop."""
+    """Returns the rehearsals of a training; its own objects are not variables of the user's loop."""
     settings, batches = setup.settings, setup.batches
     assumed, owners = settings.assume_independent is not None, settings.owners
     known = [setup.given, setup.optimizer, setup.scheduler, batches.dataset, setup.canaries]

@@ -126,9 +126,9 @@ class MeetingOfRanks(Meeting):
             groups = self._setup.optimizer.param_groups
             rates = [repr({k: plain(value) for k, value in group.items() if k != "params"}) for group in groups]
             tags = names_tag(trained) + names_tag(rates)
-            told = self._ranks.exchange(f"begins step {self._state.step}", payload=tags)
-            check_same_names(self._ranks, trained, [message[:4] for message in told])
-            check_same_updates(self._state.step, [message[4:] for message in told])
+            messages = self._ranks.exchange(f"begins step {self._state.step}", payload=tags)
+            check_same_names(self._ranks, trained, [message[:4] for message in messages])
+            check_same_updates(self._state.step, [message[4:] for message in messages])
         with self._ranks.communicating():
             super().begin_step()
 
@@ -139,8 +139,8 @@ class MeetingOfRanks(Meeting):
             check_equal_tensors(self._ranks, step, self._state.releases.tag(step, tensors))
 
     def begin_turn(self, turn: Turn, place: str) -> None:
-        told = self._placement.meet(f"begins {place}", kind_of_turn(turn, self._placement))
-        check_equal_turns(self._state.step, told)
+        messages = self._placement.meet(f"begins {place}", kind_of_turn(turn, self._placement))
+        check_equal_turns(self._state.step, messages)
 
     def wait_for_losses(self, place: str) -> None:
         self._placement.meet(f"has the losses of {place}")
@@ -149,13 +149,13 @@ class MeetingOfRanks(Meeting):
         trained, reached = self._state.tensors.trained, self._state.reached
         learned = bytes([turn is not None, reached.has_changed])
         counted = (left_out if self._placement.counts else 0).to_bytes(8, "big")
-        told = self._ranks.exchange(place, payload=learned + names_tag(trained) + counted)
-        if any(message[0] for message in told):
+        messages = self._ranks.exchange(place, payload=learned + names_tag(trained) + counted)
+        if any(message[0] for message in messages):
             return turn or idle_turn(self._setup.model, part.examples), 0
         if self._ranks.size > 1:
-            check_same_names(self._ranks, trained, [message[2:6] for message in told])
-            reached.share(self._ranks, [*trained], changed=any(message[1] for message in told))
-        return None, sum(int.from_bytes(message[6:14], "big") for message in told)
+            check_same_names(self._ranks, trained, [message[2:6] for message in messages])
+            reached.share(self._ranks, [*trained], changed=any(message[1] for message in messages))
+        return None, sum(int.from_bytes(message[6:14], "big") for message in messages)
 
     def add(self, total: StepSums, sums: dict[str, Any]) -> None:
         with self._ranks.communicating(), self._ranks.summing():
@@ -175,11 +175,11 @@ class MeetingOfRanks(Meeting):
     def updated(self, place: str, *, moved: bool) -> bool:
         guard, step = self._state.guard, self._state.step
         payload = bytes([moved, bool(guard.seen_otherwise)]) + self._weights_tag(step - 1)
-        told = self._ranks.exchange(place, payload=payload)
-        check_equal_weights(step, [message[2:12] for message in told])
-        check_equal_weights(step, [message[12:] for message in told])
-        guard.hear(step, [message[1] for message in told])
-        return any(message[0] for message in told)
+        messages = self._ranks.exchange(place, payload=payload)
+        check_equal_weights(step, [message[2:12] for message in messages])
+        check_equal_weights(step, [message[12:] for message in messages])
+        guard.note_seen(step, [message[1] for message in messages])
+        return any(message[0] for message in messages)
 
     def _weights_tag(self, step: int) -> bytes:
         """Returns the number of this rank's shard and, now and then, a digest of its weights; the same of its part.
@@ -194,8 +194,8 @@ class MeetingOfRanks(Meeting):
     def end_loop(self) -> None:
         if self._ranks.size > 1:
             seen = bool(self._state.guard.moved_otherwise(self._state.step))
-            told: Sequence[bytes] = self._ranks.exchange("ends the loop", payload=bytes([seen]))
-            self._state.guard.hear(self._state.step, [message[0] for message in told])
+            messages: Sequence[bytes] = self._ranks.exchange("ends the loop", payload=bytes([seen]))
+            self._state.guard.note_seen(self._state.step, [message[0] for message in messages])
 
     def let_go(self) -> None:
         self._placement.let_go()

@@ -27,7 +27,7 @@ from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
-BLOCK = 256  # of each so many steps one is rehearsed that the secret key selects
+BLOCK = 256  # steps of which the secret key selects one, which is rehearsed
 
 Script = Generator[Turn, Answers, None]
 
@@ -158,7 +158,7 @@ class Coupled:
 
     first: int
     last: int
-    found: int  # the step whose rehearsal failed
+    found: int  # the step at which the rehearsal failed
 
     def __str__(self) -> str:
         return (
@@ -211,7 +211,7 @@ class Rehearsals:
         """Returns whether microbatch ``number`` of ``count`` is to be rehearsed, and whether in full."""
         if self.assumed:
             return False, False
-        first = self._chance(b"rehearsal")  # whose turn it is first; then every microbatch has one
+        first = self._chance(b"rehearsal")  # the microbatch that is rehearsed first; the others follow in turn
         due = step == self.num_steps - 1 or number in [(first + turn) % count for turn in self._turns(step)]
         return due, due and step <= THOROUGH
 

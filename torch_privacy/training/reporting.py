@@ -48,7 +48,7 @@ class Reporting:
 
         Args:
             delta: below 1/n, with n the number of examples or, with ``owners``, of owners.
-            examples_per_person: prices a training on examples for a person who has up to so many of them, by
+            examples_per_person: prices a training on examples for a person who has up to this number of them, by
                 `privacy.SubsampledGroup`. It must be a cap that is enforced (`torch_privacy.at_most`). With ``owners``
                 epsilon is that of an owner anyway.
 

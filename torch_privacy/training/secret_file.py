@@ -157,7 +157,7 @@ class SecretFolder:
         start: name of the first checkpoint, a file or a folder.
 
     Raises:
-        Refused: an earlier version has begun the run, whose files this one does not read.
+        Refused: the run was begun by an earlier version, and this one does not read its files.
     """
 
     def __init__(self, run_folder: Path | str, name: str, start: str):

@@ -174,7 +174,7 @@ class TrainingSettings:
         clipping = check_rule(WHERE, "clipping", self.clipping)
         if isinstance(clipping, MicroBatches) and self.owners is not None:
             raise Refused(
-                f"{WHERE}: clipping={clipping!r} with owners=, whose rows are the means of owners already. Take "
+                f"{WHERE}: clipping={clipping!r} with owners=: a row is the mean of an owner's gradients already. Take "
                 "Flat(clip_norm), which clips each owner's mean by itself."
             )
         if isinstance(clipping, MicroBatches) and self.microbatch_size is not None:

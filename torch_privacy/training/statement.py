@@ -40,7 +40,7 @@ class Progress:
     not_covered: tuple[str, ...]  # what no epsilon covers, in words
     generator: str  # of the noise
     date: str  # of the last step, in UTC
-    callbacks: tuple[str, ...]  # names of those that were told of every step
+    callbacks: tuple[str, ...]  # names of those called after every step
     num_trained: int  # numbers in all trained parameters
 
 
@@ -68,7 +68,7 @@ class Account:
             )
 
     def count_lost(self, num_lost: int) -> None:
-        """Counts the steps allowed again after so many releases that were not repeated; keeps to the target epsilon."""
+        """Counts the steps allowed, within the target epsilon, after releases that were not repeated."""
         self.steps_allowed = self._steps_allowed(num_lost)
 
     def _steps_allowed(self, num_lost: int) -> int:
@@ -112,7 +112,7 @@ class Account:
     def spent(self, progress: Progress, delta: float, group_size: int | None = None) -> Spent:
         """Returns the privacy spent by the releases so far, and by all that are planned.
 
-        With a group size it is that of a person with at most so many examples.
+        With a group size it is that of a person with at most that number of examples.
         """
         profile, planned, warning = self.profile(), self.planned_profile(progress), self.warning(progress)
         if group_size is not None:

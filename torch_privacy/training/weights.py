@@ -224,10 +224,10 @@ class WeightGuard:
         """Returns what is known of moves by other code without looking at the weights; empty if nothing is."""
         return self._moved_otherwise
 
-    def hear(self, steps_made: int, told: Sequence[int]) -> None:
-        """Takes over what another rank has seen in its shards; ``told`` has a true value for each rank that has."""
-        if any(told) and not self._moved_otherwise:
-            rank = next(rank for rank, seen in enumerate(told) if seen)
+    def note_seen(self, steps_made: int, seen_by: Sequence[int]) -> None:
+        """Records that other ranks saw their shards change: ``seen_by[r]`` is true if rank r did."""
+        if any(seen_by) and not self._moved_otherwise:
+            rank = next(rank for rank, seen in enumerate(seen_by) if seen)
             self._moved_otherwise = f"first seen after step {steps_made}, on rank {rank}"
 
     def _note(self, step: int, moved: list[str]) -> bool:

@@ -53,7 +53,7 @@ def best_within(epsilon: float, context: Context) -> Numbers:
 
 
 def accuracy_after(rows: Sequence[Metrics], steps: int) -> float | None:
-    """Returns the test accuracy after the last epoch that ends within so many steps, or None if none does."""
+    """Returns the test accuracy after the last epoch that ends within these steps, or None if none does."""
     return next((row.test_score for row in reversed(rows) if row.step <= steps), None)
 
 

@@ -49,7 +49,7 @@ class Settings(task.Settings):
     average: float | None = 0.99  # decay of the weights' moving average
     microbatch_size: int = 2048  # images at once, each in all its views
     num_examples: int | None = None  # use only the first examples for training and for testing
-    held_out: int = 0  # score on so many of the last training examples, and train on the others: to choose settings
+    held_out: int = 0  # number of the last training examples to score on, in place of training: to choose settings
 
 
 DEFAULTS = Settings(
@@ -210,7 +210,7 @@ def _decorrelating(seen: Tensor, shrinkage: float) -> Tensor:
 
 
 def made_up_images(number: int, side: int) -> Tensor:
-    """Returns gray images (number, 1, side, side) of noise whose amplitude falls as 1/frequency, always the same."""
+    """Returns gray images (number, 1, side, side) of noise; amplitudes fall as 1/frequency; always the same."""
     drawn = torch.randn(number, 1, 2 * side, 2 * side, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     frequency = torch.fft.fftfreq(2 * side, dtype=torch.float32)
     amplitude = 1 / torch.hypot(frequency[:, None], frequency).clamp(min=1 / (2 * side))

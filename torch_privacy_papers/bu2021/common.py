@@ -108,7 +108,7 @@ class Settings(task.Settings):
 class MicroBatchSettings(Settings):
     """The settings of a training that may clip micro-batches."""
 
-    micro_batch_size: int = 1  # examples whose mean gradient is clipped; 1 for each by itself
+    micro_batch_size: int = 1  # examples that are clipped together, by their mean; 1 for each by itself
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Comparison:
         new_optimizer: ``new_optimizer(parameters, lr=...)`` returns the optimizer.
         methods: method -> the paper's numbers.
         trained: number of projections, 0 for exact norms -> the paper's numbers of a training.
-        goal: test accuracy whose time the paper compares.
+        goal: test accuracy to which the paper compares times.
         micro_batches: sizes of the micro-batches with which exact norms are trained as well.
         shorter: rate and epochs of two more trainings, with exact norms and with 30 projections; none if empty.
         quick_epochs: epochs of a quick look's trainings.

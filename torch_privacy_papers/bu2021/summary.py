@@ -80,7 +80,7 @@ def epsilon(method: str) -> Bracket[float]:
 
 
 class _Downhill(nn.Module):
-    """A step down a learned energy, whose derivative is taken inside the forward."""
+    """A step down a learned energy, with its derivative taken inside the forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -327,7 +327,7 @@ class _Losses(nn.Module):
 
 
 def _differing(rows: Mapping[str, Tensor], native: Mapping[str, Tensor]) -> str | None:
-    """Returns the first parameter whose gradient of example 0 is wrong by more than rounding; None if all agree."""
+    """Returns the first parameter that has a wrong gradient of example 0, beyond rounding; None if all agree."""
     for name, expected in native.items():
         row = in_sum_dtype(rows[name][0])
         if (row - in_sum_dtype(expected)).norm() > torch.finfo(expected.dtype).eps ** 0.5 * (1 + row.norm()):

@@ -48,8 +48,8 @@ def shared_seeds(seed: int) -> Iterator[None]:
 class Rounding:
     """Bounds on how much an example's b may differ between two backwards, given the floating-point types in the graph.
 
-    Multiplying by powers of two commutes with rounding. What remains: sums whose order changes from run to run, other
-    examples' terms that cancel only up to rounding, and numbers too small for their type.
+    Multiplying by powers of two commutes with rounding. What remains: sums in an order that changes from run to run,
+    other examples' terms that cancel only up to rounding, and numbers too small for their type.
     """
 
     relative: float  # relative to the example's b

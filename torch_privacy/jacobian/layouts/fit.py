@@ -14,7 +14,7 @@ from ...ops import AnyLayout, Layout, Ragged
 from ...ops._base import CHUNK_FLOATS, in_sum_dtype
 from .codes import Codes, Rounding
 
-SMALL = 2.0**-32  # gradients whose largest entry is below this are scaled up, so that their squares do not underflow
+SMALL = 2.0**-32  # gradients with no entry above this are scaled up, so that their squares do not underflow
 
 
 class CandidateLayouts:
@@ -54,7 +54,7 @@ class CandidateLayouts:
         return min((int(not_finite.sum()) for not_finite in self._regular.values()), default=0)
 
     def narrow(self, k: int, scaled: Tensor) -> None:
-        """Keeps the layouts that agree with the backward whose cotangent encoded digit k."""
+        """Keeps the layouts that agree with the backward of the cotangent for digit k."""
         c, kept, scaled = self._codes.cotangent(k), {}, self._in_units(scaled)
         for layout, not_finite in self._regular.items():
             exact, near = self._fits(layout, not_finite, c, scaled)

@@ -127,7 +127,7 @@ _MESSAGES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # 
 
 
 def _group_of_messages(group: Any) -> Any:
-    """Returns a group of the same ranks whose collectives run on the processor, so that no GPU is waited for."""
+    """Returns a group of the same ranks with collectives on the CPU, so that nothing waits for a GPU."""
     if "gloo" in str(dist.get_backend(group)):
         return group
     if group not in _MESSAGES:

@@ -226,7 +226,7 @@ class PartsOfCall:
         return (
             f"tape: parameter {listed(self._names)} is replicated over the tensor-parallel mesh, but the output of "
             f"{self._op!r} is sharded in dimension {y.dim}, so that every rank has only some positions of an example, "
-            "and a term of its gradient whose norm says nothing of the whole. Freeze this parameter "
+            "and a term of its gradient, from which the norm of the whole does not follow. Freeze this parameter "
             "(requires_grad_(False)), or leave its module out of the parallel plan (no SequenceParallel), so that it "
             "runs on whole activations."
         )
@@ -249,7 +249,7 @@ class PartsOfCall:
 class ShardedLookUpUse(EmbeddingUse):
     """Records ``y = W[ids]`` where each rank has some vectors of the table, and gives zeros for others.
 
-    ``elsewhere`` marks the ids of the others, and padding, whose gradients are not this rank's.
+    ``elsewhere`` marks the ids of other ranks, and padding: their gradients are not this rank's.
     """
 
     elsewhere: Tensor | None = None
@@ -312,7 +312,7 @@ def refuse_split_positions(names: Sequence[str]) -> Refused:
     """Returns the refusal of context parallelism for trained parameters."""
     return Refused(
         f"tape: attention runs with context parallelism: every rank has only some positions of an example, and of the "
-        f"rows of {listed(names)} only a term, whose norm says nothing of the whole. Train without context_parallel; "
+        f"rows of {listed(names)} only a term, from which the norm does not follow. Train without context_parallel; "
         "use tensor parallelism, activation checkpointing or shorter examples instead."
     )
 

@@ -33,7 +33,7 @@ class Output:
     shape: torch.Size
     dtype: torch.dtype
     part: tuple[Tensor, tuple[int, ...], int] | None  # base (without its entries), y's strides in it, y's offset
-    placed: Placed | None = None  # of a distributed y, whose shape and gradient are this rank's
+    placed: Placed | None = None  # of a distributed y, with this rank's shape and gradient
 
     @property
     def size(self) -> int:
@@ -55,7 +55,7 @@ class Output:
 
 @dataclass(slots=True)
 class Call:
-    """One op call whose inputs include parameters."""
+    """One op call with parameters among its inputs."""
 
     op: str
     output: Output
@@ -68,7 +68,7 @@ class Call:
 
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
-        """Returns a cut: a tensor whose entries ``func`` moves as the data say, so that its gradient is measured."""
+        """Returns a cut: a tensor that ``func`` reorders as the data say, so that its gradient is measured."""
         return Call(CUT + getattr(func, "__name__", ""), output, (), (), [], place, output.size)
 
     @property

@@ -158,7 +158,7 @@ def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
 
 
 def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
-    """Answers for the functions whose arguments decide."""
+    """Answers for the functions that depend on their arguments."""
     if func in _PRODUCTS:
         differentiable = [t.requires_grad for t in data]
         matrices = all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])

@@ -37,11 +37,11 @@ class Graph:
         return iter(self.children)
 
     def has_custom_functions(self) -> bool:
-        """True if a gradient passes an ``autograd.Function``, whose inside cannot be seen."""
+        """True if a gradient passes an ``autograd.Function``, which cannot be looked into."""
         return any([isinstance(node, BackwardCFunction) for node in self.children])
 
     def has_scripted_parts(self) -> bool:
-        """True if a gradient passes a part that TorchScript has compiled, whose inside cannot be seen."""
+        """True if a gradient passes a part that TorchScript has compiled, which cannot be looked into."""
         return any([type(node).__name__ == "CppFunction" for node in self.children])
 
     def cast_dtypes(self) -> set[torch.dtype]:

@@ -35,7 +35,7 @@ class Reached:
 
     Attributes:
         calls: recorded ones in order, then those that stand for nodes of the graph where nothing was recorded.
-        cuts: the tensors in between whose entries the data may have reordered.
+        cuts: the tensors in between with entries that the data may have reordered.
         parts: name -> this rank's part of each parameter.
         ranks: that have the other parts.
         num_losses: n.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records every op call whose inputs include batch data and a trainable parameter.
+"""Records every op call with batch data and a trainable parameter among its inputs.
 
 A use is (op, parameter, input x, gradient edge of the output y). A tensor computed from parameters and constants alone
 counts as a parameter itself. Every op runs unchanged, and nothing in the model is changed.

@@ -103,7 +103,7 @@ class UnrecordedUses:
 
 @dataclass(frozen=True)
 class NodeUse(Use):
-    """The use of a parameter by nodes of the graph, whose backward gives its rows."""
+    """The use of a parameter by nodes of the graph; their backward gives its rows."""
 
     step: _Step
 
@@ -227,7 +227,7 @@ def _fitted(g: Tensor, node: Node, number: int) -> Tensor:
 
 
 def _complex(found: set[Node], parents: Mapping[Node, set[Node]], outputs: Mapping[Node, set[int]]) -> set[Node]:
-    """Returns those of the nodes found, and of the nodes above these, whose gradients are no real numbers."""
+    """Returns those of the nodes found, and of the nodes above these, with gradients that are no real numbers."""
     passed: set[Node] = set()
     stack = [*found]
     while stack:

@@ -51,7 +51,7 @@ class NativeSum(Protocol):
 class Block:
     """All uses of one tensor ``weight``: a parameter (``direct``) or a function of parameters.
 
-    ``rearranged`` means that the weight is one parameter whose entries are only moved about. The fields below ``ops``
+    ``rearranged`` means that the weight is one parameter with its entries in another order. The fields below ``ops``
     say what is kept of the block; only its own methods set them.
     """
 

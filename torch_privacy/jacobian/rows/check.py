@@ -32,7 +32,7 @@ class NativeSum:
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: Tensor, leaves: Mapping[str, Tensor] | None = None):
         self.parameters, self.weights = parameters, weights
-        self.leaves = [*(parameters if leaves is None else leaves).values()]  # whose gradients ``take`` expects
+        self.leaves = [*(parameters if leaves is None else leaves).values()]  # ``take`` expects their gradients
         self.directions = {name: [_direction(p) for _ in range(DIRECTIONS)] for name, p in parameters.items()}
         self.products: dict[str, list[float]] = {}
 

@@ -37,7 +37,7 @@ MAX_UNCONFIRMED_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Choice:
-    """The method for the norms of one op whose b is known, and what is kept of it for the clipped sum."""
+    """The method for the norms of one op with known b, and what is kept of it for the clipped sum."""
 
     method: Method
     keeps: str  # "rows", "x and b", or "nothing": a second, native backward then gives the sum
@@ -196,7 +196,7 @@ class Memory:
     def activations(self) -> int:
         """Returns the bytes that autograd keeps for the backward."""
         reached = self._reached
-        if reached.recorder.log.saved_elsewhere:  # by checkpointing or offloading, whose tensors can be read only once
+        if reached.recorder.log.saved_elsewhere:  # by checkpointing or offloading: these can be read only once
             return distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
         lasting = [*reached.parts.values(), *reached.recorder.tensors.constants()]
         return saved_bytes(reached.graph, reached.num_losses, lasting)

@@ -40,7 +40,7 @@ class SumRequest:
         groups: label -> names of parameters; a partition of the recorded ones.
         clip: (Jacobian restricted to a group, the group's label) -> the group's clipped sum by name; called as soon as
             the group's last b is known. None sums nothing.
-        merging: examples whose mean is one row.
+        merging: which examples share a row, their mean.
         observe: receives the rows of every group before they are summed.
         memory_budget: peak memory allowed; None keeps everything, for any question.
         verify: whether the rows are checked against an ordinary backward on the first batches.
@@ -273,7 +273,7 @@ class SumByBackward:
     Args:
         reached: the batch; its graph stays.
         cotangent: (n,) weight of each loss in its row.
-        merging: examples whose mean is one row.
+        merging: which examples share a row, their mean.
     """
 
     def __init__(self, reached: Reached, cotangent: Tensor, merging: Merging | None):

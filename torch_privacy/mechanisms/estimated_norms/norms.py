@@ -57,7 +57,7 @@ def estimate_norms(
         - The projections agree with a backward pass through the losses; parameters, buffers that the forward leaves
           alone, their ``grad`` and torch's random state beyond one forward are unchanged.
 
-    Edge cases: an example whose projections are not finite has an infinite or undefined estimate. Whether examples
+    Edge cases: an example with projections that are not finite has an infinite or undefined estimate. Whether examples
     depend on each other is not tested; `check` does.
 
     Raises:
@@ -76,7 +76,7 @@ def estimate_norms(
     setting = Sketched(num_projections, group_size, method=method)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise ValueError(f"{WHERE}: no parameter of the model requires a gradient. Unfreeze those whose norms count.")
+        raise ValueError(f"{WHERE}: no parameter of the model requires a gradient. Unfreeze those to be counted.")
     key = secrets.token_bytes(KEY_BYTES)
     recording = _projector(model, setting).recording(ModelTensors(trained, {}), 0, Directions(key, 0, 0))
     with uncompiled(), torch.enable_grad(), _recorded(model, recording):

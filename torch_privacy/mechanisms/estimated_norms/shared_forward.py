@@ -41,7 +41,7 @@ class CannotShare(RuntimeError):
 
 
 class _Replay(Enum):
-    """Replays of an op whose result was not recorded."""
+    """Replays of an op without a recorded result."""
 
     RECOMPUTE = "compute the result"
     RETURN_ARGUMENTS = "return the arguments, which the op changed in the first pass"

@@ -37,7 +37,7 @@ class NeighboringRelation(Enum):
     REPLACE_SPECIAL = "replace_special"
     """Zero-out: same size, which is public, and one example is replaced with nothing, which adds 0 to every sum.
 
-    A training whose sampling probability is a batch size divided by the number of examples holds under this relation.
+    A training with a sampling probability of batch size over number of examples holds under this relation.
     Each sum then moves as if the example were removed, so the price is that of add/remove one at the same probability.
     """
 

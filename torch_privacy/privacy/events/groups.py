@@ -4,7 +4,7 @@
 Two ways protect a person with up to G examples. *Example-level sampling* (ELS) trains as usual: every example joins
 with probability q and is clipped by itself, and a person is a group of G examples (`SubsampledGroup`). *User-level
 sampling* (ULS, ``PrivateTraining(owners=...)``) draws persons and clips the mean gradient of each: an ordinary
-`SubsampledGaussian` whose unit is the person.
+`SubsampledGaussian` with the person as its unit.
 """
 
 from dataclasses import dataclass, replace

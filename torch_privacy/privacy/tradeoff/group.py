@@ -25,8 +25,8 @@ def group(f: TradeOff, size: int, pieces: int = 512) -> Bracket[TradeOff]:
     misses at least this much on the last. Nothing but f is used: it holds for any mechanism, training included.
 
     Args:
-        f: trade-off function for one example. For groups whose examples are partly added and partly removed pass one
-            that holds in both directions (`symmetrized`).
+        f: trade-off function for one example. For groups of added and removed examples pass one that holds
+            in both directions (`symmetrized`).
         size: number k of examples in the group, at least 1.
         pieces: number of tangents of an f that is not piecewise linear; the bracket narrows with its square.
 

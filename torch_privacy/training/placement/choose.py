@@ -75,7 +75,7 @@ def _check_wrappers(model: Any) -> None:
         if any(base.__name__ == "FullyShardedDataParallel" for base in kind.__mro__):
             raise Refused(
                 "PrivateTraining: FullyShardedDataParallel (FSDP1) keeps its parameters in flat vectors, in which the "
-                "layers' own cannot be told apart. Use torch.distributed.fsdp.fully_shard (FSDP2)."
+                "layers' own cannot be distinguished. Use torch.distributed.fsdp.fully_shard (FSDP2)."
             )
         if kind.__module__.split(".")[0] == "deepspeed":
             raise Refused(
