@@ -15,7 +15,7 @@ from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
 from torch_privacy.cli.steps import Delta, Setting, Steps
 
 Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
-Target = Annotated[float, typer.Option(help="Epsilon that is never exceeded; no unit, above 0.")]
+Target = Annotated[float, typer.Option("--epsilon", help="Epsilon that is never exceeded; no unit, above 0.")]
 GroupSize = Annotated[
     int | None,
     typer.Option(
@@ -110,7 +110,7 @@ def delta(
 @with_options
 def calibrate(
     *,
-    epsilon: Target,
+    target_epsilon: Target,
     steps: Steps,
     delta: Delta = None,
     plot: Plot = None,
@@ -122,17 +122,18 @@ def calibrate(
 
     sampling = steps.sampling("calibrate")
     delta = sampling.delta("calibrate", delta)
-    noise = privacy.calibrate(epsilon, delta, sampling_probability=sampling.probability, num_steps=sampling.num_steps)
+    training = {"sampling_probability": sampling.probability, "num_steps": sampling.num_steps}
+    noise = privacy.calibrate(target_epsilon, delta, **training)
     setting = sampling.setting(noise)
     summary = summarize(equal_releases(*setting), delta)
     lines = [
         ("noise multiplier", repr(noise)),
-        ("target epsilon", f"{epsilon:g}"),
+        ("target epsilon", f"{target_epsilon:g}"),
         *privacy_lines(summary),
         *sampling.lines,
     ]
-    _draw(plot, lambda plots: plots.calibration_figure(*setting, delta, epsilon))
-    print_result({"target_epsilon": epsilon, **summary.as_json()}, lines, as_json)
+    _draw(plot, lambda plots: plots.calibration_figure(*setting, delta, target_epsilon))
+    print_result({"target_epsilon": target_epsilon, **summary.as_json()}, lines, as_json)
 
 
 @app.command()

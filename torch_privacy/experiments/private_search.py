@@ -154,10 +154,11 @@ class PrivateSearch:
             else:
                 high = middle
         if best is None:
-            raise ValueError(
-                f"search: target_epsilon={target!r} is too small for {self._mean_runs:g} runs ranked with noise of "
-                f"{self._score_noise:g} examples. Use a larger target, fewer runs or more noise on the score."
+            allowed = (
+                f"is too small for {self._mean_runs:g} runs ranked with noise of {self._score_noise:g} examples. Use a "
+                "larger target, fewer runs or more noise on the score."
             )
+            raise _check.InvalidValue("search", "target_epsilon", target, allowed)
         return best
 
     def _noise_for(self, settings: Settings, epsilon: float) -> float:

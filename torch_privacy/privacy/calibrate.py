@@ -3,10 +3,11 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import exp, log
 
-from ..support.validate import in_range, plain_numbers, positive, strictly_between, whole
+from ..support.validate import InvalidValue, in_range, plain_numbers, positive, strictly_between, whole
 from .approximate import clt_noise
 from .bracket import Bracket
 from .compose import compose
@@ -43,7 +44,7 @@ def calibrate(
         - a value smaller by ``tolerance`` (relative) no longer reaches the target with a certified bound.
 
     Raises:
-        ValueError: if the target needs a noise multiplier above 1e4, or is met even at 0.1, which is hardly any noise.
+        ValueError: if the target needs a noise_multiplier above 1e4, or is met even at 0.1, which is hardly any noise.
 
     Example:
         >>> sigma = calibrate(3, 1e-5, sampling_probability=256 / 60000, num_steps=10_000)
@@ -59,7 +60,7 @@ def calibrate(
         return [(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)]
 
     start = clt_noise(target_epsilon, delta, sampling_probability, num_steps)
-    return _smallest(schedule, target_epsilon, delta, start, tolerance, f"calibrate: target_epsilon={target_epsilon!r}")
+    return _smallest(schedule, target_epsilon, delta, start, tolerance, "calibrate")
 
 
 @plain_numbers
@@ -95,8 +96,7 @@ def calibrate_schedule(
     """
     positive("calibrate_schedule", target_epsilon=target_epsilon, start=start, tolerance=tolerance)
     strictly_between("calibrate_schedule", 0, 1, delta=delta)
-    what = f"calibrate_schedule: target_epsilon={target_epsilon!r}"
-    return _smallest(schedule, target_epsilon, delta, start, tolerance, what)
+    return _smallest(schedule, target_epsilon, delta, start, tolerance, "calibrate_schedule")
 
 
 @plain_numbers
@@ -282,14 +282,15 @@ def _smallest(
     delta: float,
     start: float,
     tolerance: float,
-    what: str,
+    where: str,
 ) -> float:
-    """Returns the smallest scale of the noise that reaches the target; ``what`` begins error messages."""
+    """Returns the smallest scale of the noise that reaches the target; ``where`` begins error messages."""
 
     def excess(scale: float) -> float:
         return _log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
 
-    fails, enough = _enclose(excess, min(max(start, SMALLEST), LARGEST), what)
+    unreachable = partial(InvalidValue, where, "target_epsilon", target)
+    fails, enough = _enclose(excess, min(max(start, SMALLEST), LARGEST), unreachable)
     return _narrow(excess, fails, enough, tolerance)
 
 
@@ -299,16 +300,18 @@ def _log_ratio(epsilon: float, target: float) -> float:
     return max(value, 1e-15) if epsilon > target else min(value, 0.0)
 
 
-def _enclose(excess: Callable[[float], float], start: float, what: str) -> tuple[Point, Point]:
+def _enclose(
+    excess: Callable[[float], float], start: float, unreachable: Callable[[str], Exception]
+) -> tuple[Point, Point]:
     """Returns a noise multiplier that is too small and one that suffices, each with its excess."""
     point, slope, least = (start, excess(start)), 4.0, 0.01
     too_small = point[1] > 0
     while True:
         if too_small and point[0] == LARGEST:
-            raise ValueError(f"{what} needs a noise_multiplier above {LARGEST:g}. Take fewer steps.")
+            raise unreachable(f"needs a noise_multiplier above {LARGEST:g}. Take fewer steps.")
         if not too_small and point[0] == SMALLEST:
-            raise ValueError(
-                f"{what} is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon. {WITHOUT_NOISE}"
+            raise unreachable(
+                f"is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon. {WITHOUT_NOISE}"
             )
         step = min(max(1.2 * abs(point[1]) / slope, least), max(1.0, least))
         noise = min(max(point[0] * exp(step if too_small else -step), SMALLEST), LARGEST)
