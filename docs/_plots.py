@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of f-dp.md and accounting.md into docs/img: ``python docs/_plots.py``, half a minute."""
+"""Draws the pictures of README, f-dp.md and accounting.md into docs/img: ``python docs/_plots.py``, a minute."""
 
+import csv
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from torch_privacy import privacy
 from torch_privacy.privacy.tradeoff import (
@@ -106,7 +112,37 @@ def underestimates() -> plots.Figure:
     return figure
 
 
-PICTURES = (attacker, tangents, sampling, composition, projections, underestimates)
+def adult() -> plots.Figure:
+    """The course of ``make train``: test accuracy beside that of ordinary training, and the privacy spent."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        command = [sys.executable, "-m", "torch_privacy", "train", "adult", "--run", str(run), "--quiet"]
+        subprocess.run(command, check=True)
+        with (run / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+    private = [row for row in rows if row["training"] == "private"]
+    epochs = [float(row["epoch"]) for row in private]
+    law = 0.961962, 256 / 29305  # the noise multiplier and the sampling probability that the command prints
+    limits = [privacy.clt(*law, int(row["step"])).epsilon(1e-5) for row in private]
+    moments = [privacy.moments(*law, int(row["step"]), delta=1e-5) for row in private]
+    blue, red, green = style.FILE_COLORS[:3]
+    with matplotlib.rc_context(style.FILE_STYLE):
+        figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for kind, color, dash in (("non-private", style.FILE_FAINT, "--"), ("private", blue, "-")):
+            scores = [100 * float(row["test_score"]) for row in rows if row["training"] == kind]
+            left.plot(epochs, scores, dash, color=color, label=f"{kind}: {scores[-1]:.1f} %")
+        left.set(xlabel="epoch", title="test accuracy on Adult, %")
+        right.plot(epochs, moments, ":", color=red, label="moments accountant: looser")
+        right.plot(epochs, [float(row["epsilon_high"]) for row in private], color=blue, label="certified, both bounds")
+        right.plot(epochs, limits, "--", color=green, label="central limit: too low")
+        right.set(xlabel="epoch", title="epsilon spent, at delta = 1e-5", ylim=(0, None))
+        for axes in (left, right):
+            axes.legend(frameon=False)
+    return figure
+
+
+PICTURES = (adult, attacker, tangents, sampling, composition, projections, underestimates)
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)

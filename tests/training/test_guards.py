@@ -336,7 +336,7 @@ class Skipping(torch.optim.SGD):
 def test_an_optimizer_that_skips_its_step_is_refused():
     model = network()
     training = training_of(model, Skipping(model.parameters(), lr=0.1))
-    with refused("Skipping.step() made no update"):
+    with refused("Skipping.step() changed no weight"):
         loop(training)
     assert len(training.ledger) == training.step_count == 1  # the step is spent, and the ledger records it
 

@@ -167,7 +167,7 @@ def data_differ(rank: int) -> None:
     ("function", "message"),
     [
         (threads_differ, "the ranks differ in threads (rank 0: 1, rank 1: 2)"),
-        (directions_differ, "the ranks have computed other directions from the auxiliary data in step 0"),
+        (directions_differ, "the ranks computed different directions from the auxiliary data in step 0"),
         (learning_rates_differ, "before step 1 the optimizer of rank 1 has other settings than that of rank 0"),
         (updates_differ, "has other weights than a rank with the same shard"),
         (data_differ, "the ranks hold different data"),

@@ -446,7 +446,7 @@ def rehearsing_otherwise(rank: int, at: str) -> None:
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("at", ["begins", "goes on"])
 def test_ranks_that_rehearse_otherwise_are_refused(ranks2, at):
-    assert "rehearses its batch otherwise than a rank with the same batch" in ranks2.refusal(rehearsing_otherwise, at)
+    assert "differently from another rank with the same batch" in ranks2.refusal(rehearsing_otherwise, at)
 
 
 def leaving_early(rank: int) -> int:

@@ -126,7 +126,8 @@ class LedgerFile:
                 lines.append(line)
             if len(rest) > LONGEST_LINE or not block:
                 raise Refused(
-                    f"Ledger.load: line {len(lines) + 1} of {str(self.path)!r} cannot be read: it has no end."
+                    f"Ledger.load: line {len(lines) + 1} of {str(self.path)!r} is longer than "
+                    f"{LONGEST_LINE >> 20} MiB or is not terminated; the file is damaged."
                 )
         self._lacks_end = False
         if rest:

@@ -19,8 +19,8 @@ from .batches import check_map_style
 class GradientCanaries:
     """Canaries that are gradients, not records: canary i has its own entry of every large parameter.
 
-    Its gradient is zero elsewhere, and so long that it is clipped. No two canaries share an entry, so they do not
-    disturb each other, and the attack on them is nearly ideal. A parameter is large if it has ``count`` entries or
+    Its gradient is zero elsewhere, and large enough to be clipped always. No two canaries share an entry, so they do
+    not disturb each other, and the attack on them is nearly ideal. A parameter is large if it has ``count`` entries or
     more; there must be one.
 
     Args:

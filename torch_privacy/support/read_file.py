@@ -29,7 +29,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except OSError as error:
         raise ValueError(error.strerror or errno.errorcode.get(error.errno or 0, "unknown error")) from None
     except ValueError as error:  # a NUL in the name
-        raise ValueError(f"its name is not one of a file, {error}") from None
+        raise ValueError(f"its name is not a valid file name, {error}") from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes optimizers and schedulers out of Accelerate's wrappers, and keeps keys out of its checkpoints."""
+"""Unwraps Accelerate's optimizer and scheduler, and refuses to write keys into its checkpoints."""
 
 from __future__ import annotations
 

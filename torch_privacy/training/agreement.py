@@ -60,7 +60,7 @@ def check_equal_tensors(ranks: Ranks, step: int, tag: bytes) -> None:
     """Refuses ranks that have computed other public tensors for a step, such as GEP's directions."""
     if len(set(ranks.exchange(f"begins step {step} with public tensors", payload=tag))) > 1:
         raise RefusedTogether(
-            f"{WHERE}: the ranks have computed other directions from the auxiliary data in step {step}. Give all ranks "
+            f"{WHERE}: the ranks computed different directions from the auxiliary data in step {step}. Give all ranks "
             "the same auxiliary data in the same order, equal hardware and the same number of threads "
             "(torch.set_num_threads)."
         )
@@ -118,12 +118,12 @@ def kind_of_turn(turn: Turn, placement: Placement) -> bytes:
 
 
 def check_equal_turns(step: int, messages: Sequence[bytes]) -> None:
-    """Refuses ranks with the same part of a batch that would run it otherwise, and wait for each other in the model."""
+    """Refuses ranks with the same part of a batch that run it differently, and would wait for each other in the model."""
     rank = _rank_that_differs(messages)
     if rank is not None:
         raise RefusedTogether(
-            f"{WHERE}: in step {step} rank {rank} rehearses its batch otherwise than a rank with the same batch. "
-            "Run the same code on the same data on all tensor-parallel ranks: no branch may depend on the rank, "
+            f"{WHERE}: in step {step} rank {rank} rehearses its batch differently from another rank with the same "
+            "batch. Run the same code on the same data on all tensor-parallel ranks: no branch may depend on the rank, "
             "and the data set must return the same examples everywhere."
         )
 

@@ -54,10 +54,10 @@ class Meeting:
         self._state.tensors = self._setup.tensors()
 
     def check_public_tensors(self) -> None:
-        """Refuses ranks that have computed other directions, such as GEP's, for this step."""
+        """Refuses ranks that computed different directions, such as GEP's, for this step."""
 
     def begin_turn(self, turn: Turn, place: str) -> None:
-        """Refuses ranks with the same part of a batch that would run it otherwise."""
+        """Refuses ranks with the same part of a batch that would run it differently."""
 
     def wait_for_losses(self, place: str) -> None:
         """Waits for ranks without which this one cannot compute rows; none of them waits for one that has failed."""

@@ -217,7 +217,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         check_is_fitted(self)
         delta = self.delta if delta is None else delta
         if delta is None:
-            raise ValueError("PrivatePCA.spent: delta=None; pass one below 1/n here or to PrivatePCA.")
+            raise ValueError("PrivatePCA.spent: no delta was given. Pass delta, below 1/n, here or to PrivatePCA.")
         profile = privacy.compose([(self.release_.event, 1)])
         warning = f"{self.release_.warning}: " if self.release_.warning else ""
         epsilon = profile.epsilon(delta)

@@ -123,7 +123,7 @@ class Releases:
         return hashlib.blake2b(purpose + repr(numbers).encode(), key=self.sampler.key, digest_size=32).digest()
 
     def own_secret(self, purpose: bytes, *numbers: int) -> bytes:
-        """Returns other bytes for each part of the batch, so that no two examples share random numbers."""
+        """Returns bytes that differ between parts of the batch, so that no two examples share random numbers."""
         part = () if self._placement is None or self._placement.num_parts == 1 else (self._placement.part,)
         return self.secret(purpose, *numbers, *part)
 

@@ -83,8 +83,8 @@ class Releaser:
             raise
         if not self._meeting.updated(place, moved=moved):
             raise Refused(
-                f"PrivateTraining: {type(setup.optimizer).__name__}.step() made no update, like a wrapper that "
-                "accumulates gradients or skips steps. The release of this step was spent without use. Pass the "
+                f"PrivateTraining: {type(setup.optimizer).__name__}.step() changed no weight, as wrappers "
+                "do that accumulate gradients or skip steps. The release of this step is spent. Pass the "
                 "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
             )
         for p in parameters.values():

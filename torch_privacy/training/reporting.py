@@ -65,7 +65,9 @@ class Reporting:
         elif self._setup.settings.delta is not None:
             delta = self._setup.settings.delta
         else:
-            raise ValueError("PrivateTraining.spent: delta=None; pass one below 1/n here or to PrivateTraining.")
+            raise ValueError(
+                "PrivateTraining.spent: no delta was given. Pass delta, below 1/n, here or to PrivateTraining."
+            )
         return self._setup.account.spent(self._progress(), delta, examples_per_person)
 
     def declare_stop(self, reason: str) -> None:

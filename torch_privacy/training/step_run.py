@@ -60,7 +60,7 @@ class OneThread:
         if not self._in_use.acquire(blocking=False):
             raise Refused(
                 "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
-                "twice. Nothing was released for the second call. Take the batches and call step in one thread."
+                "twice. Nothing was released for the second call. Iterate and call step in the same thread."
             )
         try:
             yield

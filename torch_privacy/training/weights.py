@@ -142,7 +142,7 @@ _LENT: set[int] = set()  # ids of parameters with other values for a while
 
 @contextmanager
 def lent(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Lets parameters have other values within the ``with`` block: guards do not look, and no training may step."""
+    """Allows other parameter values inside the block: the weight guard is suspended, and no training may step."""
     ids = {id(p) for p in parameters} - _LENT
     _LENT.update(ids)
     try:
@@ -164,7 +164,7 @@ def moves_nothing(optimizer: Optimizer) -> bool:
 
 
 class WeightGuard:
-    """Makes the updates of a training, and notices those of other code.
+    """Applies the training's own updates, and detects updates made by other code.
 
     While it is active, steps of any other optimizer that holds trained parameters are refused.
 

@@ -278,7 +278,7 @@ def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
     training = training_of(Counts(), assume_independent="it counts its calls alone")
     train(training)
     assert "double vjp" in training.explain().partition(";")[0]
-    assert "not what its projections say" in training.explain()
+    assert "does not match its random projections" in training.explain()
 
 
 @pytest.mark.thorough

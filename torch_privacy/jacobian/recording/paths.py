@@ -172,7 +172,8 @@ def never_reached(names: Sequence[str]) -> str:
     return (
         f"tape: the losses never reach parameter {', '.join(map(repr, names))}. Use it, freeze it with "
         "requires_grad_(False), or leave it out of the optimizer. Where the data choose layers (experts), "
-        "the first batches must be large enough to reach all; what was reached once may be missed later."
+        "the first batches must be large enough to reach all; a parameter that was reached once "
+        "may be unused in later batches."
     )
 
 

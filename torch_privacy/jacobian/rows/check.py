@@ -61,7 +61,7 @@ class NativeSum:
 
 
 class RowCheck:
-    """Compares the sum of all rows with the native one; neither gradient is held.
+    """Compares the sum of all rows with the ordinary gradient by random projections, so that neither is stored.
 
     Args:
         native: with a weight for each row.
@@ -169,8 +169,8 @@ class ProjectionCheck:
         tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
         if not difference <= tolerance * scale:
             raise Refused(
-                "Sketched: the model's ordinary gradient is not what its projections say. Possible causes: a custom "
-                "backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "
+                "Sketched: the model's ordinary gradient does not match its random projections. Possible causes: a "
+                "custom backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "
                 "forward that does not repeat. Remove it."
             )
 

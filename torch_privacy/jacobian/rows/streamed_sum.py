@@ -42,7 +42,7 @@ class SumRequest:
             the group's last b is known. None sums nothing.
         merging: which examples share a row, their mean.
         observe: receives the rows of every group before they are summed.
-        memory_budget: peak memory allowed; None keeps everything, for any question.
+        memory_budget: peak memory allowed; None keeps everything, so that any query can be answered later.
         verify: whether the rows are checked against an ordinary backward on the first batches.
     """
 
@@ -126,7 +126,7 @@ class Backward:
     """The batch, its layouts and the request that one backward is made for.
 
     Attributes:
-        budget: decides what may be kept; None keeps everything, for any question.
+        budget: decides what may be kept; None keeps everything, so that any query can be answered later.
         native: computes the sum of blocks of which nothing is kept.
         check: receives every group's rows first.
     """
