@@ -118,7 +118,7 @@ def kind_of_turn(turn: Turn, placement: Placement) -> bytes:
 
 
 def check_equal_turns(step: int, messages: Sequence[bytes]) -> None:
-    """Refuses ranks with the same part of a batch that run it differently, and would wait for each other in the model."""
+    """Refuses ranks with the same part of a batch that run it differently: they would wait for each other for ever."""
     rank = _rank_that_differs(messages)
     if rank is not None:
         raise RefusedTogether(

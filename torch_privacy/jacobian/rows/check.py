@@ -170,8 +170,8 @@ class ProjectionCheck:
         if not difference <= tolerance * scale:
             raise Refused(
                 "Sketched: the model's ordinary gradient does not match its random projections. Possible causes: a "
-                "custom backward or a gradient hook that is no derivative, a parameter used outside of model(...), or a "
-                "forward that does not repeat. Remove it."
+                "custom backward or a gradient hook that is no derivative, a parameter used outside of model(...), or "
+                "a forward that does not repeat. Remove it."
             )
 
 
