@@ -361,7 +361,7 @@ add(
         "views": lambda: Setup(
             Net(),
             data=Rows(random_crop),
-            options={"views": 2},
+            views=2,
             losses=lambda m, t, b: classify(m, t, b).view(-1, 2),
             random=True,
         ),

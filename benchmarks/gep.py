@@ -5,7 +5,7 @@
     python benchmarks/gep.py --anchors 2000 --rounds 2
     python benchmarks/gep.py --ungrouped           # ours with one group as well: Table 4 of Yu et al. (2021)
 
-``ours`` is a step of ``PrivateTraining(perturbation=GEP(...))`` without sampling, noise and ledger: anchor gradients,
+``ours`` is a step of ``PrivateTraining(clipping=GEP(...))`` without sampling, noise and ledger: anchor gradients,
 basis, embedding, both clipped sums, recombination. ``vmap`` is the straightforward implementation: all anchor gradients
 by ``torch.func.vmap``, a power iteration in each group with ``torch.linalg.qr``, all private gradients, their products
 with the basis, explicit residuals. Both have the paper's five groups and the same labels. ``plain`` is the ordinary

@@ -88,6 +88,7 @@ class Setup:
     collate: Callable[[list], Any] | None = None
     loop: Callable[..., None] = ordinary
     options: dict[str, Any] = field(default_factory=dict)
+    views: int = 1
     trained: list[nn.Parameter] | None = None
     after: Callable[[tp.PrivateTraining], None] | None = None  # changes the training after its construction
     late: Sequence[int] = ()
@@ -2694,8 +2695,8 @@ add(
         ),
         "diffusion": honest(lambda: Net(outputs=INPUTS), losses=denoised, random=True),
         "data set that augments": honest(Net, data=Augmented, random=True),
-        "views=2": honest(Net, losses=two_views, options={"views": 2}, random=True),
-        "microbatch_size=5": honest(Net, options={"microbatch_size": 5}),
+        "views=2": honest(Net, losses=two_views, views=2, random=True),
+        "microbatch_size=5": honest(Net, options={"performance": tp.Performance(microbatch_size=5)}),
         "logits * 10, batches of 10": honest(
             Net, losses=lambda m, t, b: F.cross_entropy(10 * m(b[0]), b[1], reduction="none"), size=10
         ),
@@ -2866,12 +2867,13 @@ def run(
             training = tp.PrivateTraining(
                 setup.model,
                 optimizer,
-                vectors() if setup.data is None else setup.data,
+                tp.Examples(
+                    vectors() if setup.data is None else setup.data, collate_fn=setup.collate, views=setup.views
+                ),
                 expected_batch_size=BATCH,
                 num_steps=steps,
                 clipping=setup.rule(clip_norm),
                 delta=1e-3,
-                collate_fn=setup.collate,
                 test_seed=seed,
                 **({"noise_multiplier": noise} | setup.options),
             )

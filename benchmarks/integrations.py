@@ -45,10 +45,9 @@ def by_hand(args: TrainingArguments, data: list[Any], width: int, privacy: dict[
     training = tp.PrivateTraining(
         trained,
         helper.optimizer,
-        data,
+        tp.Examples(data, collate_fn=helper.data_collator),
         num_steps=args.max_steps,
-        microbatch_size=8,
-        collate_fn=helper.data_collator,
+        performance=tp.Performance(microbatch_size=8),
         scheduler=helper.lr_scheduler,
         **privacy,
     )

@@ -42,7 +42,7 @@ class Ratings(nn.Module):
 
 
 def trained(
-    data: Dataset, num_movies: int, rate: float, noise: float, clip_norm: float, **settings: object
+    data: Dataset | tp.Examples, num_movies: int, rate: float, noise: float, clip_norm: float, **settings: object
 ) -> nn.Module:
     model = Ratings(num_movies)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -97,8 +97,11 @@ def main() -> None:
                 error(trained(capped, num_movies, rate, of_groups, OF_EXAMPLES, expected_batch_size=BATCH), test)
                 for rate in rates
             )
-            owners = {"owners": users, "per_owner": most, "owner_name": "user", "expected_batch_size": drawn}
-            persons = min(error(trained(train, num_movies, rate, of_users, OF_USERS, **owners), test) for rate in rates)
+            owned = tp.Examples(train, owners=users, per_owner=most, owner_name="user")
+            persons = min(
+                error(trained(owned, num_movies, rate, of_users, OF_USERS, expected_batch_size=drawn), test)
+                for rate in rates
+            )
             numbers = f"{of_groups:.2f} | {of_users:.2f} | {examples:.3f} | {persons:.3f}"
             print(f"| {epsilon:g} | {most} | {numbers} | {time.perf_counter() - start:.0f} |", flush=True)
 

@@ -161,8 +161,7 @@ def digest_of(text: str) -> str:
 
 def training_of(model: nn.Module, data: Any = None, optimizer: Any = None, **settings: Any) -> tp.PrivateTraining:
     settings = {"expected_batch_size": 12, "num_steps": 11, "noise_multiplier": 1.0, "delta": DELTA} | settings
-    if "perturbation" not in settings:
-        settings = {"clipping": tp.Flat(0.5)} | settings
+    settings = {"clipping": tp.Flat(0.5)} | settings
     optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
     return tp.PrivateTraining(model, optimizer, rows() if data is None else data, test_seed=5, **settings)
 
@@ -192,7 +191,7 @@ def subspace() -> tp.AnchorSubspace:
 
 
 PLAIN: dict[str, Callable[[], Found]] = {
-    "flat, microbatches": lambda: simple(mlp(), microbatch_size=5),
+    "flat, microbatches": lambda: simple(mlp(), performance=tp.Performance(microbatch_size=5)),
     "flat, empty batches": lambda: simple(mlp(), expected_batch_size=1.5, num_steps=20),
     "flat, epochs and a target": lambda: simple(
         mlp(), num_steps=None, epochs=2, noise_multiplier=None, target_epsilon=4
@@ -203,17 +202,26 @@ PLAIN: dict[str, Callable[[], Found]] = {
     "adaptive": lambda: simple(mlp(), clipping=tp.Adaptive(0.5)),
     "micro-batches clipped": lambda: simple(mlp(), clipping=tp.MicroBatches(0.5, 4)),
     "schedules": lambda: simple(
-        mlp(), noise_schedule=lambda t: 1 + t / 10, clip_schedule=lambda t: 0.9**t, microbatch_size=8
+        mlp(),
+        noise_schedule=lambda t: 1 + t / 10,
+        clipping=tp.Flat(0.5).scheduled(lambda t: 0.9**t),
+        performance=tp.Performance(microbatch_size=8),
     ),
-    "convolutions, small memory": lambda: simple(convolutions(), images(), memory_budget=1.1),
+    "convolutions, small memory": lambda: simple(
+        convolutions(), images(), performance=tp.Performance(memory_budget=1.1)
+    ),
     "tied transformer": lambda: simple(Tied(), words(), of_tokens),
-    "views of random items": lambda: simple(mlp(), Noisy(), of_views, views=2),
-    "workers": lambda: simple(mlp(), Noisy(), num_workers=1, num_steps=6),
-    "owners": lambda: simple(mlp(), owners=[i // 3 for i in range(N)], per_owner=2, expected_batch_size=6),
-    "projections": lambda: simple(mlp(), jacobian=tp.Sketched(16)),
-    "few projections": lambda: simple(mlp(), jacobian=tp.Sketched(4), not_for_release=True),
-    "GEP": lambda: simple(mlp(), perturbation=tp.GEP(subspace(), tp.Flat(1.0), tp.Flat(0.5))),
-    "B-GEP": lambda: simple(mlp(), perturbation=tp.BGEP(subspace(), tp.Flat(1.0)), microbatch_size=5),
+    "views of random items": lambda: simple(mlp(), tp.Examples(Noisy(), views=2), of_views),
+    "workers": lambda: simple(mlp(), tp.Examples(Noisy(), num_workers=1), num_steps=6),
+    "owners": lambda: simple(
+        mlp(), tp.Examples(rows(), owners=[i // 3 for i in range(N)], per_owner=2), expected_batch_size=6
+    ),
+    "projections": lambda: simple(mlp(), clipping=tp.Sketched(16, clip_norm=0.5)),
+    "few projections": lambda: simple(mlp(), clipping=tp.Sketched(4, clip_norm=0.5, not_for_release=True)),
+    "GEP": lambda: simple(mlp(), clipping=tp.GEP(subspace(), tp.Flat(1.0), tp.Flat(0.5))),
+    "B-GEP": lambda: simple(
+        mlp(), clipping=tp.BGEP(subspace(), tp.Flat(1.0)), performance=tp.Performance(microbatch_size=5)
+    ),
     "assumed independent": lambda: simple(mlp(), assume_independent="they are"),
 }
 RUNS.update(PLAIN)
@@ -265,7 +273,7 @@ def resumed_from_a_file() -> Found:
 @run("stopped and begun again")
 def stopped_and_begun_again() -> Found:
     model = mlp()
-    training, turns = training_of(model, microbatch_size=7), 0
+    training, turns = training_of(model, performance=tp.Performance(microbatch_size=7)), 0
     while training.step_count < 11:
         for x, y in training:
             turns += 1
@@ -409,7 +417,7 @@ def _rank(rank: int, place: Callable[[], tuple[nn.Module, dict[str, Any]]], fold
 
 
 def _replicated() -> tuple[nn.Module, dict[str, Any]]:
-    return nn.parallel.DistributedDataParallel(mlp()), {"microbatch_size": 5}
+    return nn.parallel.DistributedDataParallel(mlp()), {"performance": tp.Performance(microbatch_size=5)}
 
 
 def _sharded() -> tuple[nn.Module, dict[str, Any]]:

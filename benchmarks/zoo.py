@@ -1325,13 +1325,12 @@ def train(name: str, problem: Problem, seed: int) -> None:
     training = tp.PrivateTraining(
         model,
         torch.optim.SGD(parameters, lr=1e-3),
-        Examples(problem.data),
+        tp.Examples(Examples(problem.data), collate_fn=up_to_the_longest if problem.crop else None),
         expected_batch_size=5 + seed % 2,
         num_steps=STEPS,
         clipping=tp.Flat(1.0),
         noise_multiplier=1.0,
         delta=1e-3,
-        collate_fn=up_to_the_longest if problem.crop else None,
         test_seed=random.Random(f"{seed} {name} batches").randrange(2**31),  # other batch sizes for every model
     )
     for batch in training:

@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -124,15 +125,15 @@ def trainer_of(folder: Any, model: Any, data: Any, collator: Any = None, privacy
 def plainly_trained(folder: Any, model: Any, data: Any, collator: Any = None, privacy: Any = None, **settings: Any):
     """Returns the training after the plain loop with the optimizer and schedule of the same arguments."""
     args = arguments(folder, **settings)
-    helper = Trainer(model, args, data_collator=collator, train_dataset=data)
+    given = data if isinstance(data, tp.Examples) else tp.Examples(data)
+    helper = Trainer(model, args, data_collator=collator, train_dataset=given.dataset)
     helper.create_optimizer_and_scheduler(args.max_steps)
     training = tp.PrivateTraining(
         model,
         helper.optimizer,
-        data,
+        replace(given, collate_fn=helper.data_collator),
         num_steps=args.max_steps,
-        microbatch_size=args.per_device_train_batch_size,
-        collate_fn=helper.data_collator,
+        performance=tp.Performance(microbatch_size=args.per_device_train_batch_size),
         scheduler=helper.lr_scheduler,
         **PRIVACY | {"test_seed": 1} | (privacy or {}),
     )

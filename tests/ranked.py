@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
-from trainings import cross_entropy, data
+from trainings import cross_entropy, data, private_training
 
 import torch_privacy as tp
 
@@ -144,7 +144,7 @@ class Case:
     scheduler: Callable[[Any], Any] | None = None
     sharding: Mapping[str, Any] = field(default_factory=dict)  # arguments of fully_shard
     averaged: bool = False
-    perturbation: Callable[[], Any] | None = None
+    mechanism: Callable[[], Any] = lambda: tp.Flat(0.5)  # the clipping, made anew for each training
 
 
 def case(model: Callable[[], nn.Module] = mlp, **rest: Any) -> Case:
@@ -171,13 +171,15 @@ CASES: dict[str, Case] = {
     "uneven": case(),
     "one example a step": case(expected_batch_size=1, num_steps=12),
     "fewer rows than ranks": case(partial(mlp, 3, 1, 2)),
-    "microbatches": case(microbatch_size=3),
-    "views": case(views=2, losses=of_views),
-    "views in microbatches": case(views=2, losses=of_views, microbatch_size=2),
-    "memory budget": case(memory_budget=1.0001),
+    "microbatches": case(performance=tp.Performance(microbatch_size=3)),
+    "views": case(examples={"views": 2}, losses=of_views),
+    "views in microbatches": case(
+        examples={"views": 2}, losses=of_views, performance=tp.Performance(microbatch_size=2)
+    ),
+    "memory budget": case(performance=tp.Performance(memory_budget=1.0001)),
     "frozen layer": case(frozen_first_layer),
     "scheduler": case(scheduler=decayed),
-    "workers": case(num_workers=1),
+    "workers": case(examples={"num_workers": 1}),
     "non-finite examples": case(data=with_nan),
     "average": case(averaged=True),
     "embedding": case(
@@ -268,8 +270,8 @@ CASES: dict[str, Case] = {
         layers=lambda m: m.base_model.model.transformer.h,
         **TEXTS,
     ),
-    "GEP": case(partial(mlp, 3, 5, 2), perturbation=lambda: tp.GEP(subspace(), tp.Flat(0.3), tp.Flat(0.2), 0.5)),
-    "BGEP": case(partial(mlp, 3, 5, 2), perturbation=lambda: tp.BGEP(subspace(), tp.Flat(0.3))),
+    "GEP": case(partial(mlp, 3, 5, 2), mechanism=lambda: tp.GEP(subspace(), tp.Flat(0.3), tp.Flat(0.2), 0.5)),
+    "BGEP": case(partial(mlp, 3, 5, 2), mechanism=lambda: tp.BGEP(subspace(), tp.Flat(0.3))),
     "bfloat16": case(
         partial(mlp, dtype=torch.float32),
         data=lambda: wide(3, torch.float32),
@@ -362,13 +364,10 @@ def start(case: Case, how: str | None, optimizer: str = "adam", **settings: Any)
         model = WRAPPERS[how](model, case, mesh_of(how))
     made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     defaults: dict[str, Any] = {"expected_batch_size": 8, "num_steps": 5, "noise_multiplier": 1.0}
-    if case.perturbation is None:
-        defaults["clipping"] = tp.Flat(0.5)
-    else:
-        defaults["perturbation"] = case.perturbation()
+    defaults["clipping"] = case.mechanism()
     scheduler = None if case.scheduler is None else case.scheduler(made)
     everything = defaults | dict(case.settings) | settings
-    return tp.PrivateTraining(model, made, case.data(), scheduler=scheduler, **{"test_seed": 5} | everything)
+    return private_training(model, made, case.data(), scheduler=scheduler, **{"test_seed": 5} | everything)
 
 
 def go(training: tp.PrivateTraining, losses: Losses, steps: int | None = None) -> list[int]:

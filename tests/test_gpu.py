@@ -12,7 +12,7 @@ from oracle import length, rows_of_one_graph
 from pretended_gpu import NAME, HostWaits, MixedDevices, PretendedTensor, register, watched
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
-from trainings import RULES
+from trainings import RULES, private_training
 
 import torch_privacy as tp
 from torch_privacy.jacobian.rows.plan import Budget
@@ -103,7 +103,7 @@ def gep(name):
 
 
 SKETCHES = {
-    "sketched": tp.Sketched(16),
+    "sketched": tp.Sketched(16, clip_norm=0.5),
 }
 
 
@@ -111,10 +111,9 @@ def training_on(device, name="mlp", model=None, data=None, num_steps=4, **settin
     torch.manual_seed(1)
     model = (NETWORKS[name][0]() if model is None else model).to(device)
     if settings.pop("gep", False):
-        settings["perturbation"] = gep(name)
-    elif not settings.keys() & {"clipping", "perturbation"}:
-        settings["clipping"] = tp.Flat(0.5)
-    return tp.PrivateTraining(
+        settings["clipping"] = gep(name)
+    settings = {"clipping": tp.Flat(0.5)} | settings
+    return private_training(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
         data if isinstance(data, Dataset) else TensorDataset(*(data or examples(name))),
@@ -163,7 +162,7 @@ def test_training_on_a_gpu_is_that_on_the_cpu_for_each_rule(rule):
 
 @pytest.mark.parametrize("sketch", SKETCHES)
 def test_training_on_a_gpu_is_that_on_the_cpu_with_estimated_norms(sketch):
-    settings = {"name": "mlp with positions", "jacobian": SKETCHES[sketch]}
+    settings = {"name": "mlp with positions", "clipping": SKETCHES[sketch]}
     torch.testing.assert_close(trained(GPU, **settings), trained("cpu", **settings), rtol=1e-6, atol=1e-7)
 
 
@@ -172,13 +171,21 @@ def test_training_on_a_gpu_is_that_on_the_cpu_with_embedded_gradients(name):
     assert_close(trained(GPU, name, gep=True), trained("cpu", name, gep=True))
 
 
-@pytest.mark.parametrize("settings", [{"microbatch_size": 7}, {"views": 2}, {"memory_budget": 2**10}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"performance": tp.Performance(microbatch_size=7)},
+        {"examples": {"views": 2}},
+        {"performance": tp.Performance(memory_budget=2**10)},
+    ],
+    ids=str,
+)
 def test_training_on_a_gpu_is_that_on_the_cpu_with_parts_views_and_little_memory(settings):
     def run(device):
         training = training_on(device, "mlp with positions", **settings)
         for x, y in training:
             losses = F.cross_entropy(training.model(x.to(device)), y.to(device), reduction="none")
-            training.step(losses.view(-1, 2) if "views" in settings else losses)
+            training.step(losses.view(-1, 2) if "examples" in settings else losses)
         return torch.cat([p.detach().cpu().flatten() for p in training.model.parameters()])
 
     assert_close(run(GPU), run("cpu"))
@@ -187,7 +194,7 @@ def test_training_on_a_gpu_is_that_on_the_cpu_with_parts_views_and_little_memory
 @pytest.mark.parametrize(
     "clipping", [tp.Flat(0.5), tp.PerLayer(0.5), tp.Adaptive(0.5, count_noise_stddev=4.0)], ids=str
 )
-@pytest.mark.parametrize("settings", [{}, {"gep": True}, {"jacobian": tp.Sketched(16)}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"gep": True}, {"clipping": tp.Sketched(16, clip_norm=0.5)}], ids=str)
 def test_an_example_with_a_loss_that_is_not_finite_is_left_out_on_a_gpu(clipping, settings):
     if settings and not isinstance(clipping, tp.Flat):
         settings = {}
@@ -195,7 +202,7 @@ def test_an_example_with_a_loss_that_is_not_finite_is_left_out_on_a_gpu(clipping
     x[::7] = torch.inf
 
     def run(device):
-        training = training_on(device, data=(x, y), clipping=None if "gep" in settings else clipping, **settings)
+        training = training_on(device, data=(x, y), **{"clipping": clipping} | settings)
         for _ in steps_of(training, device):
             pass
         weights = torch.cat([p.detach().cpu().flatten() for p in training.model.parameters()])
@@ -241,8 +248,16 @@ WAITS = {  # name -> (settings, places at which a settled step waits, besides no
         {"mechanisms/base.py": 1, "training/release.py": 1},
     ),
     "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanisms/base.py": 2, "training/release.py": 1}),
-    "microbatches": ("mlp", {"microbatch_size": 100}, {"mechanisms/base.py": 1, "training/release.py": 1}),
-    "sketched": ("mlp", {"jacobian": tp.Sketched(16)}, {"mechanisms/base.py": 1, "training/release.py": 1}),
+    "microbatches": (
+        "mlp",
+        {"performance": tp.Performance(microbatch_size=100)},
+        {"mechanisms/base.py": 1, "training/release.py": 1},
+    ),
+    "sketched": (
+        "mlp",
+        {"clipping": tp.Sketched(16, clip_norm=0.5)},
+        {"mechanisms/base.py": 1, "training/release.py": 1},
+    ),
     "gep": (
         "cnn",
         {"gep": True},
@@ -373,9 +388,9 @@ DEFAULTS = {
     "per layer": {"clipping": tp.PerLayer(0.5)},
     "micro-batches": {"clipping": tp.MicroBatches(0.5, 4)},
     "adaptive": {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
-    "microbatches": {"microbatch_size": 6},
+    "microbatches": {"performance": tp.Performance(microbatch_size=6)},
     "gep": {"gep": True},
-    **{name: {"jacobian": sketch} for name, sketch in SKETCHES.items()},
+    **{name: {"clipping": sketch} for name, sketch in SKETCHES.items()},
 }
 
 
@@ -462,7 +477,7 @@ TWO = {
     "micro-batches": {"clipping": tp.MicroBatches(0.5, 4)},
     "adaptive": {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
     "gep": {"gep": True},
-    "sketched": {"jacobian": SKETCHES["sketched"]},
+    "sketched": {"clipping": SKETCHES["sketched"]},
 }
 
 
@@ -476,7 +491,7 @@ def test_a_model_over_two_devices_trains_as_on_one(case, devices):
         torch.manual_seed(2)
         model = TwoDevices(here, there, positions=positions).placed()
         settings_here = {"num_steps": 3} | settings
-        settings_here |= {"perturbation": gep("mlp")} if settings_here.pop("gep", False) else {}
+        settings_here |= {"clipping": gep("mlp")} if settings_here.pop("gep", False) else {}
         data = examples("mlp with positions" if positions else "mlp")
         model.to = lambda device: model  # pyright: ignore[reportAttributeAccessIssue]
         training = training_on("cpu", model=model, data=data, **settings_here)

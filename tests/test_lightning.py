@@ -106,9 +106,33 @@ def assert_same(module, other):
         assert torch.equal(p, q), name
 
 
+def test_examples_in_place_of_a_loader_say_what_is_protected():
+    module, ids = Module(), [i // 4 for i in range(len(data()))]
+    examples = tp.Examples(data(), owners=ids, per_owner=2, owner_name="user")
+    trainer, fit = fitted(module, examples, expected_batch_size=5)
+    other = tp.PrivateTraining(
+        again := Module(),
+        again.configure_optimizers()["optimizer"],
+        examples,
+        epochs=2,
+        **PRIVACY | {"expected_batch_size": 5},
+    )
+    for batch in other:
+        other.step(again.losses(batch))
+    assert_same(module, again)
+    assert trainer.global_step == fit.training.settings.num_steps == other.settings.num_steps
+    with pytest.raises(TypeError, match=r"tp.Examples\(dataset, per_owner=2\) in place of the train DataLoader"):
+        PrivateFit(expected_batch_size=5, per_owner=2)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"microbatch_size": 3}, {"expected_batch_size": 0.7}, {"clipping": tp.PerLayer(0.5)}],
+    [
+        {},
+        {"performance": tp.Performance(microbatch_size=3)},
+        {"expected_batch_size": 0.7},
+        {"clipping": tp.PerLayer(0.5)},
+    ],
     ids=["plain", "microbatches", "empty batches", "per layer"],
 )
 def test_weights_and_ledger_equal_those_of_the_plain_loop(settings):

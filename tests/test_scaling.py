@@ -226,7 +226,7 @@ def counted_step(rank: int, parts: int, how: str) -> tuple[float, float, int]:
             clipping=tp.Flat(1.0),
             noise_multiplier=1.0,
             delta=1e-5,
-            microbatch_size=4 // parts,
+            performance=tp.Performance(microbatch_size=4 // parts),
             test_seed=1,
         )
         for (batch,) in training:

@@ -34,7 +34,13 @@ def training_of(model=None, dataset=None, optimizer=None, **settings):
     model = model or network()
     settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
-    return tp.PrivateTraining(model, optimizer, data() if dataset is None else dataset, test_seed=5, **settings)
+    return private_training(model, optimizer, data() if dataset is None else dataset, test_seed=5, **settings)
+
+
+def private_training(model, optimizer, dataset, examples=None, **settings):
+    """Returns a training; ``examples`` are arguments of `tp.Examples`, besides the data set."""
+    dataset = dataset if examples is None else tp.Examples(dataset, **examples)
+    return tp.PrivateTraining(model, optimizer, dataset, **settings)
 
 
 def cross_entropy(model, x, y):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .privacy.search import search_privately as search_privately
     from .report.model_card import model_card as model_card
     from .sampling.canaries import GradientCanaries as GradientCanaries
+    from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
     from .sampling.owners import at_most as at_most
     from .support.validate import Refused as Refused
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .training.monitors import LoggingCallback as LoggingCallback
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
     from .training.pca import PrivatePCA as PrivatePCA
+    from .training.performance import Performance as Performance
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
     from .training.statement import Spent as Spent
@@ -61,6 +63,7 @@ _HOME = {
     "ClippingRule": "mechanisms.clipping",
     "EachLayer": "mechanisms.clipping",
     "Flat": "mechanisms.clipping",
+    "Examples": "sampling.examples",
     "Found": "privacy.search",
     "GEP": "mechanisms.gep",
     "GradientCanaries": "sampling.canaries",
@@ -71,6 +74,7 @@ _HOME = {
     "MovingAverage": "training",
     "Observed": "training.canaries",
     "PerLayer": "mechanisms.clipping",
+    "Performance": "training.performance",
     "PrivatePCA": "training.pca",
     "PrivateTraining": "training",
     "Refused": "support.validate",

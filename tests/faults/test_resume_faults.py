@@ -139,7 +139,7 @@ def test_a_state_names_the_generator_of_the_noise(tmp_path, new_process):
 def test_a_run_that_cannot_be_repeated_goes_on_with_new_keys(
     tmp_path, witness, new_process, same_until, microbatch_size
 ):
-    settings = {"run_folder": tmp_path, "microbatch_size": microbatch_size, "delta": 1e-3}
+    settings = {"run_folder": tmp_path, "performance": tp.Performance(microbatch_size=microbatch_size), "delta": 1e-3}
     first = witness.watch(secret_training(**settings))
     train(first, steps=2)
     state = saved(first)

@@ -348,8 +348,9 @@ def with_workers(folder: Path, witness: Witness, seed: int) -> int:
     times, killers, failures = random.Random(seed), [], []
     model = network()
     training = tp.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), Slowly(), expected_batch_size=8, num_steps=12,
-        clipping=tp.Flat(0.5), noise_multiplier=1.0, num_workers=2, run_folder=folder,
+        model, torch.optim.SGD(model.parameters(), lr=1.0), tp.Examples(Slowly(), num_workers=2),
+        expected_batch_size=8, num_steps=12,
+        clipping=tp.Flat(0.5), noise_multiplier=1.0, run_folder=folder,
     )  # fmt: skip
     witness.watch(training)
     kill_at, delay = 1 + times.randrange(6), 0.02 * times.random()

@@ -88,6 +88,7 @@ def test_part_is_refused(case, tmp_path):
 PRIVACY: dict[str, tuple[dict[str, Any], str]] = {
     "of the trainer": ({"collate_fn": list}, r"'collate_fn' \(set by PrivateTrainer\(data_collator=...\)\)"),
     "misspelt": ({"noise_multplier": 1.0}, "'noise_multplier'. Allowed: .*noise_multiplier"),
+    "of the examples": ({"dataset": []}, r"'dataset' \(set by PrivateTrainer\(train_dataset=...\)\)"),
     "two numbers of steps": ({"num_steps": 7}, "num_steps=7 and max_steps=3"),
 }
 
@@ -97,6 +98,16 @@ def test_keyword_of_privacy_is_refused(case, tmp_path):
     privacy, message = PRIVACY[case]
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, bert(), encoded(), privacy=privacy)
+
+
+def test_examples_leave_to_the_trainer_what_it_sets(tmp_path):
+    for own in ({"collate_fn": list}, {"num_workers": 1}):
+        with pytest.raises(ValueError, match=r"leave (collate_fn|num_workers)= out of Examples: it is set by"):
+            trainer_of(tmp_path, bert(), tp.Examples(encoded(), **own))
+    with pytest.raises(
+        TypeError, match=r"pass tp.Examples\(dataset, views=2\) in place of train_dataset and performance"
+    ):
+        trainer_of(tmp_path, bert(), encoded(), privacy={"views": 2, "memory_budget": 2.0})
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch):

@@ -63,7 +63,7 @@ CASES = {  # name -> (model, data, collator, privacy, further arguments)
     "library datasets": lambda: (bert, Dataset.from_list(texts()), DataCollatorWithPadding(tokenizer()), QUICK, {}),
     "workers": lambda: (bert, encoded(), DataCollatorWithPadding(tokenizer()), QUICK, {"dataloader_num_workers": 1}),
     "checkpointing": lambda: (gpt2, encoded(labels=False), language(), QUICK, {"activation_checkpointing": True}),
-    "two views": lambda: (masked_bert, encoded(labels=False), language(True), QUICK | {"views": 2}, {}),
+    "two views": lambda: (masked_bert, tp.Examples(encoded(labels=False), views=2), language(True), QUICK, {}),
     "empty batches": lambda: (bert, encoded(), DataCollatorWithPadding(tokenizer()), QUICK | RARE, {"max_steps": 6}),
 }
 RARE = {"expected_batch_size": 0.7, "test_seed": 4}
@@ -166,7 +166,7 @@ def test_steps_of_epochs_are_counted_in_whole_numbers(tmp_path):
     trainer = trainer_of(tmp_path, bert(), encoded(), DataCollatorWithPadding(tokenizer()), privacy, **settings)
     trainer.train()
     assert trainer.training.settings.num_steps == trainer.state.global_step == trainer.state.max_steps == 4
-    assert trainer.training.settings.microbatch_size == 4
+    assert trainer.training.settings.performance.microbatch_size == 4
 
 
 def test_batch_size_is_that_of_the_arguments_unless_given(tmp_path):
@@ -175,7 +175,7 @@ def test_batch_size_is_that_of_the_arguments_unless_given(tmp_path):
     privacy = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0}
     args = trainer.args
     trainer = type(trainer)(bert(), args, train_dataset=encoded(), privacy=privacy)
-    assert (trainer._privacy["expected_batch_size"], trainer._privacy["microbatch_size"]) == (12, 4)
+    assert (trainer._privacy["expected_batch_size"], trainer._privacy["performance"].microbatch_size) == (12, 4)
     assert (args.max_grad_norm, trainer.args.max_grad_norm) == (0.0, 0.0)
 
 
@@ -205,14 +205,13 @@ def test_budget_ends_the_training(tmp_path):
 @pytest.mark.parametrize("kind", [list, Dataset.from_list])
 def test_owners_are_a_column_of_the_data(kind, tmp_path):
     rows = [row | {"author": i // 3} for i, row in enumerate(encoded())]
-    privacy = QUICK | {"owners": "author", "per_owner": 2}
+    data = tp.Examples(kind(rows), owners="author", per_owner=2)
     trainer = trainer_of(
-        tmp_path, bert(), kind(rows), DataCollatorWithPadding(tokenizer()), privacy, max_steps=-1, num_train_epochs=0.6
+        tmp_path, bert(), data, DataCollatorWithPadding(tokenizer()), QUICK, max_steps=-1, num_train_epochs=0.6
     )
     trainer.train()
     assert trainer.training.settings.num_steps == 2  # 0.6 * 20 authors / 6
     assert "author" in str(trainer.training.spent())
     assert trainer.training.statement()["unit"] == "one author, at most 2 of its examples in a step"
-    trainer = trainer_of(tmp_path, bert(), kind(rows), None, privacy | {"owners": "name"}, max_steps=1)
-    with pytest.raises(ValueError, match=r"owners='name' names no column.*author"):
-        trainer.train()
+    with pytest.raises(ValueError, match=r"owners='name' is no .*author"):
+        tp.Examples(kind(rows), owners="name", per_owner=2)

@@ -9,6 +9,7 @@ from oracle import one_backward_per_example, rows_of_one_graph
 from parts import Calls, own_batches, trained
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
@@ -36,11 +37,15 @@ def network():
 
 
 def training_of(model, dataset=None, **settings):
-    settings = {"views": VIEWS, "num_steps": 3, "clipping": tp.Flat(0.4), "noise_multiplier": 1.0, **settings}
+    settings = {
+        "examples": {"views": VIEWS},
+        "num_steps": 3,
+        "clipping": tp.Flat(0.4),
+        "noise_multiplier": 1.0,
+        **settings,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return tp.PrivateTraining(
-        model, optimizer, dataset or Shifted(), expected_batch_size=BATCH, test_seed=1, **settings
-    )
+    return private_training(model, optimizer, dataset or Shifted(), expected_batch_size=BATCH, test_seed=1, **settings)
 
 
 def losses_of(model, x, y, views=VIEWS):
@@ -61,7 +66,7 @@ def explicit_sum(model, batches, rule):
 @pytest.mark.parametrize("dataset", [Shifted, lambda: TensorDataset(torch.randn(N, 2, 6, 6), torch.randint(3, (N,)))])
 def test_a_step_releases_the_sum_of_clipped_means_over_views(dataset, microbatch_size):
     model = network()
-    training = training_of(model, dataset(), microbatch_size=microbatch_size)
+    training = training_of(model, dataset(), performance=tp.Performance(microbatch_size=microbatch_size))
     batches, before, step = [], copy.deepcopy(model), 0
     for x, y in own_batches(training, losses_of):
         assert len(x) % VIEWS == 0
@@ -83,7 +88,7 @@ def test_views_of_one_example_differ_and_cost_no_privacy():
     training = training_of(network())
     x, _ = next(own_batches(training, losses_of))
     assert not torch.equal(x[0], x[1])
-    assert training.event == training_of(network(), views=1).event
+    assert training.event == training_of(network(), examples={"views": 1}).event
     assert training.clipping.sensitivity(training.event.neighboring_relation) == 0.4
 
 
@@ -103,7 +108,7 @@ def test_equal_views_do_not_change_embedding_perturbation():
     for views in (1, VIEWS):
         model = copy.deepcopy(start)
         subspace = tp.AnchorSubspace(auxiliary, num_basis=6)
-        settings = {"clipping": None, "perturbation": tp.GEP(subspace), "views": views}
+        settings = {"clipping": tp.GEP(subspace), "examples": {"views": views}}
         training = training_of(model, data, **settings)
         for x, y in training:
             training.step(losses_of(model, x, y, views).squeeze(1))
@@ -157,7 +162,7 @@ def test_views_that_depend_on_other_examples_are_refused():
 def test_views_may_depend_on_the_examples_other_views():
     """The example's row is the gradient of the mean over all views."""
     model = Centered(own=True)
-    training = training_of(model, microbatch_size=3)
+    training = training_of(model, performance=tp.Performance(microbatch_size=3))
     for x, y in own_batches(training, losses_of):
         means = losses_of(model, x, y).mean(1)
         jacobian = training._runs.pending.tape.jacobian(losses_of(model, x, y).flatten(), retain_graph=True)
@@ -183,12 +188,12 @@ def test_views_that_mix_in_hidden_values_are_refused(own):
 def test_a_run_resumes_with_the_same_number_of_views_only():
     state = training_of(network()).state_dict()
     with pytest.raises(tp.Refused, match="views"):
-        training_of(network(), views=2).load_state_dict(state)
+        training_of(network(), examples={"views": 2}).load_state_dict(state)
 
 
 def test_estimated_norms_and_invalid_views_are_refused():
     with pytest.raises(tp.Refused, match="views=3 needs exact norms"):
-        training_of(network(), jacobian=tp.Sketched(32))
+        training_of(network(), clipping=tp.Sketched(32, clip_norm=0.4))
     for views in (0, -1, 1.5):
         with pytest.raises(ValueError, match="views"):
-            training_of(network(), views=views)
+            training_of(network(), examples={"views": views})

@@ -115,7 +115,9 @@ def test_microbatches_of_the_memory_manager_are_one_step() -> None:
                 optimizer.step()
                 scheduler.step()
     _, reference = natively_trained(
-        12, microbatch_size=4, after_step=lambda own: torch.optim.lr_scheduler.ExponentialLR(own, 0.9).step
+        12,
+        performance=tp.Performance(microbatch_size=4),
+        after_step=lambda own: torch.optim.lr_scheduler.ExponentialLR(own, 0.9).step,
     )
     assert max(sizes) == 4
     assert scheduler.last_epoch == engine.training.step_count == 12
@@ -131,6 +133,17 @@ def test_the_limit_may_change_between_epochs_without_new_noise() -> None:
     assert len(engine.training.ledger) == 12
     with pytest.raises(Refused, match="BatchMemoryManager: data_loader and optimizer must be those"):
         BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=made_private()[2])
+
+
+def test_loader_without_a_limit_keeps_that_of_performance() -> None:
+    engine, model, optimizer, loader = made_private(performance=tp.Performance(microbatch_size=4))
+    sizes = []
+    for x, y in loader:
+        sizes.append(len(x))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert max(sizes) == engine.training.settings.performance.microbatch_size == 4
+    assert engine.training.step_count == 6
 
 
 def test_sums_are_not_divided() -> None:
@@ -384,7 +397,8 @@ def test_planned_noise_and_clip_schedulers_may_stay() -> None:
         trained(model, optimizer, loader)
         noise.step()
         clip.step()
-    training, reference = natively_trained(18, **schedules)
+    clipping = tp.Flat(1.0).scheduled(schedules.pop("clip_schedule"))
+    training, reference = natively_trained(18, clipping=clipping, **schedules)
     assert_same_weights(model, reference)
     assert engine.accountant.history == [(pytest.approx(0.9**epoch), pytest.approx(1 / 6), 6) for epoch in range(3)]
     assert epsilon_of(engine) == training.profile().epsilon(DELTA).high

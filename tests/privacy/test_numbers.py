@@ -48,7 +48,7 @@ WHOLE = {
     "RandomizedResponse": lambda n: privacy.RandomizedResponse(1.0, n(4)),
     "most_steps": lambda n: privacy.most_steps(privacy.Laplace(2.0), 4.0, 1e-3, most=n(100)),
     "calibrate": lambda n: privacy.calibrate(2.0, 0.0625, sampling_probability=0.25, num_steps=n(4)),
-    "Sketched": lambda n: tp.Sketched(n(32)),
+    "Sketched": lambda n: tp.Sketched(n(32), clip_norm=n(1)),
     "MicroBatches": lambda n: tp.MicroBatches(1.0, n(4)),
 }
 

@@ -28,7 +28,7 @@ def trained(model, examples, collate, losses, num_steps=2):
     """Trains for a few steps, and returns the training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"expected_batch_size": 10, "num_steps": num_steps, "clipping": tp.Flat(1.0), "noise_multiplier": 1.0}
-    training = tp.PrivateTraining(model, optimizer, examples, collate_fn=collate, test_seed=5, **settings)
+    training = tp.PrivateTraining(model, optimizer, tp.Examples(examples, collate_fn=collate), test_seed=5, **settings)
     for batch in training:
         training.step(losses(model, batch))
     return training
@@ -257,7 +257,9 @@ def test_later_rehearsals_are_short_where_the_data_decide_how_many_numbers_are_d
     model, examples, collate, losses = packed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0, "test_seed": 5, "num_steps": 18}
-    training = tp.PrivateTraining(model, optimizer, examples, collate_fn=collate, expected_batch_size=10, **settings)
+    training = tp.PrivateTraining(
+        model, optimizer, tp.Examples(examples, collate_fn=collate), expected_batch_size=10, **settings
+    )
     turns = Counter()
     with pytest.raises(tp.Refused, match="depend on each other") if late else contextlib.nullcontext():
         for batch in training:

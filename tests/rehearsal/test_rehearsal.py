@@ -50,9 +50,10 @@ class Program:
     def training(self, **settings):
         """Returns its private training."""
         chosen = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
-        chosen |= {"collate_fn": self.collate, "test_seed": 5} | self.settings | settings
+        chosen |= {"test_seed": 5} | self.settings | settings
+        examples = tp.Examples(self.examples, **{"collate_fn": self.collate} | chosen.pop("examples", {}))
         optimizer = chosen.pop("optimizer", None) or torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.running = tp.PrivateTraining(self.model, optimizer, self.examples, **chosen)
+        self.running = tp.PrivateTraining(self.model, optimizer, examples, **chosen)
         return self.running
 
     def run(self, training):
@@ -1040,8 +1041,8 @@ def by_program(*settings):
 
 SETTINGS = {
     "as it is": {},
-    "microbatches": {"microbatch_size": 3},
-    "microbatches of one": {"microbatch_size": 1},
+    "microbatches": {"performance": tp.Performance(microbatch_size=3)},
+    "microbatches of one": {"performance": tp.Performance(microbatch_size=1)},
     "automatic clipping": {"clipping": tp.Automatic(0.5)},
     "small batches": {"expected_batch_size": 1.5},
 }
@@ -1064,13 +1065,13 @@ def test_independent_examples_train_in_several_views(name):
     program = INDEPENDENT[name]()
     losses = program.losses
     program.losses = lambda m, b: losses(m, b).view(-1, 2)
-    program.run(training := program.training(views=2, num_steps=10))
+    program.run(training := program.training(examples={"views": 2}, num_steps=10))
     assert training.step_count == 10
 
 
 def test_independent_examples_train_by_workers():
     program = INDEPENDENT["random crops"]()
-    program.run(training := program.training(num_workers=2, num_steps=10))
+    program.run(training := program.training(examples={"num_workers": 2}, num_steps=10))
     assert training.step_count == 10
 
 
@@ -1091,7 +1092,7 @@ class OwnGenerator(torch.utils.data.Dataset):
 def test_data_with_their_own_generator_train(num_workers):
     """A rehearsal uses the same items as the batch, also if workers fetched them. The statement has a note."""
     program = Program(nn.Linear(D, 2), OwnGenerator())
-    program.run(training := program.training(num_workers=num_workers, num_steps=10))
+    program.run(training := program.training(examples={"num_workers": num_workers}, num_steps=10))
     assert training.step_count == 10
     (note,) = training.statement()["independence"]["not_compared"]
     assert "other items when they are fetched again" in note
@@ -1100,7 +1101,7 @@ def test_data_with_their_own_generator_train(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_data_that_repeat_have_no_note_in_the_statement(num_workers):
     program = INDEPENDENT["random crops"]()
-    program.run(training := program.training(num_workers=num_workers))
+    program.run(training := program.training(examples={"num_workers": num_workers}))
     assert training.statement()["independence"]["not_compared"] == []
 
 
@@ -1144,7 +1145,7 @@ def draws_of_all(m, batch):
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2)])
 @pytest.mark.parametrize("end", ["finished", "broken off", "failed", "refused"])
 def test_the_random_numbers_after_a_loop_are_those_without_it(end, num_workers):
-    training = Program(dropped(), Crops()).training(num_workers=num_workers)
+    training = Program(dropped(), Crops()).training(examples={"num_workers": num_workers})
     seed_all()
     try:
         for batch in training:
@@ -1178,7 +1179,7 @@ def test_the_random_numbers_between_batches_are_the_users():
 
 
 def test_random_numbers_are_those_of_the_batch_in_its_rehearsals_too():
-    training, drawn = Program(linear(), points()).training(microbatch_size=4), {}
+    training, drawn = Program(linear(), points()).training(performance=tp.Performance(microbatch_size=4)), {}
     for (x,) in training:
         numbers = random_numbers()
         if training._runs.pending.turn.draws == AS_DRAWN:  # others serve to compare parts of the batch

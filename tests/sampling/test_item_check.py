@@ -318,11 +318,11 @@ class _Seeded:
 SEEDED = _Seeded()
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"views": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"examples": {"num_workers": 2}}, {"examples": {"views": 2}}], ids=str)
 def test_training_refuses_items_that_read_others(settings):
     def losses(model, x):
         found = model(x).square().sum(1)
-        return found.view(-1, settings.get("views", 1)) if "views" in settings else found
+        return found.view(-1, 2) if settings.get("examples", {}).get("views") else found
 
     for item, passes in ((lambda self, i: self.x[i], True), (blended, False)):
         training = training_of(dataset=Stored(item, x=X.double()), num_steps=2, **settings)

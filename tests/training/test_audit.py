@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from oracle import one_backward_per_example
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.sampling.canaries import WithCanaries
@@ -65,11 +66,10 @@ class Trainer:
     def __call__(self, dataset: Dataset) -> tuple[nn.Module, tp.PrivateTraining]:
         model = network()
         self.dataset, self.optimizer = dataset, Watched(model)
-        clipping = {"clipping": None} if "perturbation" in self.settings else {}
-        self.training = tp.PrivateTraining(model, self.optimizer, dataset, **{**self.settings, **clipping})
+        self.training = private_training(model, self.optimizer, dataset, **self.settings)
         for x, y in self.training:
             losses = losses_of(model, x, y)
-            views = self.settings.get("views", 1)
+            views = self.training.settings.views
             self.training.step(losses if views == 1 else losses.view(-1, views))
         return model, self.training
 
@@ -220,21 +220,21 @@ def test_losses_are_those_before_and_after_training():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"microbatch_size": 7},
+        {"performance": tp.Performance(microbatch_size=7)},
         {"clipping": tp.PerLayer(0.3)},
         {"clipping": tp.Automatic(0.3)},
         {"clipping": tp.Adaptive(0.3)},
-        {"views": 2},
-        {"jacobian": tp.Sketched(16)},
-        {"num_workers": 1},
-        {"perturbation": "GEP"},
+        {"examples": {"views": 2}},
+        {"clipping": tp.Sketched(16, clip_norm=0.3)},
+        {"examples": {"num_workers": 1}},
+        {"clipping": "GEP"},
     ],
     ids=str,
 )
 def test_every_kind_of_step_can_be_audited(settings: dict[str, Any], score: str):
-    if "perturbation" in settings:
+    if settings.get("clipping") == "GEP":
         public = torch.randn(30, FEATURES, generator=torch.Generator().manual_seed(9))
-        settings = {"perturbation": tp.GEP(tp.AnchorSubspace(public, 6), tp.Flat(0.3), tp.Flat(0.3))}
+        settings = {"clipping": tp.GEP(tp.AnchorSubspace(public, 6), tp.Flat(0.3), tp.Flat(0.3))}
     audit = tp.audit(Trainer(**settings), examples(60), examples(30, seed=1), score=score, test_seed=2)
     assert audit.num_canaries == 30
     assert np.isfinite(audit.inside).all()
@@ -321,7 +321,7 @@ class Ends(Trainer):
     [
         (Trainer(), tp.GradientCanaries(5), {"score": "loss"}, "no loss"),
         (Trainer(clipping=tp.MicroBatches(0.3, 2)), examples(30), {}, "MicroBatches"),
-        (Trainer(jacobian=tp.Sketched(16)), tp.GradientCanaries(5), {}, "Sketched"),
+        (Trainer(clipping=tp.Sketched(16, clip_norm=0.3)), tp.GradientCanaries(5), {}, "Sketched"),
         (Trainer(), tp.GradientCanaries(1000), {}, "1000 entries"),
         (Ends(), examples(30), {"score": "loss"}, "last step"),
         (Ends(), examples(30), {}, "last step"),

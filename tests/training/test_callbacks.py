@@ -65,7 +65,7 @@ def numbers(losses, norms, clipped):
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("rule", [*RULES, "flat in microbatches", "groups in microbatches"])
 def test_numbers_are_those_of_one_backward_per_example(rule):
-    settings = {"microbatch_size": 3} if rule.endswith(" in microbatches") else {}
+    settings = {"performance": tp.Performance(microbatch_size=3)} if rule.endswith(" in microbatches") else {}
     rule = RULES[rule.removesuffix(" in microbatches")][0]
     kept = Kept()
     training = training_of(clipping=rule, callbacks=[kept], **settings)
@@ -104,7 +104,7 @@ def test_numbers_are_those_of_one_backward_per_example(rule):
 
 def test_views_count_as_one_example():
     kept = Kept()
-    training = training_of(views=2, callbacks=[kept], num_steps=1)
+    training = training_of(examples={"views": 2}, callbacks=[kept], num_steps=1)
     for x, y in own_batches(training, lambda model, x, y: cross_entropy(model, x, y).view(-1, 2)):
         losses = cross_entropy(training.model, x, y)
         rows = rows_of(training, x, y).view(len(x) // 2, 2, -1).mean(1)
@@ -153,7 +153,7 @@ def test_learning_rates_are_those_of_the_step_not_of_the_next():
     "settings",
     [
         {},
-        {"jacobian": tp.Sketched(16), "noise_multiplier": 2.0},
+        {"clipping": tp.Sketched(16, clip_norm=0.5), "noise_multiplier": 2.0},
         {"expected_batch_size": 0.5, "num_steps": 12},
     ],
     ids=["plain", "sketched", "empty batches"],
@@ -173,7 +173,7 @@ def gep_of(callbacks=(), residual=True):
     auxiliary = torch.randn(30, 3)
     subspace = tp.AnchorSubspace(auxiliary, 4, ["0", "2"])
     made = tp.GEP(subspace, tp.Flat(0.3), tp.Flat(0.2), 0.5) if residual else tp.BGEP(subspace, tp.Flat(0.3))
-    return training_of(perturbation=made, clipping=None, callbacks=callbacks, num_steps=2)
+    return training_of(clipping=made, callbacks=callbacks, num_steps=2)
 
 
 @pytest.mark.parametrize("residual", [True, False], ids=["gep", "bgep"])
@@ -227,14 +227,14 @@ def test_a_callback_that_raises_leaves_the_training_whole(batch_size):
 
 def test_a_step_that_is_begun_anew_is_told_once():
     kept = Kept()
-    training = training_of(callbacks=[kept], microbatch_size=3)
+    training = training_of(callbacks=[kept], performance=tp.Performance(microbatch_size=3))
     for number, (x, y) in enumerate(own_batches(training, cross_entropy)):
         training.step(cross_entropy(training.model, x, y))
         if number == 4:
             break
     train(training)
     alone = Kept()
-    train(training_of(callbacks=[alone], microbatch_size=3))
+    train(training_of(callbacks=[alone], performance=tp.Performance(microbatch_size=3)))
     assert kept.steps == alone.steps
 
 
@@ -291,9 +291,9 @@ def on_one_rank_only(rank):
     ("placement", "settings"),
     [
         ("ddp", {}),
-        ("fsdp", {"microbatch_size": 3}),
+        ("fsdp", {"performance": tp.Performance(microbatch_size=3)}),
         ("ddp", {"expected_batch_size": 1, "num_steps": 12}),
-        ("ddp", {"clipping": tp.MicroBatches(0.5, 4), "views": 1}),
+        ("ddp", {"clipping": tp.MicroBatches(0.5, 4), "examples": {"views": 1}}),
     ],
     ids=["ddp", "sharded", "empty parts", "micro-batches"],
 )
@@ -401,7 +401,9 @@ def test_tensorboard_callback_names_its_extra_and_refuses_other_writers(tmp_path
 
 def test_with_owners_an_example_has_the_gradient_of_its_owner():
     kept, ids = Kept(), torch.arange(40) // 4
-    training = training_of(owners=ids, per_owner=2, expected_batch_size=4, num_steps=3, callbacks=[kept])
+    training = training_of(
+        examples={"owners": ids, "per_owner": 2}, expected_batch_size=4, num_steps=3, callbacks=[kept]
+    )
     x = data().tensors[0]
     for batch, y in own_batches(training, cross_entropy):
         owner_of = [int(ids[(x == row).all(1).nonzero()[0, 0]]) for row in batch]

@@ -58,7 +58,7 @@ def next_clip_norm(clip_norm, norms, noise, expected_batch_size):
 )
 def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_size):
     clipping, explicit, _ = RULES[rule]
-    training = training_of(clipping=clipping, microbatch_size=microbatch_size)
+    training = training_of(clipping=clipping, performance=tp.Performance(microbatch_size=microbatch_size))
     rows, clip_norm, stddev = [], 0.5, noise_stddev(rule)
     for x, y in own_batches(training, cross_entropy):
         step, before = training.step_count, parameters_of(training).clone()

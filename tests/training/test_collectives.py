@@ -18,6 +18,7 @@ from real_models import QUIET
 from torch.utils.data import TensorDataset
 from trainings import data
 
+import torch_privacy as tp
 from torch_privacy.training.rehearsals import Rehearsals
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")]
@@ -95,7 +96,7 @@ def mostly_nan() -> TensorDataset:
 DATA: dict[str, Any] = {
     "parts of other sizes": case(expected_batch_size=3, num_steps=10),
     "empty parts": case(expected_batch_size=1, num_steps=12),
-    "microbatches": case(expected_batch_size=7, microbatch_size=2, num_steps=8),
+    "microbatches": case(expected_batch_size=7, performance=tp.Performance(microbatch_size=2), num_steps=8),
     "examples without finite gradients": case(data=mostly_nan, expected_batch_size=3, num_steps=8),
     "experts that a rank does not call": CASES["experts"],
     "ops by fallback": CASES["fallback"],

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.clipping import ClippingRule
@@ -36,7 +37,7 @@ def training_of(model=None, optimizer=None, dataset=None, **settings) -> tp.Priv
     model = model or network()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     usual = {"expected_batch_size": 10, "num_steps": 6, "clipping": tp.Flat(1.0), "noise_multiplier": 1.0}
-    return tp.PrivateTraining(
+    return private_training(
         model, optimizer, data() if dataset is None else dataset, **(usual | {"delta": 1e-3} | settings)
     )
 
@@ -78,7 +79,7 @@ def refused(message: str):
         ("noise_multiplier", 9.0),
         ("delta", 0.5),
         ("sampling_probability", 0.01),
-        ("microbatch_size", 3),
+        ("performance", tp.Performance(microbatch_size=3)),
         ("event", None),
         ("ledger", None),
         ("model", None),
@@ -595,7 +596,7 @@ def test_batches_that_stay_numpy_train():
         return np.stack([x for x, _ in items]), np.array([y for _, y in items])
 
     items = [(np.random.randn(6), int(k % 2)) for k in range(N)]
-    training = training_of(dataset=items, collate_fn=collate)
+    training = training_of(dataset=items, examples={"collate_fn": collate})
     for x, y in training:
         training.step(losses_of(training.model, torch.from_numpy(x), torch.from_numpy(y)))
     assert training.step_count == 6
@@ -684,7 +685,7 @@ def test_rules_of_embedding_perturbation_are_checked_too(part):
     subspace = tp.AnchorSubspace(torch.randn(30, 6), 8)
     with pytest.raises(ValueError, match=f"{part}=.*Make NoDataclass a dataclass"):
         tp.GEP(subspace, **{part: NoDataclass()})
-    training = training_of(clipping=None, perturbation=tp.GEP(subspace, **{part: Ones()}))
+    training = training_of(clipping=tp.GEP(subspace, **{part: Ones()}))
     with pytest.raises(tp.Refused, match="Ones"):
         loop(training)
     assert len(training.ledger) == 0
@@ -807,7 +808,9 @@ def test_batches_without_a_finite_gradient_are_refused_before_a_release(size):
         assert same_weights(model, before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 4}, {"clipping": tp.PerLayer(1.0)}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"performance": tp.Performance(microbatch_size=4)}, {"clipping": tp.PerLayer(1.0)}]
+)
 def test_half_of_a_batch_that_is_not_finite_is_warned_about_once(settings):
     training = training_of(dataset=data_with_nan(40), test_seed=1, **settings)
     with pytest.warns(UserWarning, match="have a gradient that is not finite") as warned:

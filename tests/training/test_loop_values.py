@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 
@@ -38,7 +39,7 @@ def training_of(model: nn.Module, data=None, **settings) -> tp.PrivateTraining:
     data = training_data() if data is None else data
     optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     chosen = {"expected_batch_size": 12, "num_steps": STEPS, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
-    return tp.PrivateTraining(model, optimizer, data, test_seed=5, **(chosen | settings))
+    return private_training(model, optimizer, data, test_seed=5, **(chosen | settings))
 
 
 def network() -> nn.Module:
@@ -469,7 +470,7 @@ def test_collate_fn_that_reads_all_data_is_refused():
             training.step(errors(training.model, x, y))
 
     with pytest.raises(tp.Refused, match="rows of 'everything'"):
-        loop(training_of(network(), data, collate_fn=collate))
+        loop(training_of(network(), data, examples={"collate_fn": collate}))
 
 
 class Weighted(Dataset):

@@ -64,7 +64,7 @@ def test_training_where_the_data_move_the_examples_about_equals_the_oracle(case,
 
 
 def trained_under(memory_budget, model, x):
-    training = training_of(model, TensorDataset(x), memory_budget=memory_budget)
+    training = training_of(model, TensorDataset(x), performance=tp.Performance(memory_budget=memory_budget))
     for (x,) in own_batches(training, lambda model, x, *_: losses_of(model, x)):
         training.step(losses_of(model, x))
     return parameters_of(training)

@@ -35,6 +35,7 @@ from trainings import (
     network_parameters,
     noise_of,
     parameters_of,
+    private_training,
     train,
     training_of,
 )
@@ -48,11 +49,16 @@ from torch_privacy.training.release import Releases, _cut_between
 
 SIZES = [1, 9, 2, 5, 3, 1, 7, 4, 6, 2]  # of ten owners, 40 examples in all
 IDS = np.random.default_rng(0).permutation(np.repeat([f"c{i}" for i in range(10)], SIZES))
-OWNED: dict[str, Any] = {"owners": IDS, "per_owner": 3, "owner_name": "customer", "expected_batch_size": 5}
+OWNERS: dict[str, Any] = {"owners": IDS, "per_owner": 3, "owner_name": "customer"}
+OWNED: dict[str, Any] = {"examples": OWNERS, "expected_batch_size": 5}
+
+
+def changed(settings: dict[str, Any]) -> dict[str, Any]:
+    return OWNED | settings | {"examples": OWNERS | settings.get("examples", {})}
 
 
 def owned(**settings: Any) -> tp.PrivateTraining:
-    return training_of(**OWNED | settings)
+    return training_of(**changed(settings))
 
 
 def sampler_of(training: tp.PrivateTraining) -> OwnerSampler:
@@ -80,7 +86,11 @@ def sum_without_noise(
 # The sum -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 4}, {"views": 2}], ids=["whole", "parts", "views"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"performance": tp.Performance(microbatch_size=4)}, {"examples": {"views": 2}}],
+    ids=["whole", "parts", "views"],
+)
 @pytest.mark.parametrize("rule", ["flat", "per layer", "groups", "automatic"])
 def test_each_owner_is_one_row_the_mean_of_what_was_drawn(rule, settings):
     clipping, expected, sensitivity = RULES[rule]
@@ -89,7 +99,7 @@ def test_each_owner_is_one_row_the_mean_of_what_was_drawn(rule, settings):
     for x, y in training:
         step, model = training.step_count, copy.deepcopy(training.model)
         losses = cross_entropy(training.model, x, y)
-        if training.step(losses.view(-1, 2) if "views" in settings else losses):
+        if training.step(losses.view(-1, 2) if "examples" in settings else losses):
             rows = rows_by_owner(model, data(), sampler, step)
             found = sum_without_noise(training, before, step, sensitivity)
             torch.testing.assert_close(found, expected(rows, None), rtol=1e-9, atol=1e-9)
@@ -116,9 +126,9 @@ def subspace() -> tp.AnchorSubspace:
 
 
 AS_MEANS = {
-    "GEP": lambda: {"perturbation": tp.GEP(subspace(), tp.Flat(0.3), tp.Flat(0.2), 0.5), "clipping": None},
-    "BGEP": lambda: {"perturbation": tp.BGEP(subspace(), tp.Flat(0.3)), "clipping": None, "microbatch_size": 4},
-    "workers": lambda: {"num_workers": 1},
+    "GEP": lambda: {"clipping": tp.GEP(subspace(), tp.Flat(0.3), tp.Flat(0.2), 0.5)},
+    "BGEP": lambda: {"clipping": tp.BGEP(subspace(), tp.Flat(0.3)), "performance": tp.Performance(microbatch_size=4)},
+    "workers": lambda: {"examples": {"num_workers": 1}},
 }
 
 
@@ -128,7 +138,7 @@ def test_owners_train_as_their_means_would(name):
     x, names = data().tensors[0], list(dict.fromkeys(IDS))
     means = torch.stack([x[torch.from_numpy(IDS == name)].mean(0) for name in names])
     weights = []
-    for dataset, owners in ((x, {"owners": IDS, "per_owner": 9}), (means, {})):
+    for dataset, owners in ((x, {"examples": {"owners": IDS, "per_owner": 9}}), (means, {})):
         torch.manual_seed(1)
         training = training_of(
             nn.Linear(3, 2), TensorDataset(dataset), expected_batch_size=5, num_steps=3, **settings | owners
@@ -143,7 +153,7 @@ def test_an_owner_with_a_gradient_that_is_not_finite_is_left_out_as_a_whole():
     x, y = data().tensors
     x = x.clone()
     x[np.flatnonzero(IDS == "c3")[0], 0] = torch.inf
-    training = owned(dataset=TensorDataset(x, y), expected_batch_size=10, num_steps=1, per_owner=5)
+    training = owned(dataset=TensorDataset(x, y), expected_batch_size=10, num_steps=1, examples={"per_owner": 5})
     before = network_parameters()
     train(training)
     assert training.num_non_finite == 5
@@ -159,7 +169,7 @@ def test_an_owner_with_a_gradient_that_is_not_finite_is_left_out_as_a_whole():
 def summed(dataset: Dataset, ids: Any, **settings: Any) -> torch.Tensor:
     """Returns the sum of a step in which all owners join, without noise."""
     count = len(set(ids))
-    training = owned(dataset=dataset, owners=ids, expected_batch_size=count, num_steps=1, **settings)
+    training = owned(dataset=dataset, examples={"owners": ids}, expected_batch_size=count, num_steps=1, **settings)
     train(training)
     return sum_without_noise(training, network_parameters(), 0, 0.5)
 
@@ -173,7 +183,7 @@ def test_removing_an_owner_moves_the_sum_by_at_most_the_clip_norm(gone):
     assert 0.1 < moved <= 0.5 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 4}], ids=["whole", "parts"])
+@pytest.mark.parametrize("settings", [{}, {"performance": tp.Performance(microbatch_size=4)}], ids=["whole", "parts"])
 @pytest.mark.parametrize("size", [1, 4, 30])
 def test_replacing_an_owner_by_anything_moves_the_sum_by_at_most_twice_the_clip_norm(size, settings):
     """With the same key, also where the new owner has another number of examples and huge gradients."""
@@ -241,7 +251,9 @@ def test_batches_are_cut_between_owners(number, microbatch_size):
 
 def test_microbatches_of_three_never_divide_owners_of_four():
     ids, sizes = [i // 4 for i in range(40)], []
-    training = owned(owners=ids, per_owner=4, microbatch_size=3, num_steps=2)
+    training = owned(
+        examples={"owners": ids, "per_owner": 4}, performance=tp.Performance(microbatch_size=3), num_steps=2
+    )
     for x, y in training:
         training.step(cross_entropy(training.model, x, y))
         if not training.rehearsing:
@@ -252,8 +264,12 @@ def test_microbatches_of_three_never_divide_owners_of_four():
 
 # Several ranks -----------------------------------------------------------------------------------------------------
 
-OF_OWNERS = case(owners=IDS, per_owner=3, owner_name="customer", expected_batch_size=5, num_steps=4)
-RANKED = [("layers", {}), ("ddp", {"microbatch_size": 4}), ("ddp", {"expected_batch_size": 0.5, "num_steps": 6})]
+OF_OWNERS = case(examples=OWNERS, expected_batch_size=5, num_steps=4)
+RANKED = [
+    ("layers", {}),
+    ("ddp", {"performance": tp.Performance(microbatch_size=4)}),
+    ("ddp", {"expected_batch_size": 0.5, "num_steps": 6}),
+]
 
 
 def on_rank(rank: int | None, how: str | None, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list]:
@@ -282,7 +298,7 @@ def test_two_ranks_train_as_one_process_and_divide_no_owner(ranks2, how, setting
 
 def with_own_owners(rank: int) -> str:
     try:
-        start(OF_OWNERS, "ddp", owners=np.roll(IDS, rank))
+        start(OF_OWNERS, "ddp", examples=OWNERS | {"owners": np.roll(IDS, rank)})
     except tp.Refused as error:
         return str(error)
     return ""
@@ -308,21 +324,21 @@ def test_a_resumed_training_draws_the_same_owners_and_examples():
 @pytest.mark.parametrize(
     "other",
     [
-        {"owners": np.roll(IDS, 1)},
-        {"per_owner": 4},
-        {"owner_name": "patient"},
-        {"owners": None, "per_owner": None, "owner_name": None},
+        {"examples": {"owners": np.roll(IDS, 1)}},
+        {"examples": {"per_owner": 4}},
+        {"examples": {"owner_name": "patient"}},
+        {"examples": {"owners": None, "per_owner": None, "owner_name": None}},
     ],
 )
 def test_a_state_with_other_owners_is_refused_both_ways(other):
-    for ours, theirs in ((OWNED, OWNED | other), (OWNED | other, OWNED)):
+    for ours, theirs in ((OWNED, changed(other)), (changed(other), OWNED)):
         with pytest.raises(tp.Refused, match=r"load_state_dict: owners=.*began with"):
             training_of(**ours).load_state_dict(training_of(**theirs).state_dict())
 
 
 def test_no_id_is_in_a_state_statement_or_ledger(tmp_path):
     ids = [f"secret-{i}" for i in IDS]
-    training = owned(owners=ids, run_folder=tmp_path, delta=1e-3)
+    training = owned(examples={"owners": ids}, run_folder=tmp_path, delta=1e-3)
     train(training, steps=2)
     told = repr((training.state_dict(), training.statement(), training.settings, training.spent()))
     told += (tmp_path / "ledger.jsonl").read_text()
@@ -356,7 +372,7 @@ def in_folder(folder: Path, **settings: Any) -> tp.PrivateTraining:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = {"num_steps": 3, "clipping": tp.Flat(0.5), "noise_multiplier": 3.0, "delta": 0.005, "run_folder": folder}
-    return tp.PrivateTraining(model, optimizer, data(), **plain | OWNED | settings)
+    return private_training(model, optimizer, data(), **plain | changed(settings))
 
 
 @pytest.mark.thorough
@@ -375,7 +391,7 @@ def test_a_run_folder_names_the_unit_and_not_the_number_of_examples(tmp_path):
     assert all(f'"num_examples": {count}' not in files for count in (40, 39))
     assert len(in_folder(folder).ledger) == 3
     with pytest.raises(tp.Refused, match="per_owner: 4 here, 3 there"):
-        in_folder(folder, per_owner=4)
+        in_folder(folder, examples={"per_owner": 4})
 
 
 def test_delta_is_compared_with_one_over_the_owners():
@@ -395,24 +411,24 @@ def test_a_target_epsilon_is_calibrated_for_owners():
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 WRONG = {
-    "another number of ids": ({"owners": IDS[:-1]}, "39 ids, and the data set 40 examples"),
-    "none": ({"owners": [None, *IDS[1:]]}, "example 0 has no owner"),
-    "not a number": ({"owners": np.append(np.arange(39.0), np.nan)}, "example 39 has no owner"),
-    "missing in pandas": ({"owners": pd.Series([*IDS[:-1], pd.NA])}, "example 39 has no owner"),
-    "no date": ({"owners": [pd.NaT, *IDS[1:]]}, "example 0 has no owner"),
-    "two owners": ({"owners": [["a", "b"], *IDS[1:]]}, "Several owners of one example"),
-    "pairs of owners": ({"owners": [("a", "b"), *IDS[1:]]}, "Several owners of one example"),
-    "two columns": ({"owners": torch.zeros(40, 2)}, "Several owners of one example"),
-    "no column": ({"owners": "customer"}, "names a column, but items of TensorDataset are no mappings"),
-    "a number": ({"owners": 7}, "owners of type int must be one id for each example"),
-    "no size": ({"per_owner": None}, "needs per_owner="),
-    "a size of zero": ({"per_owner": 0}, "per_owner=0 must be an integer of at least 1"),
-    "half an example": ({"per_owner": 1.5}, "per_owner=1.5 must be an integer"),
-    "no owners": ({"owners": None}, "per_owner=3 needs owners="),
-    "a name alone": ({"owners": None, "per_owner": None}, "owner_name='customer' needs owners="),
-    "no name": ({"owner_name": " "}, "owner_name=' ' must say in words"),
+    "another number of ids": ({"examples": {"owners": IDS[:-1]}}, "39 ids, and the data set 40 examples"),
+    "none": ({"examples": {"owners": [None, *IDS[1:]]}}, "example 0 has no owner"),
+    "not a number": ({"examples": {"owners": np.append(np.arange(39.0), np.nan)}}, "example 39 has no owner"),
+    "missing in pandas": ({"examples": {"owners": pd.Series([*IDS[:-1], pd.NA])}}, "example 39 has no owner"),
+    "no date": ({"examples": {"owners": [pd.NaT, *IDS[1:]]}}, "example 0 has no owner"),
+    "two owners": ({"examples": {"owners": [["a", "b"], *IDS[1:]]}}, "Several owners of one example"),
+    "pairs of owners": ({"examples": {"owners": [("a", "b"), *IDS[1:]]}}, "Several owners of one example"),
+    "two columns": ({"examples": {"owners": torch.zeros(40, 2)}}, "Several owners of one example"),
+    "no column": ({"examples": {"owners": "customer"}}, "names a column, but items of TensorDataset are no mappings"),
+    "a number": ({"examples": {"owners": 7}}, "owners of type int must be one id for each example"),
+    "no size": ({"examples": {"per_owner": None}}, "needs per_owner="),
+    "a size of zero": ({"examples": {"per_owner": 0}}, "per_owner=0 must be an integer of at least 1"),
+    "half an example": ({"examples": {"per_owner": 1.5}}, "per_owner=1.5 must be an integer"),
+    "no owners": ({"examples": {"owners": None}}, "per_owner=3 needs owners="),
+    "a name alone": ({"examples": {"owners": None, "per_owner": None}}, "owner_name='customer' needs owners="),
+    "no name": ({"examples": {"owner_name": " "}}, "owner_name=' ' must say in words"),
     "micro-batches": ({"clipping": tp.MicroBatches(0.5, 2)}, "MicroBatches.*Take Flat"),
-    "estimated norms": ({"jacobian": tp.Sketched(32)}, "needs exact norms of means.*take per_owner=1"),
+    "estimated norms": ({"clipping": tp.Sketched(32, clip_norm=0.5)}, "needs exact norms of means.*take per_owner=1"),
     "prior releases": (
         {"prior_releases": [privacy.Release(privacy.Gaussian(5.0), "f")]},
         "protects one example, and this training protects one customer",
@@ -437,7 +453,7 @@ def test_prior_releases_of_the_same_unit_are_part_of_epsilon():
 
 
 def test_one_example_of_each_owner_allows_estimated_norms():
-    training = owned(jacobian=tp.Sketched(32), per_owner=1, num_steps=1, delta=0.001)
+    training = owned(clipping=tp.Sketched(32, clip_norm=0.5), examples={"per_owner": 1}, num_steps=1, delta=0.001)
     train(training)
     assert "one customer with at most 1 example," in str(training.spent())
 
@@ -518,7 +534,7 @@ def test_a_loss_may_depend_on_the_owner_s_other_examples_drawn():
     [lambda x, ids: x.mean(0, keepdim=True).expand_as(x), lambda x, ids: x.cumsum(0), lambda x, ids: x * len(x)],
     ids=["mean", "cumulative", "count"],
 )
-@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 9}], ids=["whole", "parts"])
+@pytest.mark.parametrize("settings", [{}, {"performance": tp.Performance(microbatch_size=9)}], ids=["whole", "parts"])
 def test_a_loss_that_depends_on_other_owners_is_refused(mix, settings):
     with pytest.raises(tp.Refused, match="examples of a batch depend on each other"):
         coupled_training(mix, **settings)
@@ -559,14 +575,12 @@ def test_canaries_are_owners(canaries):
         training = tp.PrivateTraining(
             model,
             torch.optim.SGD(model.parameters(), lr=0.01),
-            with_canaries,
+            tp.Examples(with_canaries, owners=IDS, per_owner=3),
             expected_batch_size=20,
             num_steps=3,
             clipping=tp.Flat(1.0),
             noise_multiplier=0.3,
             test_seed=7,
-            owners=IDS,
-            per_owner=3,
         )
         for x, y in training:
             training.step(F.cross_entropy(model(x), y, reduction="none"))
@@ -616,14 +630,14 @@ def test_example_level_training_is_priced_for_persons():
     assert spent.epsilon.low > training.spent().epsilon.high
     with pytest.raises(ValueError, match="group_size=0 must be an integer of at least 1"):
         training.spent(examples_per_person=0)
-    estimated = training_of(jacobian=tp.Sketched(32), num_steps=1, delta=1e-3)
+    estimated = training_of(clipping=tp.Sketched(32, clip_norm=0.5), num_steps=1, delta=1e-3)
     with pytest.raises(ValueError, match="SubsampledJL has no known price for a person"):
         estimated.spent(examples_per_person=2)
 
 
 def test_units_are_those_of_the_sampler_in_every_part():
     """The parts of a step have all of its examples, each with the row of its owner."""
-    training = owned(microbatch_size=5, num_steps=2)
+    training = owned(performance=tp.Performance(microbatch_size=5), num_steps=2)
     sampler = sampler_of(training)
     releases = training._state.releases
     assert isinstance(releases, Releases)
@@ -641,8 +655,9 @@ def test_a_run_folder_counts_owners_and_nowhere_examples(tmp_path):
     data = TensorDataset(torch.randn(1237, 4), torch.arange(1237) % 3)
     model = nn.Linear(4, 3)
     training = tp.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), data, expected_batch_size=20, epochs=1, delta=1e-3,
-        clipping=tp.Flat(1.0), noise_multiplier=1.0, owners=ids, per_owner=3, owner_name="customer",
+        model, torch.optim.SGD(model.parameters(), lr=0.1),
+        tp.Examples(data, owners=ids, per_owner=3, owner_name="customer"),
+        expected_batch_size=20, epochs=1, delta=1e-3, clipping=tp.Flat(1.0), noise_multiplier=1.0,
         run_folder=tmp_path / "run",
     )  # fmt: skip
     for x, y in training:

@@ -46,9 +46,8 @@ def trainer(
         model = make()
         if everyone:
             settings["expected_batch_size"] = len(dataset)  # type: ignore[arg-type]
-        clipping = {} if "perturbation" in settings else {"clipping": tp.Flat(1.0)}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        training = tp.PrivateTraining(model, optimizer, dataset, test_seed=7, **{**clipping, **settings})
+        training = tp.PrivateTraining(model, optimizer, dataset, test_seed=7, **{"clipping": tp.Flat(1.0), **settings})
         for x, y in training:
             losses = nn.functional.cross_entropy(model(x), y, reduction="none")
             training.step(losses if lossed is None else lossed(losses))
@@ -141,7 +140,11 @@ def embedded() -> tp.GEP:
     return tp.GEP(tp.AnchorSubspace(torch.randn(40, 60, generator=generator), 20), tp.Flat(1.0), tp.Flat(1.0))
 
 
-MICROBATCHES: dict[str, Any] = {"expected_batch_size": 60, "num_steps": 20, "microbatch_size": 60}
+MICROBATCHES: dict[str, Any] = {
+    "expected_batch_size": 60,
+    "num_steps": 20,
+    "performance": tp.Performance(microbatch_size=60),
+}
 MANY = tp.GradientCanaries(4000)
 CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
     "noise half as large": (
@@ -160,7 +163,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
         clip_norm_for_each_layer,
     ),
     "residuals not clipped": (
-        lambda: trainer(expected_batch_size=440, num_steps=10, noise_multiplier=1.0, perturbation=embedded()),
+        lambda: trainer(expected_batch_size=440, num_steps=10, noise_multiplier=1.0, clipping=embedded()),
         MANY,
         residuals_are_not_clipped,
     ),

@@ -111,13 +111,20 @@ def test_each_clipping_rule_clips_as_in_one_process(ranks2, rule, how):
 @pytest.mark.parametrize("rule", ["adaptive", "per layer"])
 def test_clipping_rules_take_microbatches(ranks2, rule):
     noise = 1.0 if rule == "adaptive" else HARDLY_ANY_NOISE
-    assert_as_in_one_process(ranks2, "uneven", "layers", clipping=own(rule), noise_multiplier=noise, microbatch_size=4)
+    assert_as_in_one_process(
+        ranks2,
+        "uneven",
+        "layers",
+        clipping=own(rule),
+        noise_multiplier=noise,
+        performance=tp.Performance(microbatch_size=4),
+    )
 
 
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["ddp", "layers"])
 def test_estimated_norms_are_those_of_one_process(ranks2, how):
-    assert_as_in_one_process(ranks2, "uneven", how, jacobian=tp.Sketched(16), noise_multiplier=0.05)
+    assert_as_in_one_process(ranks2, "uneven", how, clipping=tp.Sketched(16, clip_norm=0.5), noise_multiplier=0.05)
 
 
 @pytest.mark.thorough(but=1)

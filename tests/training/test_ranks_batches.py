@@ -105,7 +105,7 @@ def assert_one_batch_divided(parts: list[list[list[int]]], expected: list[list[i
 BATCHES = [
     {"num_steps": 6},
     {"num_steps": 12, "expected_batch_size": 1},
-    {"num_steps": 4, "microbatch_size": 3},
+    {"num_steps": 4, "performance": tp.Performance(microbatch_size=3)},
 ]
 
 
@@ -167,7 +167,7 @@ def words() -> nn.Module:
     return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-TEXTS = Case(words, data=CASES["embedding"].data, losses=of_words, settings={"collate_fn": padded})
+TEXTS = Case(words, data=CASES["embedding"].data, losses=of_words, settings={"examples": {"collate_fn": padded}})
 
 
 def of_texts(rank: int | None, how: str | None, settings: dict[str, Any], checked: int | None = None) -> Any:
@@ -184,7 +184,9 @@ def of_texts(rank: int | None, how: str | None, settings: dict[str, Any], checke
 
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
-@pytest.mark.parametrize("settings", [{"expected_batch_size": 3, "num_steps": 8}, {"microbatch_size": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"expected_batch_size": 3, "num_steps": 8}, {"performance": tp.Performance(microbatch_size=2)}]
+)
 def test_ranks_with_other_shapes_measure_as_long_as_they_need(ranks2, how, settings):
     expected = of_texts(None, None, settings)
     for weights in ranks2.run(of_texts, how, settings):

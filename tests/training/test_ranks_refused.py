@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import Dataset, Subset, TensorDataset
-from trainings import data
+from trainings import data, private_training
 
 import torch_privacy as tp
 from torch_privacy.noise import Noise
@@ -24,7 +24,7 @@ SHARDED_OR_NOT = pytest.mark.parametrize("how", ["layers", "ddp"])
 def training_of(model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any) -> tp.PrivateTraining:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     defaults = {"expected_batch_size": 8, "num_steps": 3, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
-    return tp.PrivateTraining(model, optimizer, dataset or data(), **({"test_seed": 5} | defaults | settings))
+    return private_training(model, optimizer, dataset or data(), **({"test_seed": 5} | defaults | settings))
 
 
 # Models and optimizers ---------------------------------------------------------------------------------------------
@@ -112,12 +112,12 @@ def differing(rank: int, how: str, on_rank_1: str) -> None:
         "noise_multiplier": {"noise_multiplier": 1.1},
         "num_steps": {"num_steps": 4},
         "expected_batch_size": {"expected_batch_size": 9},
-        "microbatch_size": {"microbatch_size": 3},
-        "views": {"views": 2},
+        "microbatch_size": {"performance": tp.Performance(microbatch_size=3)},
+        "views": {"examples": {"views": 2}},
         "delta": {"delta": 1e-3},
         "budget": {"budget": tp.privacy.Budget(3.0, 1e-3)},
         "prior_releases": {"prior_releases": [tp.privacy.Release(tp.privacy.Gaussian(1.0), "before")]},
-        "memory_budget": {"memory_budget": 1.5},
+        "memory_budget": {"performance": tp.Performance(memory_budget=1.5)},
         "assume_independent": {"assume_independent": "it is"},
     }
     training_of(wrapped, kind(wrapped.parameters(), lr=rate), dataset, **settings.get(on_rank_1, {}) if rank else {})
@@ -301,7 +301,7 @@ class Items(Dataset):
 
 
 def unreadable_data(rank: int, how: str, workers: int) -> int:
-    training = start(case(data=lambda: Items(rank)), how, num_workers=workers, num_steps=12)
+    training = start(case(data=lambda: Items(rank)), how, examples={"num_workers": workers}, num_steps=12)
     return made_before_failure(training)
 
 

@@ -465,7 +465,7 @@ def with_settings(rank: int, folder: Path, how: str | None, rule: str, pokes: bo
     return learned(training)
 
 
-SKETCHED = {"jacobian": tp.Sketched(16), "clipping": tp.Flat(0.5)}
+SKETCHED = {"clipping": tp.Sketched(16, clip_norm=0.5)}
 
 
 @pytest.mark.thorough

@@ -138,7 +138,7 @@ def directions_differ(rank: int, how: str) -> None:
     generator = torch.Generator().manual_seed(rank)
     auxiliary = [torch.randn(3, generator=generator) for _ in range(30)]
     embedding = tp.BGEP(tp.AnchorSubspace(auxiliary, 4, collate_fn=torch.stack), tp.Flat(0.3))  # type: ignore[arg-type]
-    go(start(case(perturbation=lambda: embedding), how), of_pair)
+    go(start(case(mechanism=lambda: embedding), how), of_pair)
 
 
 def learning_rates_differ(rank: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.support import ranks
@@ -74,10 +75,8 @@ def start(model: Any, dataset: Dataset, optimizer: str = "sgd", **settings: Any)
         "clipping": tp.Flat(0.5),
         "noise_multiplier": 1.0,
     }
-    if "perturbation" in settings:
-        del defaults["clipping"]
     made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
-    return tp.PrivateTraining(model, made, dataset, **({"test_seed": 5} | defaults | settings))
+    return private_training(model, made, dataset, **({"test_seed": 5} | defaults | settings))
 
 
 def go(training: tp.PrivateTraining, steps: int | None = None) -> None:
@@ -164,12 +163,12 @@ def test_each_rule_clips_rows_over_shards_as_in_one_process(ranks2, case, rule):
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "microbatches": {"microbatch_size": 3},
-    "adaptive in microbatches": {"microbatch_size": 3, "clipping": RULES["adaptive"]},
+    "microbatches": {"performance": tp.Performance(microbatch_size=3)},
+    "adaptive in microbatches": {"performance": tp.Performance(microbatch_size=3), "clipping": RULES["adaptive"]},
     "one example a step": {"expected_batch_size": 1, "num_steps": 12},
     "examples that are not finite": {"with_nan": True},
-    "workers": {"num_workers": 1},
-    "little memory": {"memory_budget": 1.0001},
+    "workers": {"examples": {"num_workers": 1}},
+    "little memory": {"performance": tp.Performance(memory_budget=1.0001)},
 }
 
 
@@ -276,11 +275,11 @@ def test_a_resumed_training_repeats_bit_for_bit(ranks2):
 
 def with_subspace(rank: int) -> None:
     gep = tp.GEP(subspace(), tp.Flat(0.3), tp.Flat(0.2), 0.5)
-    start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), perturbation=gep)
+    start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), clipping=gep)
 
 
 def with_sketches(rank: int) -> None:
-    start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), jacobian=tp.Sketched(16))
+    start(model_of("perceptron", (2,)), examples("perceptron", torch.float64), clipping=tp.Sketched(16, clip_norm=0.5))
 
 
 def without_data_parallel(rank: int) -> None:
@@ -344,8 +343,8 @@ def positions(rank: int) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (with_subspace, "perturbation=GEP("),
-        (with_sketches, "jacobian=Sketched("),
+        (with_subspace, "clipping=GEP("),
+        (with_sketches, "clipping=Sketched("),
         (
             without_data_parallel,
             "1 of the 2 processes, and the others would train models of their own",

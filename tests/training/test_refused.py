@@ -47,12 +47,12 @@ def stranger():
         (lambda: {"noise_multiplier": None}, r"give exactly one of the two"),
         (lambda: {"noise_multiplier": None, "target_epsilon": 1.0}, r"target_epsilon needs delta"),
         (lambda: {"clipping": 1.0}, r"clipping=1\.0 must be a clipping rule such as Flat"),
-        (lambda: {"microbatch_size": 0}, r"microbatch_size=0 must be"),
-        (lambda: {"memory_budget": 0}, r"memory_budget=0 must be greater than 0"),
-        (lambda: {"memory_budget": -1.2}, r"memory_budget=-1\.2 must be greater than 0"),
+        (lambda: {"performance": tp.Performance(microbatch_size=0)}, r"microbatch_size=0 must be"),
+        (lambda: {"performance": tp.Performance(memory_budget=0)}, r"memory_budget=0 must be greater than 0"),
+        (lambda: {"performance": tp.Performance(memory_budget=-1.2)}, r"memory_budget=-1\.2 must be greater than 0"),
         (
-            lambda: {"clipping": tp.MicroBatches(1.0, 2), "microbatch_size": 3},
-            r"microbatch_size=3 would split the groups of MicroBatches\(clip_norm=1\.0, size=2\)",
+            lambda: {"clipping": tp.MicroBatches(1.0, 2), "performance": tp.Performance(microbatch_size=3)},
+            r"microbatch_size=3\) would split the groups of MicroBatches\(clip_norm=1\.0, size=2\)",
         ),
         (lambda: {"clipping": tp.Groups({"0": 1.0})}, r"no prefix in clip_norms matches '2\.weight', '2\.bias'"),
         (lambda: {"clipping": tp.Adaptive(1.0)}, r"count_noise_stddev=0\.4 must be greater than 0\.5"),
@@ -120,7 +120,7 @@ def test_losses_scaled_by_a_constant_or_a_schedule_are_fine():
 
 
 def test_an_older_iterator_is_refused():
-    training = training_of(microbatch_size=4)
+    training = training_of(performance=tp.Performance(microbatch_size=4))
     older = iter(training)
     x, y = next(older)
     training.step(cross_entropy(training.model, x, y))

@@ -91,7 +91,7 @@ def test_forward_may_leave_torch():
 
 
 def test_microbatches_give_the_same_noise_and_the_same_sum():
-    whole, split = training_of(), training_of(microbatch_size=3)
+    whole, split = training_of(), training_of(performance=tp.Performance(microbatch_size=3))
     train(whole)
     sizes = [len(part) for part in train(split)]
     assert max(sizes) == 3
@@ -107,7 +107,7 @@ def test_released_noise_is_normal_for_any_dtype_and_split(dtype, microbatch_size
     model = nn.Linear(1000, 1000, bias=False).to(dtype)
     nn.init.zeros_(model.weight)
     dataset = TensorDataset(torch.randn(N, 1000, dtype=dtype), torch.zeros(N))
-    training = training_of(model, dataset, num_steps=1, microbatch_size=microbatch_size)
+    training = training_of(model, dataset, num_steps=1, performance=tp.Performance(microbatch_size=microbatch_size))
     train(training, losses=lambda model, x, y: 0 * model(x).sum(1))
     z = model.weight.detach().double().flatten().numpy() * -8 / 0.5  # learning rate 1, clip norm 0.5, batch 8
     assert abs(z.mean()) < 4 / len(z) ** 0.5
@@ -310,7 +310,10 @@ def test_only_what_the_optimizer_holds_is_trained():
 
 def test_one_gradient_for_several_parameters_is_divided_once():
     model = Calls(lambda m, x: F.linear(x, m.a + m.b), a=torch.zeros(1, 3), b=torch.zeros(1, 3))
-    trainings = [training_of(copy.deepcopy(model), microbatch_size=size, num_steps=1) for size in (None, 3)]
+    trainings = [
+        training_of(copy.deepcopy(model), performance=tp.Performance(microbatch_size=size), num_steps=1)
+        for size in (None, 3)
+    ]
     for training in trainings:
         train(training, losses=lambda model, x, y: model(x).sum(1))
     torch.testing.assert_close(parameters_of(trainings[0]), parameters_of(trainings[1]))

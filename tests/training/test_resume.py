@@ -169,13 +169,13 @@ def test_steps_beyond_the_saved_state_are_released_again_with_dropout():
 
 
 def test_breaking_off_within_a_step_begins_it_anew():
-    training = training_of(microbatch_size=3)
+    training = training_of(performance=tp.Performance(microbatch_size=3))
     for x, y in own_batches(training, cross_entropy):
         training.step(cross_entropy(training.model, x, y))
         break
     assert training.step_count == 0
     train(training)
-    whole = training_of(microbatch_size=3)
+    whole = training_of(performance=tp.Performance(microbatch_size=3))
     train(whole)
     assert torch.equal(parameters_of(training), parameters_of(whole))
 
@@ -219,13 +219,13 @@ def test_state_of_other_settings_is_refused():
     with pytest.raises(tp.Refused, match=r"noise_multiplier=0\.9 \(the state has 1\.0\)"):
         training_of(noise_multiplier=0.9).load_state_dict(state)
     with pytest.raises(tp.Refused, match=r"memory_budget=2\.0 \(the state has 1\.2\)"):
-        training_of(memory_budget=2.0).load_state_dict(state)
+        training_of(performance=tp.Performance(memory_budget=2.0)).load_state_dict(state)
 
 
 def test_state_that_is_too_old_to_say_its_memory_budget_is_taken_up():
     state = training_of().state_dict()
     del state["settings"]["memory_budget"]
-    training_of(memory_budget=2.0).load_state_dict(state)
+    training_of(performance=tp.Performance(memory_budget=2.0)).load_state_dict(state)
 
 
 def test_run_folder_of_another_run_is_refused(tmp_path):

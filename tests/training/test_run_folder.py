@@ -128,12 +128,18 @@ def test_metrics_are_the_mean_losses_of_each_epoch_and_the_epsilon_so_far(finish
         assert row.train_score is row.test_score is None
 
 
-@pytest.mark.parametrize("settings", [{"microbatch_size": 3}, {"views": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"performance": tp.Performance(microbatch_size=3, memory_budget=100.0)},
+        {"performance": tp.Performance(memory_budget=100.0), "examples": {"views": 2}},
+    ],
+)
 def test_losses_do_not_depend_on_how_a_batch_is_computed(finished, tmp_path, settings):
-    training = new(tmp_path / "run", memory_budget=100.0, **settings)
+    training = new(tmp_path / "run", **settings)
     for x, y in training:
         losses = cross_entropy(training.model, x, y)
-        training.step(losses.view(-1, 2) if "views" in settings else losses)
+        training.step(losses.view(-1, 2) if "examples" in settings else losses)
     found = [row.loss for row in rows_in(tmp_path / "run")]
     assert found == pytest.approx([row.loss for row in rows_in(finished[0])], rel=1e-5)
 
@@ -309,7 +315,9 @@ def test_a_training_with_other_settings_is_refused_in_a_folder_with_steps(tmp_pa
     with pytest.raises(tp.Refused, match=words):
         new(tmp_path, **changed)
     assert {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)} == before
-    new(tmp_path, optimizer=None, microbatch_size=4)  # what releases do not depend on may change
+    new(
+        tmp_path, optimizer=None, performance=tp.Performance(microbatch_size=4)
+    )  # what releases do not depend on may change
 
 
 def test_a_second_training_leaves_a_finished_folder_as_it_is(tmp_path):
@@ -352,7 +360,7 @@ def test_a_training_whose_folder_was_taken_over_writes_nothing(tmp_path):
 
 
 def test_nothing_is_written_within_a_step(tmp_path):
-    training = new(tmp_path, microbatch_size=3)
+    training = new(tmp_path, performance=tp.Performance(microbatch_size=3))
     refused = 0
     for x, y in training:
         with pytest.raises(tp.Refused, match="a step is in progress"):

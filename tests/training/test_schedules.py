@@ -63,7 +63,7 @@ def test_the_noise_of_a_step_is_that_of_its_event_and_clip_norm(clipping):
     clips = [2.0 ** (step % 3) for step in range(STEPS)]
     model = nn.Linear(4, 5000, bias=False)
     training = training_of(
-        model, lr=1.0, clipping=clipping, noise_multiplier=0.7, noise_schedule=NOISE, clip_schedule=clips
+        model, lr=1.0, clipping=clipping.scheduled(clips), noise_multiplier=0.7, noise_schedule=NOISE
     )
     before, moves = model.weight.detach().clone(), []
     for x, _ in training:
@@ -89,7 +89,7 @@ def test_clip_schedule_clips_every_step_at_its_own_norm():
     data = torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1])
     training = tp.PrivateTraining(
         model, Noted(model.parameters(), lr=0.0), data, expected_batch_size=N, num_steps=STEPS, delta=1e-3,
-        clipping=tp.Flat(0.5), clip_schedule=clips, noise_multiplier=1e-6,
+        clipping=tp.Flat(0.5).scheduled(clips), noise_multiplier=1e-6,
     )  # fmt: skip
     for x, y in training:
         training.step(F.cross_entropy(model(x), y, reduction="none"))
@@ -104,7 +104,7 @@ def test_clip_schedule_clips_every_step_at_its_own_norm():
 
 
 def test_clip_schedule_changes_no_epsilon():
-    plain, scheduled = train(training_of()), train(training_of(clip_schedule=lambda t: 0.5**t))
+    plain, scheduled = train(training_of()), train(training_of(clipping=tp.Flat(0.5).scheduled(lambda t: 0.5**t)))
     assert scheduled.spent().epsilon == plain.spent().epsilon
     assert scheduled.statement()["clipping"]["clip_schedule"]["last"] == 0.5**7
     assert scheduled.statement()["sensitivity"] == 0.5
@@ -137,7 +137,7 @@ def test_a_prefix_is_planned_with_the_noise_of_the_steps_left():
 
 
 def test_a_resumed_training_goes_on_in_the_schedule(tmp_path):
-    more = {"noise_schedule": NOISE, "clip_schedule": [1 / factor for factor in NOISE]}
+    more = {"noise_schedule": NOISE, "clipping": tp.Flat(0.5).scheduled([1 / factor for factor in NOISE])}
     whole = train(training_of(test_seed=3, **more))
     half = train(training_of(test_seed=3, **more), steps=4)
     resumed = training_of(test_seed=3, **more)
@@ -157,9 +157,9 @@ def test_a_resumed_training_goes_on_in_the_schedule(tmp_path):
         ({"noise_schedule": NOISE[:-1]}, "noise_schedule has 7 factors for 8 steps"),
         ({"noise_schedule": [0.0, *NOISE[1:]]}, r"noise_schedule\[0\]=0.0 must be greater than 0"),
         ({"noise_schedule": lambda t: math.nan}, r"noise_schedule\[0\]=nan must be a finite number"),
-        ({"noise_schedule": 2.0}, "must be a function of the step, or 8 numbers"),
-        ({"clip_schedule": "abc"}, "must be a function of the step, or 8 numbers"),
-        ({"clip_schedule": NOISE, "clipping": tp.Adaptive(1.0, count_noise_stddev=9.0)}, "Leave out clip_schedule"),
+        ({"noise_schedule": 2.0}, "must be a function of the step, or numbers"),
+        ({"clipping": tp.Flat(0.5).scheduled(NOISE[:-1])}, "clipping.factors has 7 factors for 8 steps"),
+        ({"clipping": tp.Adaptive(1.0, count_noise_stddev=9.0).scheduled(NOISE)}, "Leave .scheduled.* out"),
         ({"noise_schedule": lambda t: 4.0**t, "clipping": tp.Adaptive(1.0, count_noise_stddev=9.0)}, "count_noise"),
         ({"num_steps": None}, "give exactly one of the two"),
         ({"num_steps": 3, "epochs": 2}, "give exactly one of the two"),
@@ -174,17 +174,22 @@ def test_wrong_schedules_are_refused(more, words):
         tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, expected_batch_size=10, **settings)
 
 
+def test_factors_that_are_none_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"Flat.scheduled: factors='abc' must be a function of the step, or numbers"):
+        tp.Flat(0.5).scheduled("abc")
+
+
 def test_a_rule_of_ones_own_must_say_how_it_is_scaled():
     class Own(tp.Flat):
         scaled = tp.ClippingRule.scaled
 
     with pytest.raises(ValueError, match=r"Own.scaled: .* Define scaled\(factor\)"):
-        training_of(clipping=Own(1.0), clip_schedule=NOISE)
+        training_of(clipping=Own(1.0).scheduled(NOISE))
 
 
 def test_estimated_norms_follow_the_schedules():
-    more = {"noise_schedule": NOISE, "clip_schedule": NOISE, "test_seed": 1}
-    sketched = train(training_of(jacobian=tp.Sketched(32), **more))
+    clipping = tp.Sketched(32, clip_norm=0.5).scheduled(NOISE)
+    sketched = train(training_of(clipping=clipping, noise_schedule=NOISE, test_seed=1))
     assert [event.noise_multiplier for event, _ in sketched.ledger.events] == NOISE
 
 
@@ -220,8 +225,10 @@ def test_spent_is_a_number_never_below_the_truth():
 
 @pytest.mark.thorough
 def test_a_run_folder_names_the_schedules(tmp_path):
-    training = train(training_of(noise_schedule=NOISE, clip_schedule=NOISE, run_folder=tmp_path / "run"))
+    training = train(
+        training_of(noise_schedule=NOISE, clipping=tp.Flat(0.5).scheduled(NOISE), run_folder=tmp_path / "run")
+    )
     folder = RunFolder(tmp_path / "run")
     written = json.loads(folder.settings.read_text())
-    assert written["noise_schedule"] == "first 1, last 1.7, smallest 1, largest 1.7"
+    assert written["noise_schedule"] == written["clip_schedule"] == "first 1, last 1.7, smallest 1, largest 1.7"
     assert folder.read_results()["privacy"]["releases"] == training.statement()["releases"]

@@ -95,17 +95,19 @@ class Dictionaries(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2)])
 def test_any_collatable_structure_and_workers(num_workers):
-    training = training_of(dataset=Dictionaries(), num_workers=num_workers, microbatch_size=5)
+    training = training_of(
+        dataset=Dictionaries(), examples={"num_workers": num_workers}, performance=tp.Performance(microbatch_size=5)
+    )
     for batch in training:
         assert len(batch["x"]) <= 5
         training.step(F.cross_entropy(training.model(batch["x"]), batch["target"][0], reduction="none"))
-    plain = training_of(microbatch_size=5)
+    plain = training_of(performance=tp.Performance(microbatch_size=5))
     train(plain)
     assert torch.equal(parameters_of(training), parameters_of(plain))
 
 
 def test_collate_fn_is_used():
-    training = training_of(collate_fn=lambda items: default_collate([(x * 0, y) for x, y in items]))
+    training = training_of(examples={"collate_fn": lambda items: default_collate([(x * 0, y) for x, y in items])})
     assert all(step == [0.0] * len(step) for step in train(training))
 
 

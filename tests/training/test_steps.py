@@ -10,7 +10,7 @@ from trainings import cross_entropy, network, train, training_of
 import torch_privacy as tp
 from torch_privacy.training.release import Releases
 
-RARE = {"expected_batch_size": 0.8, "num_steps": 12, "microbatch_size": 1}
+RARE = {"expected_batch_size": 0.8, "num_steps": 12, "performance": tp.Performance(microbatch_size=1)}
 
 
 def test_each_iterator_is_one_step_also_for_an_empty_batch():

@@ -45,30 +45,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def new_training(settings: Settings, task: Task, run_folder: RunFolder | None, **more: Any) -> tp.PrivateTraining:
-    """Returns the private training of a task; ``more`` arguments override those of the task.
+def new_training(
+    settings: Settings, task: Task, run_folder: RunFolder | None, projections: int = 0
+) -> tp.PrivateTraining:
+    """Returns the private training of a task; with ``projections`` norms are estimated, for data without protection.
 
     In several processes every rank calls it, and gets the training of a replica.
     """
     num_steps = number_of_steps(settings, num_units(task))
     model, optimizer, scheduler = new_parts(task, num_steps)
-    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model), **more}
+    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model)}
+    if projections:
+        arguments["clipping"] = _sketched(projections, arguments["clipping"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="delta=")  # the papers' delta is close to 1/n for some data
         return tp.PrivateTraining(
             wrapped_for_ranks(model),
             optimizer,
-            task.train,
+            tp.Examples(task.train, views=task.views, **task.owners),
             expected_batch_size=settings.expected_batch_size,
             num_steps=num_steps,
             noise_multiplier=settings.noise_multiplier,
             target_epsilon=settings.target_epsilon,
             delta=settings.delta,
-            views=task.views,
             scheduler=scheduler,
             run_folder=run_folder,
             **arguments,
         )
+
+
+def _sketched(projections: int, clipping: Any) -> tp.Sketched:
+    """Returns clipping by estimated norms in place of a rule with one bound."""
+    if not isinstance(clipping, (tp.Flat, tp.Sketched)):
+        raise ValueError(
+            f"search: norms cannot be estimated for clipping={clipping!r}. Take --projections 0, for exact norms."
+        )
+    return tp.Sketched(projections, clip_norm=clipping.clip_norm, not_for_release=True)
 
 
 def new_average(task: Task, model: nn.Module, optimizer: Optimizer) -> tp.MovingAverage | None:

@@ -142,8 +142,9 @@ def build_task(
     found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
     rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
     private: dict[str, Any] = {"clipping": rule, "prior_releases": prior}
+    of_owners: dict[str, Any] = {}
     if owners is not None:
-        private |= {
+        of_owners = {
             "owners": owners[train_rows],
             "per_owner": settings.per_owner,
             "owner_name": table_notes.event_unit(settings),
@@ -156,6 +157,7 @@ def build_task(
         losses=tables.losses,
         score=_score(schema, encoder),
         private=lambda model: private,
+        owners=of_owners,
         average=settings.average,
         released=released,
         not_covered=(SHOWN_WITHOUT_NOISE,),

@@ -67,13 +67,12 @@ def on_stand_in(
             f"search: {experiment} has no synthetic data to try settings on. Use --on public with a folder of public "
             "data in the same format, --stand-in DIR."
         )
-    sketch = {"jacobian": tp.Sketched(projections)} if projections else {}
     for candidate in candidates:
         settings = study.settings(**{**fixed, **candidate, "data": folder})
         task = build(settings)
         check_numbers(settings)
         check_settings(settings, len(task.train))  # pyright: ignore[reportArgumentType]
-        yield Trial(candidate, rank(task, trained(settings, task, **sketch, not_for_release=True)))
+        yield Trial(candidate, rank(task, trained(settings, task, projections=projections)))
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
@@ -81,11 +80,11 @@ def best_of(trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda trial: trial.score)
 
 
-def trained(settings: Settings, task: Task, **changes: Any) -> tp.PrivateTraining:
-    """Trains privately to the end without writing files; ``changes`` override the task's arguments of the training."""
+def trained(settings: Settings, task: Task, projections: int = 0) -> tp.PrivateTraining:
+    """Trains privately to the end without writing files; with projections by estimated norms, on public data alone."""
     with number_of_threads(task.num_threads):
         torch.manual_seed(settings.seed)
-        training = new_training(settings, task, None, **changes)
+        training = new_training(settings, task, None, projections)
         average = new_average(task, training.model, training.optimizer)
         for batch in training:
             training.step(losses_and_scores(task, training.model, batch, task.views)[0])

@@ -124,6 +124,7 @@ class Task:
     private: Callable[[nn.Module], Mapping[str, Any]] = _nothing  # more arguments of PrivateTraining, such as clipping
     augment: Callable[[Tensor], Tensor] | None = None  # of training inputs, each example independently
     views: int = 1  # augmentations of each example per step; the example's gradient is their mean
+    owners: Mapping[str, Any] = field(default_factory=dict)  # arguments of `Examples`, where owners are protected
     average: float | None = None  # decay of the weights' moving average, which is scored and released instead of them
     released: Mapping[str, Any] = field(default_factory=dict)  # before the first step; a resumed run passes it back
     device: str = "cpu"

@@ -7,17 +7,20 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..mechanisms.clipping import MicroBatches
+from ..mechanisms.scheduled import Scheduled
+from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
+from ..training.old_spelling import refuse_moved
+from ..training.performance import USUAL, Performance
 from ..training.schedule import number_of_steps
 
 WHERE = "PrivateTrainer"
@@ -31,9 +34,7 @@ SET_BY_TRAINER = {  # argument of PrivateTraining -> what sets it
     "scheduler": "TrainingArguments(lr_scheduler_type=...) or PrivateTrainer(optimizers=...)",
     "epochs": "TrainingArguments(num_train_epochs=...)",
 }
-ALLOWED = [
-    name for name in inspect.signature(PrivateTraining).parameters if name not in SET_BY_TRAINER and name != "self"
-]
+ALLOWED = [name for name in inspect.signature(PrivateTraining).parameters if name not in (*SET_BY_TRAINER, "old")]
 UNLESS = "losses are computed by PrivateTrainer.losses(model, inputs), which returns (n,), one for each example"
 
 
@@ -44,6 +45,7 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
             f"{WHERE}: privacy={privacy!r} must hold keywords of PrivateTraining, such as "
             "dict(expected_batch_size=1024, clipping=tp.Automatic(), target_epsilon=8.0, delta=1e-6)."
         )
+    refuse_moved(WHERE, {k: v for k, v in privacy.items() if k not in SET_BY_TRAINER}, "train_dataset")
     wrong = [f"{name!r} (set by {SET_BY_TRAINER[name]})" for name in privacy if name in SET_BY_TRAINER]
     wrong += [f"{name!r}" for name in privacy if name not in SET_BY_TRAINER and name not in ALLOWED]
     if wrong:
@@ -51,8 +53,11 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
     privacy, ranks = dict(privacy), args.world_size
     total = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     privacy.setdefault("expected_batch_size", total)
-    if not isinstance(privacy.get("clipping"), MicroBatches):
-        privacy.setdefault("microbatch_size", args.per_device_train_batch_size)
+    clipping, performance = privacy.get("clipping"), privacy.get("performance", USUAL)
+    rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+    if isinstance(performance, Performance) and performance.microbatch_size is None:
+        if not isinstance(rule, MicroBatches):
+            privacy["performance"] = replace(performance, microbatch_size=args.per_device_train_batch_size)
     if (steps := privacy.get("num_steps")) is not None and args.max_steps > 0 and steps != args.max_steps:
         raise ValueError(f"{WHERE}: num_steps={steps!r} and max_steps={args.max_steps}: leave one of the two out.")
     folder = privacy.get("run_folder")
@@ -64,17 +69,23 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
     return privacy
 
 
-def steps_of(privacy: Mapping[str, Any], args: TrainingArguments, num_examples: int) -> tuple[int, int]:
+def checked_examples(examples: Examples) -> Examples:
+    """Returns the examples; refuses what is set by the Trainer."""
+    for name in ("collate_fn", "num_workers"):
+        if getattr(examples, name):
+            raise ValueError(f"{WHERE}: leave {name}= out of Examples: it is set by {SET_BY_TRAINER[name]}.")
+    return examples
+
+
+def steps_of(privacy: Mapping[str, Any], args: TrainingArguments, num_units: int) -> tuple[int, int]:
     """Returns the number of steps in all, and of an epoch: ``epochs * n / expected_batch_size``, rounded up.
 
     With owners, n and the expected batch size count these.
     """
     batch_size = privacy["expected_batch_size"]
-    if privacy.get("owners") is not None:
-        num_examples = len(np.unique(np.asarray(privacy["owners"])))
-    of_epoch = number_of_steps(None, 1, num_examples, batch_size)
+    of_epoch = number_of_steps(None, 1, num_units, batch_size)
     given = privacy.get("num_steps") or (args.max_steps if args.max_steps > 0 else None)
-    return number_of_steps(given, None if given else args.num_train_epochs, num_examples, batch_size), of_epoch
+    return number_of_steps(given, None if given else args.num_train_epochs, num_units, batch_size), of_epoch
 
 
 def checked_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -124,17 +135,6 @@ def check_parts(
             f"{WHERE}: the model was sharded when it was loaded (distributed_config). Load it whole, and let "
             "Accelerate wrap it: TrainingArguments(fsdp=...) with FSDP version 2, or DDP by torchrun."
         )
-
-
-def column(dataset: Any, name: str) -> list[Any]:
-    """Returns a column of a dataset, such as the owner of each example."""
-    names = dataset.column_names if hasattr(dataset, "column_names") else None
-    if names is not None and name in names:
-        return list(dataset[name])
-    if names is None and isinstance(dataset[0], Mapping) and name in dataset[0]:
-        return [dataset[i][name] for i in range(len(dataset))]
-    known = ", ".join(map(str, names or (dataset[0] if isinstance(dataset[0], Mapping) else ()))) or "none"
-    raise ValueError(f"{WHERE}: owners={name!r} names no column of train_dataset. Its columns: {known}.")
 
 
 def _is_packed(args: Any) -> bool:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainingArguments
 
 from ..sampling.batches import check_map_style
+from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from .arguments import check_parts, checked_arguments, checked_privacy, column, steps_of
+from .arguments import check_parts, checked_arguments, checked_examples, checked_privacy, steps_of
 from .checkpoints import Secrets, saved_step
 from .losses import per_example_loss
 from .reporting import WHERE, Reporting
@@ -48,9 +51,9 @@ class PrivateTrainer(Reporting):
             ``num_steps``.
         privacy: keywords of `PrivateTraining`, such as ``dict(clipping=tp.Flat(1.0), target_epsilon=8.0, delta=1e-6)``.
             ``expected_batch_size`` is by default per_device_train_batch_size * gradient_accumulation_steps * number of
-            ranks. ``owners`` may be the name of a column of ``train_dataset``. With ``run_folder`` (outside of
-            ``output_dir``) training can be resumed.
-        others: as in ``Trainer``. One item of ``train_dataset``, which must be map-style, is the unit of privacy.
+            ranks. With ``run_folder`` (outside of ``output_dir``) training can be resumed.
+        others: as in ``Trainer``. One item of ``train_dataset``, which must be map-style, is the unit of privacy;
+            ``train_dataset=tp.Examples(dataset, owners="author", per_owner=5)`` protects the owners that a column has.
 
     Attributes:
         training: the `PrivateTraining`, from the start of ``train``; None before.
@@ -85,7 +88,12 @@ class PrivateTrainer(Reporting):
         self._steps: Generator[Iterator[Any], None, None] | None = None
         self._hooks: list[RemovableHandle] = []
         self._scores: dict[str, float] = {}  # of the latest evaluation
-        super().__init__(model, args, *others, **named)
+        given = inspect.signature(Trainer.__init__).bind_partial(self, model, args, *others, **named)
+        examples = given.arguments.get("train_dataset")
+        self._examples = checked_examples(examples) if isinstance(examples, Examples) else None
+        if self._examples is not None:
+            given.arguments["train_dataset"] = self._examples.dataset
+        super().__init__(*given.args[1:], **given.kwargs)
         check_parts(
             type(self), PrivateTrainer, self.data_collator, self.train_dataset, self.compute_loss_func, self.model
         )
@@ -126,14 +134,18 @@ class PrivateTrainer(Reporting):
             raise ValueError(f"{WHERE}: training needs a train_dataset.")
         dataset: Any = self.train_dataset
         check_map_style(dataset, f"{WHERE}: train_dataset")
-        if isinstance(name := self._privacy.get("owners"), str):  # before unused columns are removed
-            self._privacy = {"owner_name": name} | self._privacy | {"owners": column(dataset, name)}
-        return Steps(dataset, steps_of(self._privacy, self.args, len(dataset))[1])
+        return Steps(dataset, steps_of(self._privacy, self.args, self._given_examples().num_units)[1])
+
+    def _given_examples(self) -> Examples:
+        """Returns the train data as they were given, with all columns."""
+        dataset: Any = self.train_dataset
+        given = self._examples
+        return given if given is not None and given.dataset is dataset else Examples(dataset)
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Returns the numbers of epochs, steps and examples of a Poisson-sampled training."""
         n, batch_size = len(dataloader.dataset), self._privacy["expected_batch_size"]
-        max_steps, of_epoch = steps_of(self._privacy, args, n)
+        max_steps, of_epoch = steps_of(self._privacy, args, self._given_examples().num_units)
         epochs = math.ceil(max_steps / of_epoch)
         return epochs, of_epoch, n, max_steps * batch_size, math.ceil(batch_size), of_epoch, max_steps
 
@@ -171,6 +183,10 @@ class PrivateTrainer(Reporting):
         dataset: Any = self.train_dataset
         collator, optimizer = self.data_collator, self._inner_optimizer()
         given: dict[str, Any] = self._privacy | {"num_steps": num_steps}
+        examples = self._given_examples()
+        known, owners = examples.known_owners, {}
+        if known is not None:  # their column may be among those that are removed
+            owners = {"owners": known.numbers, "owner_name": known.name}
         if hasattr(dataset, "remove_columns") and hasattr(dataset, "column_names"):  # of the library datasets
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -178,10 +194,10 @@ class PrivateTrainer(Reporting):
         return PrivateTraining(
             model,
             optimizer,
-            dataset,
+            replace(
+                examples, dataset=dataset, collate_fn=collator, num_workers=self.args.dataloader_num_workers, **owners
+            ),
             **given,
-            collate_fn=collator,
-            num_workers=self.args.dataloader_num_workers,
         )
 
     # The loop

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from ..sampling.batches import check_map_style
+from ..sampling.examples import Examples
 from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 
@@ -27,7 +28,8 @@ HOOKS_OF_STEPS = (  # a private step has no place for them
     "optimizer_zero_grad",
 )
 REFUSED_CALLBACKS = {  # with the cure; a subclass is refused, too
-    "BatchSizeFinder": "it trains on the data to try batch sizes; set microbatch_size= of PrivateFit",
+    "BatchSizeFinder": "it trains on the data to try batch sizes; "
+    "set performance=Performance(microbatch_size=...) of PrivateFit",
     "LearningRateFinder": "it trains on the data to try learning rates; search on public data, or with "
     "tp.search_privately",
     "StochasticWeightAveraging": "it changes the weights between steps; use tp.MovingAverage in configure_optimizers",
@@ -76,7 +78,10 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
 
 def _check_numbers(trainer: Trainer) -> None:
     cures = {
-        "accumulate_grad_batches": (1, "Raise expected_batch_size of PrivateFit, and set microbatch_size= for memory"),
+        "accumulate_grad_batches": (
+            1,
+            "Raise expected_batch_size of PrivateFit; for memory pass performance=Performance(...)",
+        ),
         "gradient_clip_val": (None, "It would rescale the noise. Clipping is that of clipping= of PrivateFit"),
         "overfit_batches": (0, "It repeats the same batches. Pass a Subset of the data set, with its own epsilon"),
         "reload_dataloaders_every_n_epochs": (0, "Data must stay the same in a private training"),
@@ -119,12 +124,14 @@ def steering_metrics(trainer: Trainer, dataset: Dataset) -> set[str]:
     return metrics
 
 
-def parts_of(loader: Any) -> tuple[Dataset, Any, int]:
-    """Returns data set, ``collate_fn`` and ``num_workers`` of a train loader, or of a data set without a loader.
+def examples_in(loader: Any) -> Examples:
+    """Returns the examples of a train loader, or of a data set without a loader; `Examples` as they are.
 
     Raises:
         Refused: several loaders, data that are not map-style, or settings of the loader that would be lost.
     """
+    if isinstance(loader, Examples):
+        return loader
     if not isinstance(loader, DataLoader):
         if not (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")) or isinstance(
             loader, dict | list | tuple
@@ -134,7 +141,7 @@ def parts_of(loader: Any) -> tuple[Dataset, Any, int]:
                 "of which an item is an example."
             )
         check_map_style(loader, f"{WHERE}: train data")
-        return loader, None, 0
+        return Examples(loader)
     check_map_style(loader.dataset, f"{WHERE}: train DataLoader")
     if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
         raise Refused(
@@ -152,7 +159,7 @@ def parts_of(loader: Any) -> tuple[Dataset, Any, int]:
         )
     if loader.worker_init_fn is not None:
         raise Refused(f"{WHERE}: worker_init_fn of the train DataLoader is not called. Leave it out.")
-    return loader.dataset, loader.collate_fn, loader.num_workers
+    return Examples(loader.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
 
 
 def _of_rank(sampler: Any, num_examples: int) -> int:

@@ -21,6 +21,7 @@ except ImportError as error:
 
 from ..support.validate import Refused
 from ..training import PrivateTraining
+from ..training.old_spelling import refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
 from .stand_ins import KeptLogs, PrivateOptimization, Source, let_steps_pass
@@ -37,7 +38,8 @@ class PrivateFit(Callback):
     empty batches included. An epoch has ``ceil(n / expected_batch_size)`` steps.
 
     Data set, ``collate_fn`` and ``num_workers`` of the train ``DataLoader`` are taken; its batches are replaced by
-    Poisson batches. A map-style data set can be given instead of a loader.
+    Poisson batches. A map-style data set can be given instead of a loader, or ``tp.Examples(dataset, ...)``, which also
+    says what is protected: examples in several views, or their owners.
 
     Args:
         privacy: keywords of `PrivateTraining`, such as ``expected_batch_size=256, clipping=tp.Flat(1.0),
@@ -68,7 +70,8 @@ class PrivateFit(Callback):
     """
 
     def __init__(self, **privacy: Any):
-        known = set(inspect.signature(PrivateTraining).parameters) - set(TAKEN)
+        known = set(inspect.signature(PrivateTraining).parameters) - {*TAKEN, "old"}
+        refuse_moved(WHERE, {k: v for k, v in privacy.items() if k not in TAKEN}, "the train DataLoader")
         for name in privacy:
             if name in TAKEN:
                 raise ValueError(f"{WHERE}: leave out {name}=, which comes from Trainer, module and train DataLoader.")
@@ -107,14 +110,12 @@ class PrivateFit(Callback):
         assert isinstance(source, Source)
         if not isinstance(num_steps, int):
             raise Refused(f"{WHERE}: the number of steps must be known at the start. Set max_epochs or max_steps.")
-        self._steering = steering_metrics(trainer, source.dataset)
+        self._steering = steering_metrics(trainer, source.examples.dataset)
         training = PrivateTraining(
             trainer.strategy.model,  # type: ignore[arg-type]
             trainer.optimizers[0],
-            source.dataset,
+            source.examples,
             num_steps=num_steps,
-            collate_fn=source.collate_fn,
-            num_workers=source.num_workers,
             **self._privacy,
         )
         self._resume(training, trainer.global_step)

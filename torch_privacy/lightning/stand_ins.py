@@ -13,7 +13,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch import Tensor
 
-from .checks import parts_of
+from .checks import examples_in
 
 
 class Step:
@@ -53,8 +53,8 @@ class Source(_DataLoaderSource):
         self._expected_batch_size = expected_batch_size
 
     def dataloader(self) -> Any:
-        self.dataset, self.collate_fn, self.num_workers = parts_of(super().dataloader())
-        return Steps(ceil(len(self.dataset) / self._expected_batch_size))  # type: ignore[arg-type]
+        self.examples = examples_in(super().dataloader())
+        return Steps(ceil(self.examples.num_units / self._expected_batch_size))
 
 
 class PrivateOptimization(_AutomaticOptimization):

@@ -24,6 +24,7 @@ from ..support.validate import (
     strictly_between,
     whole,
 )
+from .scheduled import Schedule, Scheduled
 
 # Rules with factors that grow without bound as the norm shrinks treat norms up to this one as zero: float32 loses the
 # squares of entries below 1e-19, and with a norm that misses some of them the row would exceed its bound.
@@ -77,11 +78,19 @@ class ClippingRule(ABC):
         return expected_batch_size
 
     def scaled(self, factor: float) -> ClippingRule:
-        """Returns the rule with all its bounds multiplied by ``factor``, which ``clip_schedule`` needs."""
+        """Returns the rule with all its bounds multiplied by ``factor``, which `scheduled` needs."""
         raise ValueError(
-            f"{type(self).__name__}.scaled: this rule cannot scale its bounds, as a clip_schedule needs. Define "
+            f"{type(self).__name__}.scaled: this rule cannot scale its bounds, as scheduled(...) needs. Define "
             "scaled(factor), which returns the rule with all bounds multiplied by the factor."
         )
+
+    def scheduled(self, factors: Schedule) -> Scheduled:
+        """Returns the rule with bounds that are multiplied by a factor in every step; it changes no epsilon.
+
+        Args:
+            factors: a function of the step, from 0 on, or a number for each step.
+        """
+        return Scheduled(self, factors)
 
     def statement(self) -> dict[str, Any]:
         """Returns the rule's name, settings and, once known, the bounds of its groups, as plain data."""
@@ -451,7 +460,7 @@ class Adaptive(ClippingRule):
         return NoiseSplit(inverse_square**-0.5, stddev)
 
     def scaled(self, factor: float) -> ClippingRule:
-        raise ValueError("Adaptive.scaled: the clip norm follows the norms already. Leave out clip_schedule.")
+        raise ValueError("Adaptive.scaled: the clip norm follows the norms already. Leave .scheduled(...) out.")
 
     def updated(self, noisy_count: float, expected_batch_size: float) -> Adaptive:
         """Returns the rule for the next step, from the batch's ``count`` plus its noise."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ..mechanisms.clipping import Adaptive, ClippingRule, Flat, Groups
-from ..support.validate import Refused, one_of
+from ..mechanisms.scheduled import Scheduled
+from ..support.validate import Refused, one_of, whole
+from ..training.old_spelling import refuse_moved
 from .run import PrivateLoader
 
 WHERE = "make_private"
@@ -21,9 +24,8 @@ OURS = (  # arguments of PrivateTraining that a loop written for Opacus may add
     "callbacks",
     "clip_schedule",
     "delta",
-    "memory_budget",
     "noise_schedule",
-    "num_workers",
+    "performance",
     "prior_releases",
     "run_folder",
     "test_seed",
@@ -37,9 +39,58 @@ ADAPTIVE = {  # argument of Opacus -> of the clipping rule
 }
 
 
-def check_kept(
-    poisson_sampling: bool, noise_generator: Any, grad_sample_mode: str, loss_reduction: str, clipping: str
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Holds the arguments of `PrivacyEngine.make_private`; see there for each.
+
+    Args:
+        more: further arguments, by name.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Any
+    data_loader: Any
+    max_grad_norm: float | list[float]
+    batch_first: bool
+    loss_reduction: str
+    clipping: str
+    grad_sample_mode: str
+    wrap_model: bool
+    epochs: int | None
+    more: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        one_of(WHERE, ("hooks", "ew", "functorch", "ghost", "ghost_fsdp"), grad_sample_mode=self.grad_sample_mode)
+        one_of(WHERE, ("mean", "sum"), loss_reduction=self.loss_reduction)
+        one_of(WHERE, ("flat", "per_layer", "adaptive"), clipping=self.clipping)
+        check_unwrapped(self.module, self.optimizer)
+        check_loader(self.data_loader)
+        if self.epochs is not None:
+            whole(WHERE, epochs=self.epochs, at_least=1)
+
+    def clipping_and_bound(self) -> tuple[ClippingRule | Scheduled, float]:
+        """Returns the clipping, and the bound on an example's gradient before a schedule changes it."""
+        rule, bound = clipping_rule(self.clipping, self.max_grad_norm, self.module, self.optimizer, self.more)
+        schedule = self.more.get("clip_schedule")
+        return rule if schedule is None else rule.scheduled(schedule), bound
+
+    def further(self) -> dict[str, Any]:
+        """Returns the further arguments of `PrivateTraining`; refuses others."""
+        of_rule = ADAPTIVE if self.clipping == "adaptive" else ()
+        more = {name: value for name, value in self.more.items() if name not in of_rule}
+        if unknown := more.keys() - {*OURS}:
+            refuse_moved(WHERE, {name: more[name] for name in unknown & {"memory_budget", "microbatch_size"}}, "")
+            raise TypeError(
+                f"{WHERE} got unexpected arguments {sorted(unknown)}; further ones: {sorted(OURS)}. The data_loader "
+                "has num_workers and collate_fn."
+            )
+        if self.epochs is None and more.keys() & {"noise_schedule", "clip_schedule"}:
+            raise ValueError(f"{WHERE}: noise_schedule and clip_schedule need epochs, to know the number of steps.")
+        return {name: value for name, value in more.items() if name != "clip_schedule"}
+
+
+def check_kept(poisson_sampling: bool, noise_generator: Any) -> None:
     """Refuses arguments of Opacus that would make epsilon wrong."""
     if not poisson_sampling:
         raise Refused(
@@ -51,9 +102,6 @@ def check_kept(
             f"{WHERE}: noise_generator={noise_generator!r}: the noise always comes from AES with a secret key of the "
             "operating system (Opacus: secure_mode=True). Leave it out; for tests pass test_seed=0."
         )
-    one_of(WHERE, ("hooks", "ew", "functorch", "ghost", "ghost_fsdp"), grad_sample_mode=grad_sample_mode)
-    one_of(WHERE, ("mean", "sum"), loss_reduction=loss_reduction)
-    one_of(WHERE, ("flat", "per_layer", "adaptive"), clipping=clipping)
 
 
 def check_unwrapped(*parts: Any) -> None:
@@ -100,7 +148,7 @@ def check_loader(loader: Any) -> None:
 def clipping_rule(
     clipping: str, max_grad_norm: Any, module: nn.Module, optimizer: Optimizer, kwargs: dict[str, Any]
 ) -> tuple[ClippingRule, float]:
-    """Returns the clipping rule and the bound on an example's gradient; takes its arguments out of ``kwargs``."""
+    """Returns the clipping rule and the bound on an example's gradient; an adaptive one has arguments in ``kwargs``."""
     if clipping == "per_layer":
         return _per_parameter(max_grad_norm, module, optimizer)
     if isinstance(max_grad_norm, list | tuple):
@@ -110,7 +158,7 @@ def clipping_rule(
     missing = ADAPTIVE.keys() - kwargs.keys()
     if missing:
         raise ValueError(f"{WHERE}: clipping='adaptive' needs {', '.join(sorted(missing))}, too.")
-    arguments = {ours: kwargs.pop(theirs) for theirs, ours in ADAPTIVE.items()}
+    arguments = {ours: kwargs[theirs] for theirs, ours in ADAPTIVE.items()}
     return Adaptive(max_grad_norm, **arguments), max_grad_norm
 
 

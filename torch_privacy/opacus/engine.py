@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from ..support.validate import one_of, plain_numbers, whole
+from ..sampling.examples import Examples
+from ..support.validate import one_of, plain_numbers
 from ..training.settings import check_delta
 from .accountant import Accountant
-from .arguments import OURS, check_kept, check_loader, check_unwrapped, clipping_rule
+from .arguments import Given, check_kept
 from .checkpointing import Checkpointing
 from .optimizers import DPOptimizer
 from .run import MOST_EPOCHS, PrivateLoader, Run
@@ -127,18 +128,29 @@ class PrivacyEngine(Checkpointing):
             rand_on_empty: accepted; the loop does not see empty batches.
             epochs: number of passes that will be made, if known: ``engine.training.spent()`` then shows their epsilon
                 as planned, and further passes are refused. Without it up to 10,000 may be made.
-            **kwargs: for `PrivateTraining`: ``run_folder``, ``budget``, ``delta``, ``memory_budget``,
-                ``prior_releases``, ``assume_independent``, ``num_workers``, ``noise_schedule``, ``clip_schedule``,
-                ``callbacks``, ``test_seed``.
+            **kwargs: for `PrivateTraining`: ``run_folder``, ``budget``, ``delta``, ``performance``,
+                ``prior_releases``, ``assume_independent``, ``noise_schedule``, ``callbacks``, ``test_seed``; and
+                ``clip_schedule``, a factor on ``max_grad_norm`` in every step, as ``Flat(1.0).scheduled`` takes it.
 
         Raises:
             Refused: what Opacus does and this engine does not.
         """
-        return self._make(
-            module, optimizer, criterion, data_loader, clipping, max_grad_norm, kwargs, loss_reduction, batch_first,
-            {"noise_multiplier": noise_multiplier}, epochs, grad_sample_mode, wrap_model, poisson_sampling,
-            noise_generator,
-        )  # fmt: skip
+        check_kept(poisson_sampling, noise_generator)
+        given = Given(
+            module=module,
+            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            clipping=clipping,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            epochs=epochs,
+            more=kwargs,
+        )
+        return self._make(given, {"noise_multiplier": noise_multiplier})
 
     def make_private_with_epsilon(
         self,
@@ -166,29 +178,28 @@ class PrivacyEngine(Checkpointing):
         These steps, together with all that this engine knows of before them, spend at most ``target_epsilon`` at
         ``target_delta``. Further steps are refused. The other arguments are those of `make_private`.
         """
-        return self._make(
-            module, optimizer, criterion, data_loader, clipping, max_grad_norm, kwargs, loss_reduction, batch_first,
-            {"target_epsilon": target_epsilon, "delta": target_delta}, epochs, grad_sample_mode, wrap_model,
-            poisson_sampling, noise_generator,
-        )  # fmt: skip
+        check_kept(poisson_sampling, noise_generator)
+        given = Given(
+            module=module,
+            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            clipping=clipping,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            epochs=epochs,
+            more=kwargs,
+        )
+        return self._make(given, {"target_epsilon": target_epsilon, "delta": target_delta})
 
-    def _make(
-        self, module: Any, optimizer: Any, criterion: Any, data_loader: Any, clipping: str, max_grad_norm: Any,
-        kwargs: dict[str, Any], loss_reduction: str, batch_first: bool, noise: dict[str, Any], epochs: int | None,
-        grad_sample_mode: str, wrap_model: bool, poisson_sampling: bool, noise_generator: Any,
-    ) -> Any:  # fmt: skip
-        check_kept(poisson_sampling, noise_generator, grad_sample_mode, loss_reduction, clipping)
-        optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        check_unwrapped(module, optimizer)
-        check_loader(data_loader)
-        if epochs is not None:
-            whole("make_private", epochs=epochs, at_least=1)
-        rule, clip_norm = clipping_rule(clipping, max_grad_norm, module, optimizer, kwargs)
-        if unknown := kwargs.keys() - set(OURS):
-            raise TypeError(f"make_private got unexpected arguments {sorted(unknown)}; further ones: {sorted(OURS)}.")
-        if epochs is None and kwargs.keys() & {"noise_schedule", "clip_schedule"}:
-            raise ValueError("make_private: noise_schedule and clip_schedule need epochs, to know the number of steps.")
-        dataset, steps = data_loader.dataset, len(data_loader)
+    def _make(self, given: Given, noise: dict[str, Any]) -> Any:
+        """Returns what Opacus returns, from a training with this noise."""
+        clipping, bound = given.clipping_and_bound()
+        further, loader = given.further(), given.data_loader
+        dataset, steps = loader.dataset, len(loader)
         if self.dataset is not None and self.dataset is not dataset:
             warnings.warn(
                 "PrivacyEngine: this data set is not the one of the earlier make_private. Epsilon counts both as if "
@@ -196,26 +207,32 @@ class PrivacyEngine(Checkpointing):
                 stacklevel=3,
             )
         self.dataset = dataset
-        self.accountant.given += kwargs.pop("prior_releases", ())
+        self.accountant.given += further.pop("prior_releases", ())
+        collate = None if loader.collate_fn is default_collate else loader.collate_fn
         settings = {
             "expected_batch_size": len(dataset) / steps,
-            "num_steps": steps * (MOST_EPOCHS if epochs is None else epochs),
-            "clipping": rule,
-            "collate_fn": None if data_loader.collate_fn is default_collate else data_loader.collate_fn,
-            "num_workers": data_loader.num_workers,
+            "num_steps": steps * (MOST_EPOCHS if given.epochs is None else given.epochs),
+            "clipping": clipping,
             "prior_releases": tuple(self.accountant.releases()),
             **noise,
-            **kwargs,
+            **further,
         }
         run = Run(
-            module, optimizer, dataset, settings, steps_per_epoch=steps, max_grad_norm=clip_norm,
-            loss_reduction=loss_reduction, batch_first=batch_first, open_ended=epochs is None,
-        )  # fmt: skip
+            given.module,
+            given.optimizer,
+            Examples(dataset, collate_fn=collate, num_workers=loader.num_workers),
+            settings,
+            steps_per_epoch=steps,
+            max_grad_norm=bound,
+            loss_reduction=given.loss_reduction,
+            batch_first=given.batch_first,
+            open_ended=given.epochs is None,
+        )
         self.accountant.runs.append(run)
-        first = module if wrap_model else Hooks()
-        loader = PrivateLoader(run, data_loader)
-        if "ghost" in grad_sample_mode:
-            return first, run.private_optimizer, nn.CrossEntropyLoss() if criterion is None else criterion, loader
+        first, loader = given.module if given.wrap_model else Hooks(), PrivateLoader(run, loader)
+        if "ghost" in given.grad_sample_mode:
+            criterion = nn.CrossEntropyLoss() if given.criterion is None else given.criterion
+            return first, run.private_optimizer, criterion, loader
         return first, run.private_optimizer, loader
 
     @plain_numbers

@@ -7,6 +7,7 @@ import math
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import privacy
+from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
 from .catcher import ForwardHooks, LossCatcher
@@ -30,7 +32,7 @@ class Run:
         model: the user's model.
         optimizer: the user's optimizer.
         settings: arguments of `PrivateTraining`.
-        dataset: the examples.
+        examples: the data.
         steps_per_epoch: number of steps in a pass of the loader.
         max_grad_norm: bound on the gradient of an example.
         loss_reduction: "mean" or "sum".
@@ -42,7 +44,7 @@ class Run:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        dataset: Any,
+        examples: Examples,
         settings: Mapping[str, Any],
         *,
         steps_per_epoch: int,
@@ -51,7 +53,7 @@ class Run:
         batch_first: bool,
         open_ended: bool,
     ):
-        self.model, self.optimizer, self.dataset = model, optimizer, dataset
+        self.model, self.optimizer, self.examples = model, optimizer, examples
         self.steps_per_epoch, self.max_grad_norm, self.loss_reduction = steps_per_epoch, max_grad_norm, loss_reduction
         self._settings, self._batch_first, self.is_open_ended = dict(settings), batch_first, open_ended
         self._catcher = LossCatcher(loss_reduction)
@@ -65,11 +67,12 @@ class Run:
         self._earlier: list[tuple[privacy.Event, int]] = []  # released by trainings that this run has left behind
         self.private_optimizer = DPOptimizer(optimizer, self)
         self.training = self._new_training()
+        self._microbatch_size = self.training.settings.performance.microbatch_size  # where a loader has no limit
         if loss_reduction == "sum":
             optimizer.register_step_pre_hook(self._undo_division)
 
     def _new_training(self) -> PrivateTraining:
-        training = PrivateTraining(self.model, self.optimizer, self.dataset, **self._settings)
+        training = PrivateTraining(self.model, self.optimizer, self.examples, **self._settings)
         self._hooks.register(self.model)
         return training
 
@@ -141,8 +144,10 @@ class Run:
         self._passes += 1
         this_pass, self._is_open, self._progress = self._passes, False, None
         self._catcher.close()
-        if microbatch_size != self._settings.get("microbatch_size"):
-            self.change(microbatch_size=microbatch_size)
+        performance = self.training.settings.performance
+        size = self._microbatch_size if microbatch_size is None else microbatch_size
+        if size != performance.microbatch_size:
+            self.change(performance=replace(performance, microbatch_size=size))
         training, made = self.training, 0
         self._find_schedulers()
         steps = training.steps()

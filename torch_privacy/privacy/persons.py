@@ -18,7 +18,7 @@ LARGEST = 30.0  # ε of one example up to which the generic bound is looked for
 
 @dataclass(frozen=True)
 class Persons:
-    """Holds what protecting a person costs if examples are sampled, and if persons are (``owners=``).
+    """Holds what protecting a person costs if examples are sampled, and if persons are (owners of `Examples`).
 
     Attributes:
         group_size: G, the largest number of a person's examples.
@@ -43,9 +43,9 @@ class Persons:
     def rule(self) -> str:
         """Says which of the two to choose."""
         return (
-            f"Sample persons (owners=, per_owner={self.group_size}) if the mean of a person's gradients is shorter "
-            f"than about {self.noise_ratio:.2f} of the gradient of one example. The more diverse a person's examples "
-            f"are, the shorter it is, down to {self.group_size**-0.5:.2f}."
+            f"Sample persons (owners of Examples, per_owner={self.group_size}) if the mean of a person's gradients is "
+            f"shorter than about {self.noise_ratio:.2f} of the gradient of one example. The more diverse a person's "
+            f"examples are, the shorter it is, down to {self.group_size**-0.5:.2f}."
         )
 
     def lines(self) -> list[tuple[str, str]]:

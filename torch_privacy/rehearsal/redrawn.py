@@ -12,7 +12,7 @@ import numpy as np
 from ..support.draws import Drawn, Draws, Rule
 from .comparison import REMOVED, REPLACED, Comparison, Finding
 from .trace import Trace
-from .turn import Answers, Examples, Turn
+from .turn import Answers, BatchVariants, Turn
 
 LEVELS = 6  # quantiles at which random numbers are fixed in a full rehearsal, half of them for each doubtful run
 EXTREME = 0.02  # the first and the last of them lie this near to 0 and to 1
@@ -50,7 +50,7 @@ class Redrawn:
 
     def __init__(
         self,
-        examples: Examples,
+        examples: BatchVariants,
         comparison: Comparison,
         generator: np.random.Generator,
         run: Run,

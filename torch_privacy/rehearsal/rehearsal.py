@@ -43,7 +43,7 @@ from .comparison import (
 )
 from .redrawn import OtherRun, Redrawn, Run
 from .trace import Trace
-from .turn import Answers, Examples, Turn
+from .turn import Answers, BatchVariants, Turn
 from .unrepeatable import not_compared, varying_names
 
 
@@ -90,7 +90,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        examples: Examples,
+        examples: BatchVariants,
         halves: Sequence[np.ndarray],
         generator: np.random.Generator,
         *,

@@ -17,7 +17,7 @@ from .row_digests import RowAnswers
 from .trace import Trace
 
 
-class Examples(Protocol):
+class BatchVariants(Protocol):
     """A batch with examples that can be replaced and left out."""
 
     batch: Any

@@ -276,7 +276,7 @@ class DatasetExamples:
 
     @property
     def drawn_together(self) -> bool:
-        """Implements `Examples`."""
+        """Implements `BatchVariants`."""
         return self._drew_in_collate
 
     @cached_property
@@ -284,7 +284,7 @@ class DatasetExamples:
         return self._drew("collate", self._fetched.ends[1])
 
     def whole(self, draws: Draws) -> Any:
-        """Implements `Examples`; returns the batch as it was drawn if collate_fn draws what cannot be replaced."""
+        """Implements `BatchVariants`; returns the batch as it was drawn if collate_fn draws what cannot be replaced."""
         if draws.rule is Rule.AS_DRAWN or not self.drawn_together:
             return self.batch
         if self._whole[0] != draws:
@@ -293,7 +293,7 @@ class DatasetExamples:
         return self._whole[1]
 
     def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
-        """Implements `Examples`: replaces items before collation or, if that fails, rows of the collated tensors.
+        """Implements `BatchVariants`: replaces items before collation or, if that fails, rows of the collated tensors.
 
         If whole batches of other items never have equal shapes, each item is replaced by one of its own shapes.
         """
@@ -316,7 +316,7 @@ class DatasetExamples:
         return batch
 
     def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
-        """Implements `Examples`."""
+        """Implements `BatchVariants`."""
         items, kept, fetched = self.items, np.repeat(keep, self._request.views), self._fetched
         if self.drawn_together:  # a part alone would draw other random numbers
             whole = self.whole(draws)
@@ -491,18 +491,18 @@ class CollatedExamples:
         self.drawn: Drawn | None = None
 
     def whole(self, draws: Draws) -> Any:
-        """Implements `Examples`."""
+        """Implements `BatchVariants`."""
         return self.batch
 
     def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
-        """Implements `Examples`."""
+        """Implements `BatchVariants`."""
         indices = np.arange(self.count)
         shift = self._generator.integers(1, max(2, self.count), size=self.count)
         replaced = self._selected(np.where(keep, indices, (indices + shift) % self.count))
         return replaced if replaced is not None and _shapes(replaced) == _shapes(self.batch) else None
 
     def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
-        """Implements `Examples`."""
+        """Implements `BatchVariants`."""
         return self._selected(np.flatnonzero(keep))
 
     def _selected(self, indices: np.ndarray) -> Any:

@@ -296,7 +296,7 @@ def at_most(dataset: Dataset, owners: Any, count: int, *, seed: int | None = Non
 
     Args:
         dataset: map-style.
-        owners: (n,) one id for each example, or the name of a column: as for `PrivateTraining`.
+        owners: (n,) one id for each example, or the name of a column: as for `Examples`.
         count: largest number of examples of each owner, at least 1.
         seed: fixes the choice. It may be public; by default it is secret, from the operating system.
 

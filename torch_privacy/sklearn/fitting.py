@@ -22,6 +22,7 @@ from ..privacy.spent import Spent
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage
 from ..training.loop import PrivateTraining
+from ..training.performance import Performance
 from ..training.schedule import number_of_steps
 from .features import scaled
 from .refits import Fit
@@ -187,7 +188,7 @@ def train(
             target_epsilon=epsilon,
             noise_multiplier=noise,
             delta=plan.delta,
-            microbatch_size=estimator.microbatch_size,
+            performance=Performance(microbatch_size=estimator.microbatch_size),
             prior_releases=(*estimator.prior_releases, *target.releases),
             run_folder=estimator.run_folder,
             assume_independent=estimator.assume_independent,

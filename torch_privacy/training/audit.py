@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from ..privacy.audit import Audit, audit_scores
 from ..sampling.canaries import GradientCanaries, WithCanaries
+from ..sampling.examples import Examples
 from ..support.validate import Refused, one_of
 from .canaries import CanaryScores, Observed
 from .loop import PrivateTraining
@@ -46,7 +47,7 @@ def audit(
     Args:
         train: takes the data set with canaries, makes one `PrivateTraining` of it, runs its loop to the end, and
             returns the training or ``(model, training)``. Fetching and collating belong into the data set or into
-            ``collate_fn``: the data set must reach `PrivateTraining` as it is.
+            ``collate_fn``: the data set must reach `PrivateTraining` as it is, or in `Examples`.
         dataset: the user's own, map-style.
         canaries: more examples, such as mislabelled ones, which a model must memorize to fit; or `GradientCanaries`.
             1,000 to 5,000 are usual: with few, no attack can show a large epsilon.
@@ -93,6 +94,11 @@ def audit(
     """
     if isinstance(score, str):
         one_of("tp.audit", ("gradient", "loss"), score=score)
+    if isinstance(dataset, Examples):
+        raise Refused(
+            "tp.audit: dataset is Examples(...). Pass the data set itself, and wrap what train(dataset) gets: "
+            "PrivateTraining(model, optimizer, tp.Examples(dataset, ...))."
+        )
     if isinstance(canaries, GradientCanaries) and score == "loss":
         raise Refused('tp.audit: GradientCanaries have no loss. Take score="gradient", or records as canaries.')
     seed = secrets.randbits(256) if test_seed is None else test_seed
@@ -131,7 +137,8 @@ def _checked(returned: Any, data: WithCanaries) -> PrivateTraining:
     if data.training is not training:
         raise Refused(
             "tp.audit: the training that train(dataset) returned was made on another data set. Pass dataset as it is "
-            "to PrivateTraining; transforms belong into the data set that tp.audit gets, or into collate_fn."
+            "to PrivateTraining, or in Examples; transforms belong into the data set that tp.audit gets, or into "
+            "collate_fn."
         )
     if not data.scores.is_complete:
         raise Refused(

@@ -57,7 +57,7 @@ class StepLog:
 
     They are computed when they are first read, from examples in the sum: those with a finite gradient. An example is
     a row of the data set, of all microbatches and ranks; its loss and gradient are means over its views. With
-    `MicroBatches` an example has the gradient of its group, with ``owners=`` that of its owner.
+    `MicroBatches` an example has the gradient of its group, with owners that of its owner.
 
     Attributes:
         step: number of steps made so far, this one included.

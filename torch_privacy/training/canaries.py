@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..jacobian.tape import Tape
 from ..mechanisms.base import Mechanism, Recording, Summation, added
 from ..mechanisms.clipping import MicroBatches
+from ..mechanisms.estimated_norms import Sketched
 from ..rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
 from ..sampling.canaries import WithCanaries
@@ -227,14 +228,14 @@ class Observation(Listener):
     def __init__(self, data: WithCanaries, settings: TrainingSettings, mechanism: Mechanism, batches: Batches):
         self._data, self._settings, self._mechanism, self._batches = data, settings, mechanism, batches
         self._scores: CanaryScores | None = data.scores
-        if isinstance(settings.clipping, MicroBatches) and (self._by_releases or not data.are_records):
+        if isinstance(settings.unscheduled, MicroBatches) and (self._by_releases or not data.are_records):
             raise Refused(
                 "tp.audit: with MicroBatches a canary has no gradient of its own, so releases cannot be scored. Take "
                 'score="loss", and records as canaries.'
             )
-        if settings.jacobian is not None and not data.are_records:
+        if isinstance(settings.unscheduled, Sketched) and not data.are_records:
             raise Refused(
-                f"tp.audit: GradientCanaries cannot be used with jacobian={settings.jacobian!r}, which estimates norms "
+                f"tp.audit: GradientCanaries cannot be used with clipping={settings.clipping!r}, which estimates norms "
                 "in the model's forward. Pass records as canaries."
             )
 
@@ -307,7 +308,7 @@ class Observation(Listener):
             summation,
             merging=summation.merging,
             may_miss=tape.parameters,
-            memory_budget=self._settings.memory_budget,
+            memory_budget=self._settings.performance.memory_budget,
         )
         return added(sums, of_canaries)
 
@@ -317,7 +318,8 @@ class Observation(Listener):
 
     def _canaries(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yields parts of the canaries' indices, with the number of the first of each."""
-        size = self._settings.microbatch_size or max(int(self._settings.expected_batch_size), LEAST_OBSERVED)
+        settings = self._settings
+        size = settings.performance.microbatch_size or max(int(settings.expected_batch_size), LEAST_OBSERVED)
         for part in split(self._data.num_examples + np.arange(self._data.num_canaries), size):
             yield int(part[0]) - self._data.num_examples, part
 

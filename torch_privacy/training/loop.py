@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..jacobian.tape import MEMORY_BUDGET
-from ..mechanisms.clipping import ClippingRule
-from ..mechanisms.estimated_norms import Sketched
-from ..mechanisms.gep import BGEP, GEP
+from ..mechanisms.scheduled import Schedule, Scheduled, factors_of
 from ..runs.folder import RunFolder
-from ..sampling.batches import Batches, Collate
-from ..sampling.canaries import WithCanaries
-from ..sampling.owners import owners_of
+from ..sampling.examples import Examples, examples_of
 from ..support.validate import Refused, whole
 from ..support.warning import warn
 from .accelerate import check_not_for_accelerate
@@ -32,15 +27,17 @@ from .callbacks import Callback, Callbacks
 from .canaries import Observation
 from .listeners import Listeners
 from .loop_checks import name_of
-from .making import agree, make_rehearsals, make_setup, make_state
+from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
+from .old_spelling import refuse_unknown
+from .performance import USUAL, Performance
 from .placement import placement_of
 from .releaser import Releaser
 from .reporting import Reporting
 from .resuming import Resuming
 from .run_files import Scores
-from .schedule import Schedule, factors_of, number_of_steps
-from .settings import TrainingSettings
+from .schedule import number_of_steps
+from .settings import Clipping, TrainingSettings
 from .state import StepSums
 from .step_run import Run, StepRun
 
@@ -69,40 +66,30 @@ class PrivateTraining(Reporting):
     Args:
         model: any module; its trained parameters must be used by ops with exact rows (others are refused by name).
         optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
-        dataset: map-style; one item is one example, the unit of protection. Its size is treated as public.
-        expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step; with ``owners``
-            it counts owners, as n does.
+        dataset: map-style; one item is one example, the unit of protection. Its size is treated as public. Or
+            `Examples` of a data set, which say how it is fetched, whether examples come in several views, and whether
+            their owners are protected.
+        expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step; it counts owners
+            where these are protected, as n does.
         num_steps: total number of steps (releases); or give ``epochs``.
-        epochs: passes over the data (over the owners, if given), on average: ``num_steps`` is
+        epochs: passes over the data (over the owners, where these are protected), on average: ``num_steps`` is
             ``epochs · n / expected_batch_size``, rounded up.
-        clipping: rule that bounds each per-example gradient, such as ``Flat(clip_norm=1.0)``; omit it with
-            ``perturbation``, which has bounds of its own.
+        clipping: bounds each per-example gradient: a rule such as ``Flat(clip_norm=1.0)``, a rule with bounds that
+            change, ``Flat(1.0).scheduled(factors)``, `Sketched` for models that the tape refuses (norms estimated by
+            random projections, which costs epsilon), or `GEP` or `BGEP` (separate noise for the gradients' coordinates
+            in a public subspace and for the residual).
         noise_multiplier: noise standard deviation divided by sensitivity; or give ``target_epsilon``.
         noise_schedule: factor on the noise multiplier in every step: a function of the step, from 0 on, or a number for
             each. Every step is priced with its own noise. With ``target_epsilon`` the whole schedule is scaled. It is
             computed before the first batch, so that it cannot follow the data.
-        clip_schedule: factor on the bounds of ``clipping`` in every step, given likewise. The noise shrinks and grows
-            with it, so that it changes no epsilon.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
         budget: ``privacy.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if
             that step comes before ``num_steps``.
-        memory_budget: peak memory that a step may take, as a multiple of that of non-private training (up to 100) or in
-            bytes; it determines what is kept for the clipped sum.
-        microbatch_size: largest number of examples handed out at once, to limit memory; the noise stays the same bit
-            for bit, the clipped sum the same up to rounding.
-        views: number of consecutive copies of each example in a batch, fetched separately (random augmentations):
-            batches have ``views`` times as many items, and ``step`` takes losses (n, views). The gradient of their mean
-            is the example's one row, so more views cost no privacy.
-        jacobian: ``Sketched(num_projections)`` for models that the tape refuses: norms are estimated by random
-            projections, which costs epsilon. By default norms are exact.
-        perturbation: ``GEP(...)`` or ``BGEP(...)``: separate noise for the gradients' coordinates in a public subspace
-            and for the residual.
+        performance: `Performance`, what a step takes of memory and time, such as
+            ``Performance(microbatch_size=256)``. It changes no release but by rounding.
         prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]`` of a
             `PrivatePCA` in front of the model: first in the ledger, and part of every epsilon.
-        not_for_release: allows ``Sketched`` with fewer than 16 projections; every statement then says NOT PRIVATE.
-        collate_fn: as in ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
-        num_workers: number of processes that fetch examples, as in ``DataLoader``.
         scheduler: learning-rate scheduler to advance after every step, including steps with empty batches. The user's
             loop may advance one instead, if ``step`` returned True, but does not see empty batches. A scheduler that
             needs a loss (``ReduceLROnPlateau``) is refused.
@@ -110,14 +97,6 @@ class PrivateTraining(Reporting):
             statement, metrics, model, results and report after the last step, or by `write_run`. Every release is
             written to the ledger before it is used, so that it survives ``kill -9``; it reaches the disk itself within
             about a second.
-        owners: (n,) the owner of each example, as integers or texts, or the name of the data set's column that has
-            them. Then owners are protected with all of their examples, not single examples: an owner joins a step with
-            probability q, up to ``per_owner`` of its examples are drawn by the secret key, and the mean of their
-            gradients is one row, which is clipped once. ``delta`` must be below one over the number of owners, which is
-            treated as public. An example joins with a probability that depends on the number of its owner's examples.
-        per_owner: largest number of an owner's examples in a step, at least 1.
-        owner_name: the word for an owner in every statement, such as "customer"; by default the column's name, or
-            "owner".
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
         callbacks: `Callback` objects that are called after every step, such as ``LoggingCallback()``: loss, share of
@@ -195,92 +174,59 @@ class PrivateTraining(Reporting):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        dataset: Dataset,
+        dataset: Dataset | Examples,
         *,
         expected_batch_size: float,
         num_steps: int | None = None,
         epochs: float | None = None,
-        clipping: ClippingRule | None = None,
+        clipping: Clipping | None = None,
         noise_multiplier: float | None = None,
         noise_schedule: Schedule | None = None,
-        clip_schedule: Schedule | None = None,
         target_epsilon: float | None = None,
         delta: float | None = None,
         budget: privacy.Budget | None = None,
-        microbatch_size: int | None = None,
-        views: int = 1,
-        memory_budget: float = MEMORY_BUDGET,
-        jacobian: Sketched | None = None,
-        perturbation: GEP | BGEP | None = None,
+        performance: Performance = USUAL,
         prior_releases: Sequence[privacy.Release] = (),
-        not_for_release: bool = False,
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
         scheduler: LRScheduler | None = None,
         run_folder: Path | str | RunFolder | None = None,
-        owners: Any = None,
-        per_owner: int | None = None,
-        owner_name: str | None = None,
         assume_independent: str | None = None,
         callbacks: Sequence[Callback] = (),
         after_update: Callable[[Any], Any] | None = None,
         test_seed: int | None = None,
+        **old: Never,  # former keywords, which are refused with their new spelling
     ):
+        refuse_unknown(PrivateTraining.__init__, "PrivateTraining", clipping, old)
         placement = placement_of(model)
         with placement.ranks.together("begins a training"):
-            whole("PrivateTraining", num_workers=num_workers)
-            called = Callbacks(callbacks, placement.ranks)
-            canaries = dataset if isinstance(dataset, WithCanaries) else None
-            items = dataset if canaries is None else canaries.items
-            fetchable = None if canaries is None else canaries.fetchable
-            of_examples = dataset if canaries is None else canaries.examples
-            known = owners_of("PrivateTraining", owners, of_examples, per_owner, owner_name)
-            if known is not None and canaries is not None:
-                known = known.with_more(canaries.num_canaries)
-            batches = Batches(items, collate_fn, num_workers, fetchable, None if known is None else known.numbers)
-            num_units = len(dataset) if known is None else known.count  # type: ignore[arg-type]
+            called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
+            canaries, num_units = examples.canaries, examples.num_units
             num_steps = number_of_steps(num_steps, epochs, num_units, expected_batch_size)
             whole("PrivateTraining", num_steps=num_steps, at_least=1)
             settings = TrainingSettings(
-                num_examples=len(dataset),  # type: ignore[arg-type]
+                num_examples=examples.num_examples,
                 num_canaries=0 if canaries is None else canaries.num_canaries,
                 expected_batch_size=expected_batch_size,
                 num_steps=num_steps,
-                clipping=clipping,
+                clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
                 noise_multiplier=noise_multiplier,
-                noise_schedule=factors_of("noise_schedule", noise_schedule, num_steps),
-                clip_schedule=factors_of("clip_schedule", clip_schedule, num_steps),
+                noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),
                 target_epsilon=target_epsilon,
                 delta=delta,
                 budget=budget,
-                microbatch_size=microbatch_size,
-                views=views,
-                memory_budget=memory_budget,
-                jacobian=jacobian,
-                perturbation=perturbation,
+                performance=performance,
+                views=examples.views,
                 prior_releases=tuple(prior_releases),
-                not_for_release=not_for_release,
                 assume_independent=assume_independent,
                 after_update=None if after_update is None else name_of(after_update),
                 test_seed=test_seed,
-                owners=known,
+                owners=examples.known_owners,
             )
-            setup, files = make_setup(
-                placement,
-                model,
-                optimizer,
-                scheduler,
-                after_update,
-                batches,
-                canaries,
-                settings,
-                tuple(called.names),
-                run_folder,
-            )
+            own = Own(model, optimizer, scheduler, after_update)
+            setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)
             observation = None
             if canaries is not None:
-                observation = Observation(canaries, setup.settings, setup.mechanism, batches)
+                observation = Observation(canaries, setup.settings, setup.mechanism, setup.batches)
                 canaries.check_only_one(self)
         self.model, self.optimizer, self.scheduler = setup.given, setup.optimizer, setup.scheduler
         self.settings, self.ledger = setup.settings, setup.ledger

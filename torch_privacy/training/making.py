@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..model_check.requirements import TensorsOf, check_model
 from ..runs.folder import RunFolder
-from ..sampling.batches import Batches
-from ..sampling.canaries import WithCanaries
+from ..sampling.examples import Examples
 from ..sampling.item_check import item_check
 from ..support.model_state import AttributeTensors
 from ..support.validate import Refused
@@ -34,25 +34,31 @@ from .state import Setup, State, optimized, while_alive
 from .statement import Account
 from .weights import WeightGuard, padding_rows
 
-AGREED = ("test_seed", "target_epsilon", "delta", "budget", "microbatch_size", "assume_independent")
+AGREED = "test_seed", "target_epsilon", "delta", "budget", "microbatch_size", "assume_independent"
+
+
+@dataclass(frozen=True)
+class Own:
+    """Holds what the user trains, and with what; see `PrivateTraining` for each."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    after_update: Callable[[Any], Any] | None
 
 
 def make_setup(
     placement: Placement,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    after_update: Callable[[Any], Any] | None,
-    batches: Batches,
-    canaries: WithCanaries | None,
+    own: Own,
+    examples: Examples,
     settings: TrainingSettings,
     callbacks: tuple[str, ...],
     run_folder: Path | str | RunFolder | None,
 ) -> tuple[Setup, RunFiles | None]:
     """Checks the arguments; returns what the training is made of, and its run folder, if it has one."""
-    optimizer, scheduler = without_accelerate(optimizer, scheduler)
-    ranks, inner = placement.ranks, placement.model
-    if ranks.size > 1 and canaries is not None:
+    optimizer, scheduler = without_accelerate(own.optimizer, own.scheduler)
+    ranks, inner, batches = placement.ranks, placement.model, examples.batches()
+    if ranks.size > 1 and examples.canaries is not None:
         raise Refused(f"PrivateTraining: an audit works in one process, and there are {ranks.size}. Leave it out.")
     check_model(inner, optimizer)
     check_scheduler(scheduler)
@@ -69,19 +75,19 @@ def make_setup(
         if path is not None:
             files = RunFiles(path, settings, ranks)
             resumed = settings.for_resuming(mechanism, trained)
-            written = settings_of(model, optimizer, scheduler, batches.dataset, trained, settings, resumed)
+            written = settings_of(own.model, optimizer, scheduler, batches.dataset, trained, settings, resumed)
             files.begin(written, len(ledger) - len(settings.prior_releases))
     except BaseException:
         ledger.close()
         raise
     setup = Setup(
-        given=model,
+        given=own.model,
         model=inner,
         optimizer=optimizer,
         scheduler=scheduler,
-        after_update=after_update,
+        after_update=own.after_update,
         batches=batches,
-        canaries=canaries,
+        examples=examples,
         placement=placement,
         settings=settings,
         plan=plan,
@@ -111,7 +117,8 @@ def agree(setup: Setup, state: State, files: RunFiles | None, resuming: Resuming
     placement, ranks = setup.placement, setup.placement.ranks
     if ranks.size > 1 and isinstance(placement, Ranked):
         machine = Machine.here(state.tensors.trained.values()).state()
-        own = {name: getattr(setup.settings, name) for name in AGREED} | {"callbacks": [*setup.callbacks]}
+        recorded = setup.settings.recorded()
+        own = {name: recorded[name] for name in AGREED} | {"callbacks": [*setup.callbacks]}
         shared = own | machine | setup.for_resuming(state.tensors)
         check_ranks(ranks, placement, setup.optimizer, setup.batches, shared)
         resuming.copy_ledger()
@@ -124,7 +131,7 @@ def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
     """Returns the rehearsals of a training; its own objects are not variables of the user's loop."""
     settings, batches = setup.settings, setup.batches
     assumed, owners = settings.assume_independent is not None, settings.owners
-    known = [setup.given, setup.optimizer, setup.scheduler, batches.dataset, setup.canaries]
+    known = [setup.given, setup.optimizer, setup.scheduler, batches.dataset, setup.canaries, setup.examples]
     watch = LoopWatch(
         setup.model,
         while_alive(training, lambda alive: [alive, *known], []),

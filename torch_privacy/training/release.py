@@ -162,13 +162,13 @@ class Releases:
         owners = self.owners(step)
         if owners is not None:
             units = owners
-            cuts = _cut_between(owners, number, self._settings.microbatch_size)
+            cuts = _cut_between(owners, number, self._settings.performance.microbatch_size)
             count = max(len(of_rank) for of_rank in cuts) - 1
             ends = [*cuts[part], *[cuts[part][-1]] * count][: count + 1]
             shares = [np.arange(start, end) for start, end in pairwise(ends)]
         elif units is None or num_rows is None:
             positions = np.array_split(np.arange(len(indices)), number)[part]
-            size = self._settings.microbatch_size or len(indices)
+            size = self._settings.performance.microbatch_size or len(indices)
             count = ceil(ceil(len(indices) / number) / size)
             shares = [positions[k * size : (k + 1) * size] for k in range(count)]
         else:

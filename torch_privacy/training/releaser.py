@@ -85,7 +85,8 @@ class Releaser:
             raise Refused(
                 f"PrivateTraining: {type(setup.optimizer).__name__}.step() changed no weight, as wrappers "
                 "do that accumulate gradients or skip steps. The release of this step is spent. Pass the "
-                "optimizer itself; for larger batches raise expected_batch_size and set microbatch_size."
+                "optimizer itself; for larger batches raise expected_batch_size and set "
+                "Performance(microbatch_size=...)."
             )
         for p in parameters.values():
             p.grad = None
@@ -108,14 +109,13 @@ class Releaser:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
         ours, actual = self._setup.settings, self._setup.mechanism.settings()
         planned = self._setup.plan.at(self._state.step)
-        event, none = ours.event(self._setup.mechanism, ours.noise_at(self._state.step)), repr(None)
-        jacobian, perturbation = actual.get("jacobian", none), actual.get("perturbation", none)
-        if event != planned or (jacobian, perturbation) != (repr(ours.jacobian), repr(ours.perturbation)):
+        event, recorded = ours.event(self._setup.mechanism, ours.noise_at(self._state.step)), ours.recorded()
+        ways = {name: str(recorded[name]) for name in ("jacobian", "perturbation")}
+        if event != planned or {name: actual.get(name, str(None)) for name in ways} != ways:
             raise Refused(
-                f"PrivateTraining: noise, sampling, jacobian={ours.jacobian!r} or perturbation={ours.perturbation!r} "
-                f"have changed since the start: this step would be {event!r} with jacobian={jacobian}, perturbation="
-                f"{perturbation}, but the ledger would record {planned!r}. Make a new PrivateTraining, with the "
-                "releases so far as prior_releases."
+                f"PrivateTraining: noise, sampling or clipping={ours.clipping!r} have changed since the start: this "
+                f"step would be {event!r}, but the ledger would record {planned!r}. Make a new PrivateTraining, with "
+                "the releases so far as prior_releases."
             )
 
     def _check_finite(self, total: StepSums) -> None:

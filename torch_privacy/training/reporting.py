@@ -57,7 +57,7 @@ class Reporting:
         """
         if examples_per_person is not None and self._setup.settings.owners is not None:
             raise ValueError(
-                f"PrivateTraining.spent: examples_per_person={examples_per_person!r} is for trainings without owners=. "
+                f"PrivateTraining.spent: examples_per_person={examples_per_person!r} is for trainings without owners. "
                 f"This one protects one {self._setup.settings.unit} with all of its examples: leave it out."
             )
         if delta is not None:

@@ -130,7 +130,7 @@ class Resuming:
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         """Refuses a state of a training with other settings."""
-        saved = {**FORMER, "memory_budget": self._setup.settings.memory_budget, **saved}
+        saved = {**FORMER, "memory_budget": self._setup.settings.performance.memory_budget, **saved}
         ours = self._setup.for_resuming(self._state.tensors)
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:

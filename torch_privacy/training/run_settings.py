@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def settings_of(
         ", ".join(f"{key}={plain(value)!r}" for key, value in group.items() if key != "params")
         for group in optimizer.param_groups
     ]
-    numbers = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    numbers = settings.recorded()
     for name in ("noise_schedule", "clip_schedule"):  # in full, a schedule is as long as the training
         if numbers[name] is not None:
             numbers[name] = ", ".join(f"{which} {value:.4g}" for which, value in summary_of(numbers[name]).items())

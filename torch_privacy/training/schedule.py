@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides what may differ from step to step: schedules of noise and clip norm, and the events that they plan."""
+"""Provides the number of steps, and the events that are planned for them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate, groupby, pairwise
-from typing import Any
-
-from torch import Tensor
 
 from .. import privacy
 from ..support.steps import steps_of
 from ..support.validate import plain_number, positive
 
 WHERE = "PrivateTraining"
-Schedule = Callable[[int], float] | Sequence[float] | Tensor  # (num_steps,)
 
 
 def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: int, batch_size: float) -> int:
@@ -31,29 +27,6 @@ def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: i
     passes, mean_size = plain_number(epochs), plain_number(batch_size)
     positive(WHERE, epochs=passes, expected_batch_size=mean_size)
     return steps_of(passes, num_examples, mean_size)
-
-
-def factors_of(name: str, schedule: Schedule | None, num_steps: int) -> tuple[float, ...] | None:
-    """Returns the factor of every step, (num_steps,), from a function of the step or from numbers.
-
-    They are computed once, before the first batch, so that they cannot follow the data.
-
-    Raises:
-        ValueError: another number of factors, or one that is not finite and above 0.
-    """
-    if schedule is None:
-        return None
-    listed: Any = map(schedule, range(num_steps)) if callable(schedule) else schedule
-    if isinstance(listed, (str, bytes)) or not hasattr(listed, "__iter__"):
-        raise ValueError(
-            f"{WHERE}: {name}={schedule!r} must be a function of the step, or {num_steps} numbers, one for each."
-        )
-    factors = tuple(plain_number(factor) for factor in listed)
-    if len(factors) != num_steps:
-        raise ValueError(f"{WHERE}: {name} has {len(factors)} factors for {num_steps} steps: give one for each.")
-    for step, factor in enumerate(factors):
-        positive(WHERE, **{f"{name}[{step}]": factor})
-    return tuple(map(float, factors))
 
 
 class Plan:

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanisms.base import ClippedSum, Mechanism
-from ..mechanisms.clipping import ClippingRule, MicroBatches, check_rule
+from ..mechanisms.clipping import ClippingRule, Flat, MicroBatches, check_rule
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
+from ..mechanisms.scheduled import Scheduled
 from ..privacy.events.base import WITHOUT_NOISE
 from ..runs.schemas import COUPLED, LOG
 from ..sampling.fingerprint import STATE_FINGERPRINT
@@ -31,8 +31,10 @@ from ..support.schema import violation
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between, whole
 from ..support.warning import warn
+from .performance import USUAL, Performance
 from .schedule import WHERE, Plan
 
+Clipping = ClippingRule | Sketched | GEP | BGEP | Scheduled
 KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
 STATE = {  # what state_dict returns; mechanism and ledger check their own parts further
     "type": "object",
@@ -70,7 +72,7 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated.
+    calibrated. ``views`` and ``owners`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
@@ -79,20 +81,15 @@ class TrainingSettings:
     num_examples: int
     expected_batch_size: float
     num_steps: int
-    clipping: ClippingRule | None = None
+    clipping: Clipping | None = None
     noise_multiplier: float | None = None
     noise_schedule: tuple[float, ...] | None = None
-    clip_schedule: tuple[float, ...] | None = None
     target_epsilon: float | None = None
     delta: float | None = None
     budget: privacy.Budget | None = None
-    microbatch_size: int | None = None
+    performance: Performance = USUAL
     views: int = 1
-    memory_budget: float = MEMORY_BUDGET
-    jacobian: Sketched | None = None
-    perturbation: GEP | BGEP | None = None
     prior_releases: tuple[privacy.Release, ...] = ()
-    not_for_release: bool = False
     assume_independent: str | None = None
     after_update: str | None = None  # name of the function that changes the weights after every update
     test_seed: int | None = None
@@ -101,11 +98,13 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         n = self.num_units
-        positive(WHERE, expected_batch_size=self.expected_batch_size, memory_budget=self.memory_budget)
+        positive(WHERE, expected_batch_size=self.expected_batch_size)
         whole(WHERE, num_steps=self.num_steps, at_least=1)
-        whole(WHERE, views=self.views, at_least=1)
-        if self.microbatch_size is not None:
-            whole(WHERE, microbatch_size=self.microbatch_size, at_least=1)
+        if not isinstance(self.performance, Performance):
+            raise ValueError(
+                f"{WHERE}: performance={self.performance!r} must be a Performance, such as "
+                "tp.Performance(microbatch_size=256)."
+            )
         if self.expected_batch_size > n:
             units = "examples" if self.owners is None else "owners, which it counts"
             raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} {units}.")
@@ -167,71 +166,65 @@ class TrainingSettings:
         """Returns the events of the prior releases, each with the count 1."""
         return [(release.event, 1) for release in self.prior_releases]
 
+    @property
+    def clip_schedule(self) -> tuple[float, ...] | None:
+        """Returns the factor on the bounds of ``clipping`` in every step; None if they stay."""
+        return tuple(self.clipping.factors) if isinstance(self.clipping, Scheduled) else None  # type: ignore[arg-type]
+
+    @property
+    def unscheduled(self) -> ClippingRule | Sketched | GEP | BGEP | None:
+        """Returns the clipping without its schedule."""
+        return self.clipping.rule if isinstance(self.clipping, Scheduled) else self.clipping
+
+    @property
+    def not_for_release(self) -> bool:
+        """True if the data need no protection, so that epsilon may be large."""
+        return isinstance(self.unscheduled, Sketched) and self.unscheduled.not_for_release
+
     def new_mechanism(self, trained: Mapping[str, Tensor], dataset: Dataset) -> Mechanism:
         """Returns the mechanism, which defines what a step releases."""
-        if self.perturbation is not None:
-            return self._embedded_sum(trained, dataset)
-        clipping = check_rule(WHERE, "clipping", self.clipping)
-        if isinstance(clipping, MicroBatches) and self.owners is not None:
+        way, names, size, unit = self.unscheduled, list(trained), self.expected_batch_size, self.unit
+        if isinstance(way, (GEP, BGEP)):
+            if share_examples(way.subspace.dataset, dataset):
+                raise Refused(
+                    f"{WHERE}: the auxiliary data of clipping={type(way).__name__}(...) hold private examples of "
+                    "dataset. The anchors' directions are released without noise and must come from public data."
+                )
+            return EmbeddedSum(way, trained, size, self.views, unit)
+        if isinstance(way, Sketched):
+            self._check_exact_norms_not_needed(way)
+            return SketchedSum(way, names, size, self.clip_schedule, unit)
+        rule = check_rule(WHERE, "clipping", way)
+        if isinstance(rule, MicroBatches):
+            self._check_one_kind_of_mean(rule)
+        return ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
+
+    def _check_one_kind_of_mean(self, rule: MicroBatches) -> None:
+        """Refuses micro-batches of owners, and those that would be split."""
+        if self.owners is not None:
             raise Refused(
-                f"{WHERE}: clipping={clipping!r} with owners=: a row is the mean of an owner's gradients already. Take "
+                f"{WHERE}: clipping={rule!r} with owners=: a row is the mean of an owner's gradients already. Take "
                 "Flat(clip_norm), which clips each owner's mean by itself."
             )
-        if isinstance(clipping, MicroBatches) and self.microbatch_size is not None:
+        if (size := self.performance.microbatch_size) is not None:
             raise ValueError(
-                f"{WHERE}: microbatch_size={self.microbatch_size!r} would split the groups of {clipping!r}. Leave "
+                f"{WHERE}: performance=Performance(microbatch_size={size!r}) would split the groups of {rule!r}. Leave "
                 "microbatch_size out."
             )
-        names, sketched = list(trained), self.jacobian
-        if sketched is None:
-            return ClippedSum(clipping, names, self.expected_batch_size, self.views, self.clip_schedule, unit=self.unit)
+
+    def _check_exact_norms_not_needed(self, sketched: Sketched) -> None:
+        """Refuses estimated norms of means, which are no sums of one projection for each example."""
         if self.shares_rows:
             raise Refused(
                 f"{WHERE}: owners= with per_owner={self.owners.per_owner} needs exact norms of means, "  # type: ignore
-                f"but jacobian={sketched!r} was given. Leave one of the two out, or take per_owner=1."
+                f"but clipping={sketched!r} was given. Take a clipping rule such as Flat, or take per_owner=1."
             )
         if self.views > 1:
             raise Refused(
-                f"{WHERE}: views={self.views} needs exact norms, but jacobian={sketched!r} was given. Leave one of the "
-                "two out; or let an item of the dataset hold all views, unfold them in the model's forward, and pass "
-                "the mean of their losses."
+                f"{WHERE}: views={self.views} needs exact norms, but clipping={sketched!r} was given. Take a clipping "
+                "rule such as Flat; or let an item of the dataset hold all views, unfold them in the model's forward, "
+                "and pass the mean of their losses."
             )
-        return SketchedSum(
-            sketched,
-            clipping,
-            names,
-            self.expected_batch_size,
-            self.clip_schedule,
-            not_for_release=self.not_for_release,
-            unit=self.unit,
-        )
-
-    def _embedded_sum(self, trained: Mapping[str, Tensor], dataset: Dataset) -> EmbeddedSum:
-        perturbation = self.perturbation
-        if not isinstance(perturbation, (GEP, BGEP)):
-            raise ValueError(f"{WHERE}: perturbation={perturbation!r} must be a GEP(AnchorSubspace(...)) or BGEP(...).")
-        kind = type(perturbation).__name__
-        if self.jacobian is not None:
-            raise Refused(
-                f"{WHERE}: jacobian={self.jacobian!r} with perturbation={kind}(...) has no price: the residuals' norms "
-                "must be exact. Leave one of the two out."
-            )
-        if self.clipping is not None:
-            raise Refused(
-                f"{WHERE}: clipping={self.clipping!r} with perturbation={kind}(...), which has clipping rules of its "
-                f"own for embedding and residual. Leave clipping out, or pass {kind}(..., embedding_clipping=...)."
-            )
-        if self.clip_schedule is not None:
-            raise Refused(
-                f"{WHERE}: clip_schedule with perturbation={kind}(...), which has two bounds of its own. Leave "
-                "clip_schedule out."
-            )
-        if share_examples(perturbation.subspace.dataset, dataset):
-            raise Refused(
-                f"{WHERE}: the auxiliary data of perturbation={kind}(...) hold private examples of dataset. The "
-                "anchors' directions are released without noise and must come from public data."
-            )
-        return EmbeddedSum(perturbation, trained, self.expected_batch_size, self.views, self.unit)
 
     def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
         """Returns the settings with the noise multiplier given, or the smallest that meets the target.
@@ -309,10 +302,41 @@ class TrainingSettings:
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
-            "memory_budget": self.memory_budget,  # determines the methods, which differ in the last bits
+            "memory_budget": self.performance.memory_budget,  # determines the methods, which differ in the last bits
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "after_update": self.after_update,
             "parameters": {name: list(p.shape) for name, p in trained.items()},
+        }
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns all settings by the names that run folders have had from the start."""
+        way = self.unscheduled
+        sketched = way if isinstance(way, Sketched) else None
+        embedded = way if isinstance(way, (GEP, BGEP)) else None
+        rule = way if sketched is None else Flat(sketched.clip_norm)
+        return {
+            "num_examples": self.num_examples,
+            "expected_batch_size": self.expected_batch_size,
+            "num_steps": self.num_steps,
+            "clipping": rule if embedded is None else None,
+            "noise_multiplier": self.noise_multiplier,
+            "noise_schedule": self.noise_schedule,
+            "clip_schedule": self.clip_schedule,
+            "target_epsilon": self.target_epsilon,
+            "delta": self.delta,
+            "budget": self.budget,
+            "microbatch_size": self.performance.microbatch_size,
+            "views": self.views,
+            "memory_budget": self.performance.memory_budget,
+            "jacobian": None if sketched is None else sketched.projections.in_states,
+            "perturbation": embedded,
+            "prior_releases": self.prior_releases,
+            "not_for_release": self.not_for_release,
+            "assume_independent": self.assume_independent,
+            "after_update": self.after_update,
+            "test_seed": self.test_seed,
+            "num_canaries": self.num_canaries,
+            "owners": self.owners,
         }
 
 

@@ -19,6 +19,7 @@ from ..model_check.requirements import TensorsOf, check_no_gradient_hooks
 from ..noise import generators
 from ..sampling.batches import Batches
 from ..sampling.canaries import WithCanaries
+from ..sampling.examples import Examples
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .bystanders import OutsideForwards
@@ -44,7 +45,7 @@ class Setup:
         optimizer, scheduler: the user's own.
         after_update: called with the model after every optimizer step, if given.
         batches: fetches the batches of the data set.
-        canaries: the data set of an audit; None for any other.
+        examples: the data, as the user gave them.
         placement: where the weights are.
         settings, plan: what is priced.
         mechanism: clips and sums.
@@ -59,7 +60,7 @@ class Setup:
     scheduler: LRScheduler | None
     after_update: Callable[[Any], Any] | None
     batches: Batches
-    canaries: WithCanaries | None
+    examples: Examples
     placement: Placement
     settings: TrainingSettings
     plan: Plan
@@ -68,6 +69,11 @@ class Setup:
     ledger: privacy.Ledger
     account: Account
     callbacks: tuple[str, ...] = ()
+
+    @property
+    def canaries(self) -> WithCanaries | None:
+        """Returns the data set of an audit; None for any other."""
+        return self.examples.canaries
 
     def tensors(self) -> ModelTensors:
         """Returns the present tensors of the model; refuses gradient hooks on trained parameters."""

@@ -383,7 +383,7 @@ class StepRun:
                 summation if is_batch else None,
                 merging=summation.merging,
                 may_miss=reached.may_miss(tape.parameters) if is_alone else tape.parameters,
-                memory_budget=self._setup.settings.memory_budget,
+                memory_budget=self._setup.settings.performance.memory_budget,
                 observe=None if rows is None else rows.take,
             )
         summation.check_bound()

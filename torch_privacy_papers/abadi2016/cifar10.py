@@ -73,7 +73,7 @@ def build_task(settings: Settings) -> Task:
         data,
         network,
         settings,
-        private=lambda model: {"clipping": tp.Groups(bounds), "microbatch_size": 500},
+        private=lambda model: {"clipping": tp.Groups(bounds), "performance": tp.Performance(microbatch_size=500)},
         augment=distorted,
         device=task.gpu_if_any(),
         data_files={**data.files, **public.files},

@@ -103,12 +103,13 @@ class Recipes:
         if settings.held_out:
             data = with_held_out(data, settings.held_out)
         clipping = tp.Automatic(clip_norm=settings.clip_norm)
+        performance = tp.Performance(microbatch_size=settings.microbatch_size)
         return task.classification(
             data,
             partial(task.seeded, recipe.new_model, settings.seed),
             settings,
             new_optimizer=partial(task.sgd, settings.learning_rate, momentum=0.9),
-            private=lambda model: {"clipping": clipping, "microbatch_size": settings.microbatch_size},
+            private=lambda model: {"clipping": clipping, "performance": performance},
             augment=recipe.augment,
             views=settings.views,
             average=settings.average,

@@ -298,8 +298,8 @@ def _arguments(settings: Settings, model: nn.Module) -> dict[str, Any]:
         return {"clipping": tp.MicroBatches(settings.clip_norm, settings.micro_batch_size)}
     if not settings.num_projections:
         return {}
-    few = settings.num_projections < 16
-    return {"jacobian": tp.Sketched(settings.num_projections), "not_for_release": few}
+    count, few = settings.num_projections, settings.num_projections < 16
+    return {"clipping": tp.Sketched(count, clip_norm=settings.clip_norm, not_for_release=few)}
 
 
 def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:

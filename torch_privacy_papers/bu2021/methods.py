@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,18 +140,17 @@ def _without_warnings() -> Iterator[None]:
 def ours(projections: int, problem: Problem, method: str | None = None) -> Step:
     """Returns a step of `PrivateTraining` with exact norms, or with ``projections`` > 0 random directions."""
     model = problem.new_model()
-    sketch: dict[str, Any] = {}
+    clipping = tp.Flat(problem.clip_norm)
     if projections:
-        sketch = {"jacobian": tp.Sketched(projections, method=method), "not_for_release": True}
+        clipping = tp.Sketched(projections, clip_norm=problem.clip_norm, method=method, not_for_release=True)
     training = tp.PrivateTraining(
         model,
         problem.new_optimizer(model),
         problem.data,
         expected_batch_size=problem.batch_size,
         num_steps=10**6,
-        clipping=tp.Flat(problem.clip_norm),
+        clipping=clipping,
         noise_multiplier=problem.noise_multiplier,
-        **sketch,
     )
     batches = iter(training)
 

@@ -264,7 +264,7 @@ DECAYS: Mapping[str, Callable[[torch.optim.Optimizer, int], LambdaLR] | None] = 
 
 
 def _arguments(settings: Settings, public: Public, groups: Sequence[str], model: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of `PrivateTraining` for a perturbation; none if there are no directions."""
+    """Returns the clipping of `PrivateTraining` by a subspace; nothing if there are no directions."""
     if not settings.num_basis:
         return {}
     subspace = tp.AnchorSubspace(
@@ -278,9 +278,9 @@ def _arguments(settings: Settings, public: Public, groups: Sequence[str], model:
     )
     embedding = tp.Flat(settings.clip_norm)
     if not settings.residual_clip_norm:
-        return {"clipping": None, "perturbation": tp.BGEP(subspace, embedding)}
+        return {"clipping": tp.BGEP(subspace, embedding)}
     gep = tp.GEP(subspace, embedding, tp.Flat(settings.residual_clip_norm), settings.embedding_share)
-    return {"clipping": None, "perturbation": gep}
+    return {"clipping": gep}
 
 
 def labels_of_the_data(batch: Any, outputs: Tensor, generator: torch.Generator) -> Tensor:

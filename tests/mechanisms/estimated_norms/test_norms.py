@@ -14,6 +14,7 @@ from torch import nn
 import torch_privacy as tp
 from torch_privacy.mechanisms.estimated_norms import norms
 from torch_privacy.mechanisms.estimated_norms.directions import Directions
+from torch_privacy.mechanisms.estimated_norms.settings import Projections
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 METHODS = "forward mode", "double vjp"
@@ -58,7 +59,7 @@ def test_both_methods_give_the_same_estimates_along_the_same_directions(monkeypa
             setting: Any = {"num_projections": 7, "group_size": group_size, "method": method}
             found = tp.estimate_norms(model, losses_of, x, **setting)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-            assert norms._projector(model, tp.Sketched(**setting)).explain().startswith(f"7 projections by {method}")
+            assert norms._projector(model, Projections(**setting)).explain().startswith(f"7 projections by {method}")
 
 
 def test_directions_are_fresh_and_nothing_is_left_behind():

@@ -18,12 +18,12 @@ from torch_privacy.privacy import SubsampledJL, compose
 CLIPS, NOISES = [1.0, 0.25, 3.0], [1.0, 2.0, 0.5]
 
 
-def training_of(setting, **more):
+def training_of(clipping, **more):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    settings = {"expected_batch_size": 8, "num_steps": 3, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0, **more}
+    settings = {"expected_batch_size": 8, "num_steps": 3, "noise_multiplier": 1.0, **more}
     return tp.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), TensorDataset(torch.randn(40, 3)), jacobian=setting,
+        model, torch.optim.SGD(model.parameters(), lr=1.0), TensorDataset(torch.randn(40, 3)), clipping=clipping,
         delta=1e-3, **settings,
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ def flat(tensors):
 
 
 def test_every_step_clips_estimates_at_its_own_norm_with_its_own_noise():
-    training = training_of(tp.Sketched(16), clip_schedule=CLIPS, noise_schedule=NOISES, test_seed=5)
+    training = training_of(tp.Sketched(16, clip_norm=0.5).scheduled(CLIPS), noise_schedule=NOISES, test_seed=5)
     model = training.model
     for t, (x,) in enumerate(own_batches(training, lambda model, x: losses_of(model, x))):
         before, rows = flat(model.parameters()), rows_of_one_graph(losses_of(model, x), model)
@@ -49,7 +49,7 @@ def test_every_step_clips_estimates_at_its_own_norm_with_its_own_noise():
 
 
 def test_a_schedule_is_priced_step_by_step():
-    training = training_of(tp.Sketched(16), clip_schedule=CLIPS, noise_schedule=NOISES)
+    training = training_of(tp.Sketched(16, clip_norm=0.5).scheduled(CLIPS), noise_schedule=NOISES)
     for (x,) in training:
         training.step(losses_of(training.model, x))
     spent = training.spent().epsilon
@@ -61,22 +61,24 @@ def test_a_schedule_is_priced_step_by_step():
 
 
 def test_a_target_is_met_by_the_whole_schedule_of_estimates():
-    training = training_of(tp.Sketched(32), noise_schedule=NOISES, noise_multiplier=None, target_epsilon=2.0)
+    training = training_of(
+        tp.Sketched(32, clip_norm=0.5), noise_schedule=NOISES, noise_multiplier=None, target_epsilon=2.0
+    )
     noise = training.settings.noise_multiplier
     epsilon = compose([(SubsampledJL(noise * factor, 32, 0.2), 1) for factor in NOISES]).epsilon(1e-3).high
     assert 1.99 < epsilon <= 2.0
 
 
 def test_a_resumed_run_continues_the_schedule():
-    more = {"clip_schedule": CLIPS, "noise_schedule": NOISES, "test_seed": 5}
-    whole, stopped = (training_of(tp.Sketched(16), **more) for _ in range(2))
+    more = {"clipping": tp.Sketched(16, clip_norm=0.5).scheduled(CLIPS), "noise_schedule": NOISES, "test_seed": 5}
+    whole, stopped = (training_of(**more) for _ in range(2))
     for (x,) in whole:
         whole.step(losses_of(whole.model, x))
     for (x,) in stopped:
         stopped.step(losses_of(stopped.model, x))
         if stopped.step_count == 1:
             break
-    resumed = training_of(tp.Sketched(16), **more)
+    resumed = training_of(**more)
     resumed.model.load_state_dict(copy.deepcopy(stopped.model.state_dict()))
     resumed.load_state_dict(stopped.state_dict())
     for (x,) in resumed:

@@ -14,11 +14,11 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_privacy as tp
 from torch_privacy.mechanisms.estimated_norms import jvp
 from torch_privacy.mechanisms.estimated_norms.directions import Directions
 from torch_privacy.mechanisms.estimated_norms.jvp import BatchingMode, ForwardCall
 from torch_privacy.mechanisms.estimated_norms.projected import Projector
+from torch_privacy.mechanisms.estimated_norms.settings import Projections
 from torch_privacy.mechanisms.estimated_norms.shared_forward import CannotShare, SharedForward
 from torch_privacy.ops import tangents as fast
 from torch_privacy.ops.tangents import FastTangents
@@ -200,7 +200,7 @@ def test_forwards_of_large_tensors_are_shared(width, group_size, expected):
     call = ForwardCall(model, (x,), {}, RandomState())
     out = model(x)
     call.record_output(out)
-    projector = Projector(tp.Sketched(R, group_size))
+    projector = Projector(Projections(R, group_size))
     projector.jacobian(out.square().sum(1), trained(model), [call], Directions(bytes(32), 0, 0))
     assert expected in projector.explain().partition(";")[0]
 

@@ -18,6 +18,7 @@ from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.mechanisms.estimated_norms.directions import Directions
 from torch_privacy.mechanisms.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
 from torch_privacy.mechanisms.estimated_norms.projected import ProjectedRecording, Projector
+from torch_privacy.mechanisms.estimated_norms.settings import Projections
 from torch_privacy.privacy import SubsampledGaussian, SubsampledJL, compose
 from torch_privacy.support.random_state import RandomState
 
@@ -215,11 +216,15 @@ def data(n=40):
     return TensorDataset(torch.randn(n, 3, generator=generator), torch.randint(2, (n,), generator=generator))
 
 
+def sketched(num_projections, **more):
+    return tp.Sketched(num_projections, clip_norm=0.5, **more)
+
+
 def training_of(model, setting=None, optimizer=torch.optim.SGD, **settings):
-    settings = {"expected_batch_size": 8, "num_steps": 4, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0} | settings
+    settings = {"expected_batch_size": 8, "num_steps": 4, "noise_multiplier": 1.0} | settings
     dataset = settings.pop("dataset", data())
-    setting = setting or tp.Sketched(16)
-    return tp.PrivateTraining(model, optimizer(model.parameters(), lr=0.1), dataset, jacobian=setting, **settings)
+    setting = setting or sketched(16)
+    return tp.PrivateTraining(model, optimizer(model.parameters(), lr=0.1), dataset, clipping=setting, **settings)
 
 
 def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
@@ -290,7 +295,9 @@ def test_dropout_that_forward_mode_draws_anew_is_noticed():
 
 
 def test_one_step_is_the_clipped_sum_by_estimates_plus_noise():
-    training = training_of(small(), tp.Sketched(16), test_seed=5, num_steps=1, microbatch_size=3)
+    training = training_of(
+        small(), sketched(16), test_seed=5, num_steps=1, performance=tp.Performance(microbatch_size=3)
+    )
     training.optimizer.param_groups[0]["lr"] = 1.0
     model, total = copy.deepcopy(training.model), 0.0
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -317,13 +324,13 @@ def test_many_projections_train_like_exact_norms():
     initial = copy.deepcopy(model)
     reference = train(exact)
     for r in (20, 2000):
-        away.append((train(training_of(copy.deepcopy(initial), tp.Sketched(r), test_seed=5)) - reference).norm())
+        away.append((train(training_of(copy.deepcopy(initial), sketched(r), test_seed=5)) - reference).norm())
     assert away[1] < 0.3 * away[0]
 
 
 def test_group_size_changes_nothing_but_rounding():
     initial = small()
-    ends = [train(training_of(copy.deepcopy(initial), tp.Sketched(17, g), test_seed=5)) for g in (1, 4, 17)]
+    ends = [train(training_of(copy.deepcopy(initial), sketched(17, group_size=g), test_seed=5)) for g in (1, 4, 17)]
     torch.testing.assert_close(ends[0], ends[1])
     torch.testing.assert_close(ends[0], ends[2])
 
@@ -335,7 +342,7 @@ def test_groups_are_even_and_a_single_direction_is_not_batched():
     for r in (1, 2):
         model = small()
         losses, call = recorded_call(model, torch.randn(4, 3))
-        projector = Projector(tp.Sketched(r))
+        projector = Projector(Projections(r))
         projector.jacobian(losses, trained(model), [call], Directions(KEY, 0, 0))
         explanations.append(projector.explain())
     assert "one direction after the other" in explanations[0]
@@ -348,7 +355,7 @@ def test_groups_are_even_and_a_single_direction_is_not_batched():
 def test_a_resumed_run_repeats_bit_for_bit(box, microbatch_size):
     torch.manual_seed(1)
     initial = BLACK_BOXES[box]()
-    settings = {"test_seed": 5, "microbatch_size": microbatch_size}
+    settings = {"test_seed": 5, "performance": tp.Performance(microbatch_size=microbatch_size)}
     reference = train(training_of(copy.deepcopy(initial), **settings))
     stopped = training_of(copy.deepcopy(initial), **settings)
     train(stopped, steps=2)
@@ -358,27 +365,27 @@ def test_a_resumed_run_repeats_bit_for_bit(box, microbatch_size):
 
 
 def test_a_run_cannot_go_on_with_other_projections():
-    state = training_of(small(), tp.Sketched(16)).state_dict()
+    state = training_of(small(), sketched(16)).state_dict()
     with pytest.raises(tp.Refused, match="num_projections=32"):
-        training_of(small(), tp.Sketched(32)).load_state_dict(state)
+        training_of(small(), sketched(32)).load_state_dict(state)
 
 
 def test_a_run_whose_estimates_changed_is_refused():
     """Nothing is released that the ledger would call something else."""
     training = training_of(small())
     train(training, steps=2)
-    training._setup.mechanism._estimator.setting = tp.Sketched(3)
+    training._setup.mechanism._estimator.setting = Projections(3)
     with pytest.raises(tp.Refused, match="changed since the start"):
         train(training)
     assert training.step_count == 2
     assert [count for _, count in training.ledger.events] == [2]
 
 
-@pytest.mark.parametrize("changed", ["jacobian", "noise_multiplier", "sampling_probability"])
+@pytest.mark.parametrize("changed", ["clipping", "noise_multiplier", "sampling_probability"])
 def test_settings_cannot_be_changed_on_the_way(changed):
     training = training_of(small())
     with pytest.raises(AttributeError, match=f"PrivateTraining.{changed} cannot be set"):
-        setattr(training, changed, {"jacobian": tp.Sketched(3)}.get(changed, 0.1))
+        setattr(training, changed, {"clipping": sketched(3)}.get(changed, 0.1))
 
 
 def test_an_early_state_can_still_be_loaded():
@@ -395,10 +402,10 @@ def test_an_early_state_can_still_be_loaded():
 
 def test_few_projections_are_refused_unless_nothing_is_released():
     with pytest.raises(tp.Refused, match=r"would cost an epsilon of .* or more at delta = 0.001: with fewer than 16"):
-        training_of(small(), tp.Sketched(3), delta=1e-3)
+        training_of(small(), sketched(3), delta=1e-3)
     with pytest.raises(tp.Refused, match="would cost an epsilon of"):
-        training_of(small(), tp.Sketched(15), delta=1e-3, noise_multiplier=None, target_epsilon=3.0)
-    training = training_of(small(), tp.Sketched(12), delta=1e-3, not_for_release=True)
+        training_of(small(), sketched(15), delta=1e-3, noise_multiplier=None, target_epsilon=3.0)
+    training = training_of(small(), sketched(12, not_for_release=True), delta=1e-3)
     train(training)
     assert str(training.spent()).startswith("NOT PRIVATE (made with not_for_release=True")
     assert not training.statement()["private"]
@@ -409,7 +416,7 @@ def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
     train(training)
     assert training.spent().epsilon.high > compose([(SubsampledGaussian(1.0, 0.2), 4)]).epsilon(1e-3).high
     relation = training.settings.neighboring_relation
-    assert training.event == replace(tp.Sketched(16).event(1.0, 0.2), neighboring_relation=relation)
+    assert training.event == replace(sketched(16).event(1.0, 0.2), neighboring_relation=relation)
     exact = compose([(SubsampledGaussian(1.0, 0.01), 2000)]).epsilon(1e-5).high
     away = [compose([(SubsampledJL(1.0, r, 0.01), 2000)]).epsilon(1e-5).high - exact for r in (32, 1000)]
     assert 0 < away[1] < 0.05
@@ -417,17 +424,11 @@ def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
 
 
 def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():
-    training = training_of(small(), tp.Sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
+    training = training_of(small(), sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
     exact = tp.privacy.calibrate(2.0, 1e-3, sampling_probability=0.2, num_steps=4)
     assert 1.01 * exact < training.settings.noise_multiplier < 1.5 * exact
     train(training)
     assert 1.99 < training.spent().epsilon.high <= 2.0
-
-
-@pytest.mark.parametrize("clipping", [tp.PerLayer(1.0), tp.Automatic(1.0), tp.Adaptive(1.0), tp.MicroBatches(1.0, 4)])
-def test_rules_without_a_price_are_refused_by_name(clipping):
-    with pytest.raises(tp.Refused, match=f"{type(clipping).__name__} has no price"):
-        training_of(small(), clipping=clipping)
 
 
 def in_batch_negatives(model, x, y):
@@ -605,7 +606,7 @@ def test_evaluation_and_copies_run_untouched():
 
 def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     model = nn.Sequential(small(), nn.Dropout(0.5))
-    recording = ProjectedRecording(Projector(tp.Sketched(16)), trained(model), Directions(KEY, 0, 0))
+    recording = ProjectedRecording(Projector(Projections(16)), trained(model), Directions(KEY, 0, 0))
     torch.manual_seed(3)
     x = torch.randn(4, 3)
     plain = model(x)
@@ -628,11 +629,11 @@ def test_prefetched_tangents_change_nothing(monkeypatch):
     prefetch = ForwardCall.prefetch_tangents
     monkeypatch.setattr(ForwardCall, "prefetch_tangents", lambda *args: prefetched.append(prefetch(*args)))
     torch.manual_seed(4)
-    reference = train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5, assume_independent="test"))
+    reference = train(training_of(copy.deepcopy(initial), sketched(17), test_seed=5, assume_independent="test"))
     assert len(prefetched) == 9  # three groups in all steps except the first
     monkeypatch.setattr(Projector, "prefetches", False)
     torch.manual_seed(4)
-    assert torch.equal(train(training_of(copy.deepcopy(initial), tp.Sketched(17), test_seed=5)), reference)
+    assert torch.equal(train(training_of(copy.deepcopy(initial), sketched(17), test_seed=5)), reference)
     assert len(prefetched) == 9
 
 

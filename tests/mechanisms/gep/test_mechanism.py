@@ -36,9 +36,9 @@ def gep(embedding=FLAT[0], residual=FLAT[1], share=0.5, **settings):
     return tp.GEP(subspace(**settings), embedding, residual, share)
 
 
-def gep_training(perturbation=None, **settings):
+def gep_training(clipping=None, **settings):
     """Returns a training of ``network()``: group "0" has columns 0-15 of its parameters, group "2" 16-25."""
-    return training_of(clipping=None, perturbation=perturbation or gep(), **settings)
+    return training_of(clipping=clipping or gep(), **settings)
 
 
 def directions(training):
@@ -50,7 +50,7 @@ def noise_of(training, step):
     """Returns the noise of a step for stddevs of 1: for the embedding, and for the residual if there is one."""
     zeros = {f"embedding in {group}": torch.zeros(k) for group, k in training._setup.mechanism.anchors.quotas.items()}
     count = sum(map(len, zeros.values()))
-    if isinstance(training.settings.perturbation, tp.GEP):
+    if isinstance(training.settings.clipping, tp.GEP):
         zeros |= {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
     training._state.releases.noise.add_to(step, zeros, stddev=PRICED_ROUNDING)
     both = torch.cat([z.flatten() for z in zeros.values()])
@@ -69,7 +69,7 @@ def clipped(rows, bound):
 def released(training, rows, v, step):
     """Returns the gradient times the batch size by its formula, with explicit residuals, for `FLAT` or `GROUPS`."""
     w, r = rows @ v.T, rows - rows @ v.T @ v
-    setting, (z, y) = training.settings.perturbation, noise_of(training, step)
+    setting, (z, y) = training.settings.clipping, noise_of(training, step)
     if isinstance(setting.embedding_clipping, tp.Groups):
         k = sum(count for group, count in training._setup.mechanism.anchors.quotas.items() if group.startswith("0"))
         w, r = (
@@ -93,7 +93,9 @@ FINER = ("0.weight", "0.bias", "2")  # finer groups than those of the rules
     ("share", "size", "groups"), [(0.5, None, ("0", "2")), (0.2, 3, ("0", "2")), (0.5, None, FINER)]
 )
 def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, size, groups):
-    training = gep_training(gep(*rules, share, groups=groups), microbatch_size=size, num_steps=4)
+    training = gep_training(
+        gep(*rules, share, groups=groups), performance=tp.Performance(microbatch_size=size), num_steps=4
+    )
     rows = []
     for x, y in own_batches(training, cross_entropy):
         step, before, v = training.step_count, parameters_of(training).clone(), directions(training)
@@ -282,7 +284,7 @@ def test_state_of_other_auxiliary_data_or_perturbation_is_refused():
 
 
 def test_a_small_memory_budget_changes_nothing():
-    trainings = [gep_training(memory_budget=budget) for budget in (1e-6, 100)]
+    trainings = [gep_training(performance=tp.Performance(memory_budget=budget)) for budget in (1e-6, 100)]
     for training in trainings:
         train(training)
     torch.testing.assert_close(*map(parameters_of, trainings))
@@ -320,7 +322,7 @@ def test_basis_leaves_random_state_buffers_and_recording_alone():
         return nn.Sequential(*layers)
 
     states = []
-    for settings in ({"perturbation": gep(groups=["0", "1", "3"]), "clipping": None}, {}):
+    for settings in ({"clipping": gep(groups=["0", "1", "3"])}, {}):
         torch.manual_seed(2)
         training = training_of(model=model(), **settings)
         train(training)
@@ -404,20 +406,11 @@ def private_as_auxiliary(part, dataset=None):
 
 
 REFUSED = {
-    "clipping and perturbation": (
-        lambda: training_of(perturbation=gep()),
-        r"clipping=Flat\(clip_norm=0.5\) with perturb",
-    ),
-    "adaptive clipping and perturbation": (
-        lambda: training_of(perturbation=gep(), clipping=tp.Adaptive(1.0)),
-        "clipping=Adaptive",
-    ),
-    "sketched": (lambda: gep_training(jacobian=tp.Sketched(32)), r"jacobian=Sketched\(.*GEP\(...\) has no price"),
     "adaptive": (lambda: gep(tp.Adaptive(1.0)), "embedding_clipping=Adaptive.*releases or groups more"),
     "micro-batches": (lambda: gep(residual=tp.MicroBatches(1.0, 4)), "residual_clipping=MicroBatches"),
     "torn group": (lambda: gep_training(gep(*GROUPS, groups=[""])), "group '' has parameters of several groups"),
     "neither": (lambda: training_of(clipping=None), "clipping=None must be a clipping rule"),
-    "another": (lambda: training_of(clipping=None, perturbation=0.5), "perturbation=0.5 must be a GEP"),
+    "another": (lambda: training_of(clipping=0.5), "clipping=0.5 must be a clipping rule"),
     "share": (lambda: gep(share=1.0), r"embedding_share=1.0 must lie in \(0, 1\)"),
     "no subspace": (lambda: tp.BGEP(torch.randn(5, 3)), "subspace of type Tensor given; must be an AnchorSubspace"),
     **{
@@ -455,10 +448,10 @@ def test_anchors_without_any_gradient_are_refused_and_nothing_is_spent(kind):
 def test_perturbation_cannot_be_changed_during_training():
     training = gep_training()
     train(training, steps=1)
-    with pytest.raises(AttributeError, match=r"PrivateTraining.perturbation cannot be set"):
-        training.perturbation = gep(share=0.3)
+    with pytest.raises(AttributeError, match=r"PrivateTraining.clipping cannot be set"):
+        training.clipping = gep(share=0.3)
     with pytest.raises(AttributeError, match="cannot assign"):
-        training.settings.perturbation = gep(share=0.3)
+        training.settings.clipping = gep(share=0.3)
 
 
 def test_basis_may_be_computed_between_a_batch_and_its_step():
@@ -466,7 +459,7 @@ def test_basis_may_be_computed_between_a_batch_and_its_step():
     train(expected)
     for x, y in training:
         losses = cross_entropy(training.model, x, y)
-        training.settings.perturbation.subspace.basis(training.model)
+        training.settings.clipping.subspace.basis(training.model)
         training.step(losses)
     assert torch.equal(parameters_of(training), parameters_of(expected))
 
@@ -525,8 +518,7 @@ def test_short_residuals_stay_within_their_bound_for_all_dtypes(weight, scale, l
             training_of(
                 model,
                 dataset=TensorDataset((length * (v[3] + share * off / off.norm()))[None]),
-                clipping=None,
-                perturbation=tp.GEP(anchors, tp.Flat(1.0), tp.Flat(0.1)),
+                clipping=tp.GEP(anchors, tp.Flat(1.0), tp.Flat(0.1)),
                 expected_batch_size=1,
                 num_steps=1,
                 delta=None,

@@ -73,7 +73,7 @@ def test_trainings_see_the_first_digits_alone(few_digits):
 @pytest.mark.parametrize(("projections", "not_for_release"), [(1, True), (3, True), (20, False)])
 def test_few_projections_are_not_private(projections, not_for_release, few_digits):
     task = jl_accuracy.build_task(replace(jl_accuracy.DEFAULTS, num_projections=projections))
-    assert task.private(task.new_model())["not_for_release"] is not_for_release
+    assert task.private(task.new_model())["clipping"].not_for_release is not_for_release
 
 
 @pytest.mark.thorough

@@ -75,10 +75,8 @@ def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path
 def test_anchors_have_the_labels_of_the_data_only_if_these_are_meant(has_labels):
     settings = replace(gep_mnist.DEFAULTS, **SMALL)
     training = new_training(settings, made_up(has_labels).build_task(settings), None)
-    assert isinstance(training.settings.perturbation, tp.GEP)
-    taken = training.settings.perturbation.subspace.labels(
-        (None, torch.arange(5)), torch.zeros(5, 10), torch.Generator()
-    )
+    assert isinstance(training.settings.clipping, tp.GEP)
+    taken = training.settings.clipping.subspace.labels((None, torch.arange(5)), torch.zeros(5, 10), torch.Generator())
     assert torch.equal(taken, torch.arange(5)) == has_labels
 
 

@@ -17,7 +17,7 @@ from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
 from ..base import ClippedSum, ClippedSummation, Recording, Summation, checked_factors
-from ..clipping import ClippingRule, Flat
+from ..clipping import Flat
 from .directions import Directions
 from .projected import Projector, SketchedJacobian
 from .settings import Sketched
@@ -30,30 +30,22 @@ class SketchedSum(ClippedSum):
     """The sum of the clipped rows, clipped by randomly estimated norms.
 
     Args:
-        setting: the user's choice of the estimate.
-        not_for_release: whether fewer than 16 projections are allowed.
-        rule, names, expected_batch_size, clip_schedule, unit: see `ClippedSum`.
+        setting: the clip norm, and how norms are estimated.
+        names, expected_batch_size, clip_schedule, unit: see `ClippedSum`.
     """
 
     def __init__(
         self,
         setting: Sketched,
-        rule: ClippingRule,
         names: Sequence[str],
         expected_batch_size: float,
         clip_schedule: Sequence[float] | None = None,
-        *,
-        not_for_release: bool,
         unit: str = ONE_EXAMPLE,
     ):
-        if not isinstance(rule, Flat):
-            raise Refused(
-                f"PrivateTraining: {type(rule).__name__} has no price with norms estimated by "
-                "jacobian=Sketched(...). Take Flat(clip_norm), or exact norms, without jacobian=."
-            )
+        rule = Flat(setting.clip_norm)
         super().__init__(rule, names, expected_batch_size, clip_schedule=clip_schedule, unit=unit)
-        self._not_for_release = not_for_release
-        self._estimator = Projector(setting)
+        self._not_for_release = setting.not_for_release
+        self._estimator = Projector(setting.projections)
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledJL:
         return replace(self._estimator.setting.event(noise_multiplier, sampling_probability), unit=self.unit)
@@ -65,7 +57,7 @@ class SketchedSum(ClippedSum):
     def settings(self) -> dict[str, Any]:
         setting = self._estimator.setting
         method = {} if setting.method is None else {"method": setting.method}  # decides about the last bits
-        return {**super().settings(), "jacobian": repr(setting), **method}
+        return {**super().settings(), "jacobian": setting.in_states, **method}
 
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
         return self._estimator.recording(tensors, size, Directions(key, step, part))
@@ -124,8 +116,8 @@ def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> N
         quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
         low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
         raise Refused(
-            f"PrivateTraining: jacobian=Sketched({count}) would cost an epsilon of {low:.4g} or more "
+            f"PrivateTraining: clipping=Sketched({count}, ...) would cost an epsilon of {low:.4g} or more "
             f"at delta = {delta:g}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
             f"often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
-            "not_for_release=True."
+            "Sketched(..., not_for_release=True)."
         )

@@ -17,7 +17,7 @@ from ...support.model_state import ModelTensors
 from ...support.torch_modes import uncompiled
 from .directions import Directions
 from .projected import ProjectedRecording, Projector, SketchedJacobian
-from .settings import Sketched
+from .settings import Projections
 
 WHERE = "estimate_norms"
 
@@ -39,7 +39,7 @@ def estimate_norms(
 
     **Not private.** Norms depend on the data, and no noise is added. Use the estimates for data that need no
     protection, for example as probabilities of importance sampling. Private training by estimated norms is
-    ``PrivateTraining(..., jacobian=Sketched(r))``.
+    ``PrivateTraining(..., clipping=Sketched(r, clip_norm=1.0))``.
 
     Args:
         model: any module with parameters that require a gradient.
@@ -73,7 +73,7 @@ def estimate_norms(
         >>> bool((estimates / 2 - 1).abs().max() < 0.2)  # all norms are 2
         True
     """
-    setting = Sketched(num_projections, group_size, method=method)
+    setting = Projections(num_projections, group_size, method)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError(f"{WHERE}: no parameter of the model requires a gradient. Unfreeze those to be counted.")
@@ -117,9 +117,9 @@ def _recorded(model: nn.Module, recording: ProjectedRecording) -> Iterator[None]
             handle.remove()
 
 
-_PROJECTORS: weakref.WeakKeyDictionary[nn.Module, dict[Sketched, Projector]] = weakref.WeakKeyDictionary()
+_PROJECTORS: weakref.WeakKeyDictionary[nn.Module, dict[Projections, Projector]] = weakref.WeakKeyDictionary()
 
 
-def _projector(model: nn.Module, setting: Sketched) -> Projector:
+def _projector(model: nn.Module, setting: Projections) -> Projector:
     """Returns the projector of a model, which remembers the method that worked on the model's first batch."""
     return _PROJECTORS.setdefault(model, {}).setdefault(setting, Projector(setting))

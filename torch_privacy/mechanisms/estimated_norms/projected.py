@@ -28,7 +28,7 @@ from ...support.torch_modes import OpMode, full_precision
 from ...support.validate import Refused, one_of
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, Project, differentiable_twice, project_prefetched
-from .settings import Sketched
+from .settings import Projections
 
 if TYPE_CHECKING:
     from ...support.model_state import ModelTensors
@@ -134,7 +134,7 @@ class Projector:
         setting: the user's choice.
     """
 
-    def __init__(self, setting: Sketched):
+    def __init__(self, setting: Projections):
         self.setting = setting
         self.strategy: str | None = None  # chosen on the first batch that has examples
         self._reasons: dict[str, str] = {}  # strategy -> why a faster one was rejected
@@ -227,7 +227,7 @@ class Projector:
         listed = "; ".join(f"{strategy}: {reason}" for strategy, reason in reasons.items())
         raise Refused(
             f"Sketched: no way to project the gradients of these losses. {listed}. Give custom functions a jvp or a "
-            "backward that can be differentiated; or use exact norms, without jacobian=."
+            "backward that can be differentiated; or use exact norms, with clipping=Flat(...)."
         )
 
     def _candidates(self) -> list[str]:
@@ -416,7 +416,7 @@ class ProjectedRecording(OpMode):
             where = f"parameter {', '.join(map(repr, names))}" if names else "the forward"
             raise Refused(
                 f"Sketched: half precision in {where}: rounding changes the distribution of the estimated norms, "
-                "which the accountant prices. Compute in float32, or use exact norms, without jacobian=."
+                "which the accountant prices. Compute in float32, or use exact norms, with clipping=Flat(...)."
             )
 
 

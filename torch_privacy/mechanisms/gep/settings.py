@@ -19,7 +19,7 @@ PAPER_EMBEDDING, PAPER_RESIDUAL = Flat(10.0), Flat(2.0)  # bounds S₁ and S₂ 
 
 @dataclass(frozen=True)
 class BGEP:
-    """Biased gradient embedding perturbation: the noisy embedding alone, for ``PrivateTraining(perturbation=...)``.
+    """Biased gradient embedding perturbation: the noisy embedding alone, for ``PrivateTraining(clipping=...)``.
 
     With V the orthonormal basis of the step's anchor subspace, the embedding of gradient gᵢ is ``wᵢ = V gᵢ``. A step
     releases ``Σᵢ aᵢ wᵢ + noise``, with ``aᵢ`` from the clipping rule; the gradient is Vᵀ times the release. The part
@@ -45,7 +45,7 @@ class BGEP:
 @plain_numbers
 @dataclass(frozen=True)
 class GEP:
-    """Gradient embedding perturbation, for ``PrivateTraining(perturbation=...)``: noisy embedding and noisy residual.
+    """Gradient embedding perturbation, for ``PrivateTraining(clipping=...)``: noisy embedding and noisy residual.
 
     With V the orthonormal basis of the step's anchor subspace, gradient gᵢ is split into its embedding ``wᵢ = V gᵢ``
     and its residual ``rᵢ = gᵢ - Vᵀ wᵢ``. A step releases two sums over one Poisson sample, ``Σᵢ aᵢ wᵢ`` and
@@ -83,7 +83,7 @@ class GEP:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> gep = tp.GEP(tp.AnchorSubspace(torch.randn(100, 5), num_basis=12), tp.Flat(1.0), tp.Flat(0.2))
         >>> training = tp.PrivateTraining(model, optimizer, data, expected_batch_size=50, num_steps=20,
-        ...                               perturbation=gep, noise_multiplier=1.5, delta=1e-5)
+        ...                               clipping=gep, noise_multiplier=1.5, delta=1e-5)
         >>> for x, y in training:
         ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         ...     released = training.step(losses)

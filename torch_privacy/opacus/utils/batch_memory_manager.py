@@ -10,7 +10,7 @@ from ..run import PrivateLoader
 
 
 class BatchMemoryManager:
-    """Limits the number of examples on the device at once, by ``microbatch_size`` of `PrivateTraining`.
+    """Limits the number of examples on the device at once, by ``microbatch_size`` of `Performance`.
 
     The noise of a step stays the same bit for bit. ``optimizer.step()`` on all but the last part of a batch only adds
     to the sum, and learning-rate schedulers do not advance there.

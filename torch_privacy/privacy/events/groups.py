@@ -3,7 +3,7 @@
 
 Two ways protect a person with up to G examples. *Example-level sampling* (ELS) trains as usual: every example joins
 with probability q and is clipped by itself, and a person is a group of G examples (`SubsampledGroup`). *User-level
-sampling* (ULS, ``PrivateTraining(owners=...)``) draws persons and clips the mean gradient of each: an ordinary
+sampling* (ULS, ``Examples(dataset, owners=...)``) draws persons and clips the mean gradient of each: an ordinary
 `SubsampledGaussian` with the person as its unit.
 """
 
@@ -103,7 +103,7 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
     if not isinstance(pair, SubsampledGaussianPair):
         raise ValueError(
             f"for_group: {type(event).__name__} has no known price for a person with several examples. Take exact "
-            "norms and Poisson samples (without jacobian=), or sample persons: PrivateTraining(owners=...)."
+            "norms and Poisson samples (without Sketched), or sample persons: Examples(dataset, owners=...)."
         )
     given = getattr(event, "noise_multiplier", None)
     noise = given if given and 1 / given == pair.shift else 1 / pair.shift

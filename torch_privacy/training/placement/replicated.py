@@ -40,7 +40,8 @@ class Replicated(Ranked):
         if not wrapper.require_backward_grad_sync:
             raise Refused(
                 "PrivateTraining: the loop runs inside of DistributedDataParallel.no_sync(), as in accelerate's "
-                "accumulate. Leave it out: pass microbatch_size, which accumulates the clipped sums."
+                "accumulate. Leave it out: pass Performance(microbatch_size=...), which accumulates the "
+                "clipped sums."
             )
         before = wrapper.require_forward_param_sync
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False

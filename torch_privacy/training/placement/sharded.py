@@ -101,7 +101,7 @@ class Sharded(Ranked):
         if silent:
             raise Refused(
                 "PrivateTraining: set_requires_gradient_sync(False) was called on the model. Leave it out: pass "
-                "microbatch_size, which accumulates the clipped sums."
+                "Performance(microbatch_size=...), which accumulates the clipped sums."
             )
         super().hold()
         self._weights.gather()

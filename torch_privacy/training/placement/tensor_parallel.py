@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...mechanisms.base import Mechanism
+from ...mechanisms.estimated_norms import Sketched
+from ...mechanisms.gep import BGEP, GEP
 from ...support.gathered_weights import GatheredWeights
 from ...support.model_state import local_of
 from ...support.ranks import Ranks
@@ -118,14 +120,12 @@ class _Split(Ranked):
         return Split(p.shape, place.dim, self._count, self._index)
 
     def check(self, settings: Any) -> None:
-        for name in ("jacobian", "perturbation"):
-            value = getattr(settings, name)
-            if value is not None:
-                raise Refused(
-                    f"PrivateTraining: {name}={value!r} needs whole rows of the gradient, and the model is tensor "
-                    "parallel: each rank has parts of the rows only. Leave it out, which clips by exact norms, or use "
-                    "fully_shard or DistributedDataParallel instead of parallelize_module."
-                )
+        if isinstance(settings.unscheduled, (Sketched, GEP, BGEP)):
+            raise Refused(
+                f"PrivateTraining: clipping={settings.clipping!r} needs whole rows of the gradient, and the model is "
+                "tensor parallel: each rank has parts of the rows only. Take a rule such as Flat, which clips by exact "
+                "norms, or use fully_shard or DistributedDataParallel instead of parallelize_module."
+            )
 
     def _summed(self, total: Tensor) -> Tensor:
         """Adds up a tensor that every rank gets whole: that of the first rank of each tensor-parallel group."""
