@@ -16,6 +16,7 @@ from test_docs import blocks
 from torch import nn
 
 import torch_privacy as tp
+from torch_privacy.runs import checkpoint
 
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}
 ACCELERATE = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
@@ -108,9 +109,9 @@ def test_program_of_the_page_runs_on_two_ranks(tmp_path):
     (tmp_path / "program.py").write_text("\n".join(block.text for block in shown))
     printed = launch("torchrun", tmp_path / "program.py")
     assert printed == shown[0].output
-    secret = tmp_path / "checkpoints" / "secret.json"
+    secret = tmp_path / "checkpoints" / "secret.safetensors"
     assert secret.stat().st_mode & 0o777 == 0o600
-    key = json.loads(secret.read_text())["noise_key"]
+    key = checkpoint.load(secret)["training"]["noise_key"]
     others = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret]
     assert others
     assert not [path for path in others if key.encode() in path.read_bytes() or bytes.fromhex(key) in path.read_bytes()]

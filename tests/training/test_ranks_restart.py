@@ -26,6 +26,7 @@ from ranked import CASES, OPTIMIZERS, WRAPPERS, mesh_of, whole_weights
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_privacy as tp
+from torch_privacy.runs import checkpoint
 from torch_privacy.support.ranks import RankLost, Ranks
 from torch_privacy.training import release
 from torch_privacy.training.release import Releases
@@ -117,7 +118,7 @@ IN_CHECKPOINT = {  # at the second one
     "in the shards": before(FileSystemWriter, "write_data"),
     "after the shards": before(FileSystemWriter, "finish"),
     "before the secret": before(tp, "save_secret"),
-    "in the secret": before(Path, "replace", lambda _, target: Path(target).name == "secret.json"),
+    "in the secret": before(Path, "replace", lambda _, target: Path(target).name == "secret"),
 }
 
 
@@ -174,13 +175,13 @@ def life(
         try:
             training = begun(how, folder, **settings or {})
             average = tp.MovingAverage(training.model, training.optimizer, decay=0.5)
-            resume(training, average, folder, folder / "secret.json", replay)
+            resume(training, average, folder, folder / "secret", replay)
             began = training.step_count
             watch(training, folder, how)
             for batch in training:
                 if training.step(CASES["uneven"].losses(training.model, batch)):
                     if training.step_count % EVERY == 0:
-                        save(training, average, folder, folder / "secret.json")
+                        save(training, average, folder, folder / "secret")
                     if training.step_count == end:
                         break
         except BaseException:
@@ -323,7 +324,7 @@ def test_a_training_that_moves_to_other_ranks_has_the_weights_of_one_process(
 ):
     """Model, optimizer and average are sharded anew; batches and noise depend on the keys alone."""
     lived(launcher, tmp_path, how, size, None, EVERY)
-    state = json.loads((tmp_path / "secret.json").read_text())
+    state = checkpoint.load(tmp_path / "secret")["training"]
     found = lived(launcher, tmp_path, new_how, new_size)
     assert_ends(found, tmp_path, EVERY)
     assert found[0]["warned"] == []
@@ -379,7 +380,7 @@ def test_a_death_in_a_checkpoint_leaves_a_complete_one(launcher, tmp_path, place
     killed(launcher, tmp_path, "layers", (place, rank, 1, CAUSES[rank]))
     before = ledger_of(tmp_path)
     assert len(before) == 2 * EVERY
-    assert json.loads((tmp_path / "secret.json").read_text())["step_count"] == complete
+    assert checkpoint.load(tmp_path / "secret")["training"]["step_count"] == complete
     found = lived(launcher, tmp_path, "layers", 2)
     assert_ends(found, tmp_path, complete)
     assert ledger_of(tmp_path)[: len(before)] == before
@@ -393,12 +394,12 @@ def test_keys_are_in_one_file_that_its_owner_alone_can_read(launcher, tmp_path):
         lived(launcher, tmp_path, "layers", 2)
     finally:
         os.umask(before)
-    secret = tmp_path / "secret.json"
+    secret = tmp_path / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600
-    state = json.loads(secret.read_text())
+    state = checkpoint.load(secret)["training"]
     keys = [bytes.fromhex(state[name]) for name in ("noise_key", "sampler_key")]
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith("used-")]
-    assert {path.name for path in files} >= {"secret.json", "ledger.jsonl", ".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert {path.name for path in files} >= {"secret", "ledger.jsonl", ".metadata", "__0_0.distcp", "__1_0.distcp"}
     for path in files:
         content = path.read_bytes()
         found = [key for key in keys if any(form in content for form in (key, key.hex().encode(), repr(key).encode()))]
@@ -454,14 +455,14 @@ def with_settings(rank: int, folder: Path, how: str | None, rule: str, pokes: bo
     chosen = {"expected_batch_size": 8, "num_steps": 3, "noise_multiplier": 1.0, "delta": 1e-3} | settings
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = tp.PrivateTraining(model, optimizer, data, run_folder=folder, **chosen)
-    if tp.load_secret(training, folder / "secret.json") is not None:
+    if tp.load_secret(training, folder / "secret") is not None:
         return learned(training)
     warnings.filterwarnings("default" if pokes else "error", "PrivateTraining: the trained weights were changed")
     for batch in training:
         if training.step(CASES["uneven"].losses(model, batch)):
             if pokes and rank == dist.get_world_size() - 1 and training.step_count == 2:
                 local(next(model.parameters())).data[-1] += 1
-    tp.save_secret(training, folder / "secret.json")
+    tp.save_secret(training, folder / "secret")
     return learned(training)
 
 
@@ -502,7 +503,7 @@ def test_a_secret_that_cannot_be_written_or_read_is_refused_on_all_ranks(ranks2,
 def with_bad_files(rank: int, folder: Path) -> list[Any]:
     training = begun("ddp", folder / "run")
     with pytest.raises((OSError, tp.Refused)) as unwritten:
-        tp.save_secret(training, folder / "no folder" / "secret.json")
+        tp.save_secret(training, folder / "no folder" / "secret")
     with pytest.raises(tp.Refused) as damaged:
         tp.load_secret(training, folder / "damaged")
     return [str(unwritten.value), str(damaged.value), tp.load_secret(training, folder / "absent")]

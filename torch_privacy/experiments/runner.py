@@ -95,10 +95,11 @@ class Run:
             check_priced(ranks, settings, task)
             _first(ranks, "creates the folder", partial(opening.create, folder))
             run = cls._build(ranks, folder, experiment, settings, task)
-        written = run._all_settings()
+        written = {"experiment": experiment, **asdict(settings)}
         _first(ranks, "writes the settings", lambda: folder.write_settings(written, folder.write_json))
         run.checkpoint()
-        run._keep_schema()  # after the checkpoint, so that what was learnt privately is never learnt twice
+        # After the checkpoint, so that what was learnt privately is never learnt twice.
+        _first(ranks, "writes the schema", run._write_schema)
         return run
 
     @classmethod
@@ -120,7 +121,7 @@ class Run:
         run = cls._build(ranks, folder, state["experiment"], settings, opening.task(ranks, study, settings, *released))
         try:
             run._restore(keys, state)
-            run._keep_schema()
+            _first(ranks, "writes the schema", run._write_schema)
         except BaseException:
             run.close()
             raise
@@ -159,7 +160,7 @@ class Run:
         Every rank calls it, and none goes on before rank 0 has written the file.
         """
         sums = self.private.summed(self.ranks)
-        self._first("saves a checkpoint", lambda: self._save(sums))
+        _first(self.ranks, "saves a checkpoint", lambda: self._save(sums))
 
     def agreed(self, signal: int | None) -> int | None:
         """Returns the signal that this or another rank has received: the same on all ranks, which call it together."""
@@ -171,12 +172,6 @@ class Run:
         state["log"] |= sums
         self.training.ledger.sync()
         self.folder.write_checkpoint(state)
-
-    def _first(self, place: str, action: Callable[[], object]) -> None:
-        _first(self.ranks, place, action)
-
-    def _keep_schema(self) -> None:
-        self._first("writes the schema", self._write_schema)
 
     def _write_schema(self) -> None:
         if self.task.schema is not None:
@@ -213,7 +208,7 @@ class Run:
         several ranks, rank 0 does so, and the others return nothing.
         """
         results: dict[str, Any] = {}
-        self._first("writes the results", lambda: results.update(self._written_results()))
+        _first(self.ranks, "writes the results", lambda: results.update(self._written_results()))
         self.close()
         return results
 
@@ -244,10 +239,6 @@ class Run:
     def summary(self) -> Summary:
         """Returns the privacy of everything released so far, in the numbers to report."""
         return summarize(self.training.ledger.events, self.settings.delta)
-
-    def _all_settings(self) -> dict[str, Any]:
-        """Returns the content of ``settings.json``."""
-        return {"experiment": self.experiment, **asdict(self.settings)}
 
     def _restore(self, keys: dict[str, Any], state: dict[str, Any]) -> None:
         """Goes on from a checkpoint; rank 0 has the state of the training with its keys, the others pass anything."""
@@ -284,11 +275,13 @@ class Run:
             return replace(self.private.progress(step), num_lost=self.training.num_lost)
         epsilon: list[float] = []  # none but on rank 0
         delta = self.settings.delta
-        self._first(
-            "computes epsilon", lambda: epsilon.extend(map(float, self.training.profile_at_step().epsilon(delta)))
+        _first(
+            self.ranks,
+            "computes epsilon",
+            lambda: epsilon.extend(map(float, self.training.profile_at_step().epsilon(delta))),
         )
         progress = self._end_epoch(self.private, step, self.released_model, *epsilon)
-        self._first("writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
+        _first(self.ranks, "writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
         self.checkpoint()
         return replace(progress, num_lost=self.training.num_lost)
 
@@ -306,7 +299,7 @@ class Run:
                 continue
             progress = self._end_epoch(self.baseline, step, scored)
             rows = self.private.rows + self.baseline.rows
-            self._first("writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
+            _first(self.ranks, "writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
             yield progress
 
     def _statement(self) -> dict[str, Any]:
