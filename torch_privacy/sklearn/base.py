@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from .. import privacy
+from ..mechanisms.clipping import ClippingRule
 from ..privacy.spent import Spent
 from ..support.validate import Refused, positive
 from .features import FLOATS, Bounds, are_outside, checked_bounds, standardized_columns
@@ -30,23 +33,41 @@ Array = NDArray[Any]
 ROWS = 4096  # evaluated at once by a module of the user's own
 
 
+@dataclass(eq=False, repr=False)
 class PrivateEstimator(BaseEstimator, ABC):
-    """Holds what both estimators share: checks, training, memory of fits."""
+    """Holds what both estimators share: parameters, checks, training, memory of fits.
 
-    epsilon: float
-    delta: float | None
-    module: Callable[[int, int], nn.Module] | None
-    bounds: Bounds
-    refits: str
-    prior_releases: Sequence[privacy.Release]
-    test_seed: int | None
+    As a dataclass, it stores the arguments as they are, which scikit-learn requires.
+    """
+
+    epsilon: float = 2.0
+    delta: float | None = None
+    _: KW_ONLY
+    hidden_units: int | Sequence[int] = 64
+    module: Callable[[int, int], nn.Module] | None = None
+    epochs: float = 20
+    batch_size: float | None = None
+    learning_rate: float = 0.01
+    clip_norm: float = 1.0
+    clipping: ClippingRule | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    average: float | None = 0.1
+    bounds: Bounds = (-1.0, 1.0)
+    refits: str = "refuse"
+    prior_releases: Sequence[privacy.Release] = ()
+    microbatch_size: int | None = None
+    run_folder: Path | str | None = None
+    assume_independent: str | None = None
+    random_state: Any = None
+    test_seed: int | None = None
+
     _numeric_targets = False
-    _origin: Origin
-    module_: nn.Module
-    spent_: Spent
-    statement_: dict[str, Any]
-    n_iter_: int
-    n_features_in_: int
+    _origin: Origin = field(init=False)
+    module_: nn.Module = field(init=False)
+    spent_: Spent = field(init=False)
+    statement_: dict[str, Any] = field(init=False)
+    n_iter_: int = field(init=False)
+    n_features_in_: int = field(init=False)
 
     def _fit(self, X: Any, y: Any, unsupported: dict[str, Any]) -> None:
         where = f"{type(self).__name__}.fit"
@@ -168,8 +189,3 @@ class PrivateEstimator(BaseEstimator, ABC):
         tags = super().__sklearn_tags__()
         tags.non_deterministic = self.test_seed is None
         return tags
-
-
-def store(estimator: PrivateEstimator, arguments: Mapping[str, Any]) -> None:
-    """Stores the arguments of ``__init__`` as they are, as scikit-learn requires."""
-    vars(estimator).update({name: value for name, value in arguments.items() if name != "self"})

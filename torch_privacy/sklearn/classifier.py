@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from .. import privacy
-from ..mechanisms.clipping import ClippingRule
 from ..support.validate import quoted
-from .base import PrivateEstimator, store
+from .base import PrivateEstimator
 from .classes import find_classes
-from .features import Bounds
 from .fitting import Plan, Target
 
 Array = NDArray[Any]
@@ -30,6 +27,7 @@ Array = NDArray[Any]
 UNLISTED = -100  # the index of a class that was not found: F.cross_entropy gives such an example the loss 0
 
 
+@dataclass(eq=False, repr=False)
 class PrivateClassifier(ClassifierMixin, PrivateEstimator):
     """Classifies by a network that is trained with differential privacy, with the interface of scikit-learn.
 
@@ -104,34 +102,9 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         epsilon in [1.999..., 2.000] at delta = 1e-05 (zero out one example, Poisson sampling)
     """
 
-    classes: Sequence[Any] | str | None
-    classes_: Array
-
-    def __init__(
-        self,
-        epsilon: float = 2.0,
-        delta: float | None = None,
-        *,
-        classes: Sequence[Any] | str | None = None,
-        hidden_units: int | Sequence[int] = 64,
-        module: Callable[[int, int], nn.Module] | None = None,
-        epochs: float = 20,
-        batch_size: float | None = None,
-        learning_rate: float = 0.01,
-        clip_norm: float = 1.0,
-        clipping: ClippingRule | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        average: float | None = 0.1,
-        bounds: Bounds = (-1.0, 1.0),
-        refits: str = "refuse",
-        prior_releases: Sequence[privacy.Release] = (),
-        microbatch_size: int | None = None,
-        run_folder: Path | str | None = None,
-        assume_independent: str | None = None,
-        random_state: Any = None,
-        test_seed: int | None = None,
-    ):
-        store(self, locals())
+    _: KW_ONLY
+    classes: Sequence[Any] | str | None = None
+    classes_: Array = field(init=False)
 
     def fit(self, X: Any, y: Any, **unsupported: Any) -> PrivateClassifier:
         """Trains on the rows of X (n, d) and their classes y (n,)."""

@@ -3,27 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import RegressorMixin
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import privacy
-from ..mechanisms.clipping import ClippingRule
 from ..support.validate import Refused
-from .base import PrivateEstimator, store
-from .features import Bounds, checked_bounds, scaled
+from .base import PrivateEstimator
+from .features import checked_bounds, scaled
 from .fitting import Plan, Target
 
 Array = NDArray[Any]
 
 
+@dataclass(eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, PrivateEstimator):
     """Predicts numbers by a network that is trained with differential privacy, with the interface of scikit-learn.
 
@@ -55,33 +53,8 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):
     """
 
     _numeric_targets = True
-    target_bounds: tuple[float, float] | None
-
-    def __init__(
-        self,
-        epsilon: float = 2.0,
-        delta: float | None = None,
-        *,
-        target_bounds: tuple[float, float] | None = None,
-        hidden_units: int | Sequence[int] = 64,
-        module: Callable[[int, int], nn.Module] | None = None,
-        epochs: float = 20,
-        batch_size: float | None = None,
-        learning_rate: float = 0.01,
-        clip_norm: float = 1.0,
-        clipping: ClippingRule | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        average: float | None = 0.1,
-        bounds: Bounds = (-1.0, 1.0),
-        refits: str = "refuse",
-        prior_releases: Sequence[privacy.Release] = (),
-        microbatch_size: int | None = None,
-        run_folder: Path | str | None = None,
-        assume_independent: str | None = None,
-        random_state: Any = None,
-        test_seed: int | None = None,
-    ):
-        store(self, locals())
+    _: KW_ONLY
+    target_bounds: tuple[float, float] | None = None
 
     def fit(self, X: Any, y: Any, **unsupported: Any) -> PrivateRegressor:
         """Trains on the rows of X (n, d) and their targets y (n,)."""
