@@ -113,15 +113,7 @@ def read_canaries(text: str) -> tp.GradientCanaries | TensorDataset:
         parts = [torch.from_numpy(arrays[name]) for name in sorted(arrays)]
     except FileNotFoundError:
         raise
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        EOFError,
-        MemoryError,
-        zipfile.BadZipFile,
-        safetensors.SafetensorError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read ({error}). Give a file with arrays of numbers.") from None
     lengths = [len(part) if part.ndim else 0 for part in parts]
     if not parts or len({*lengths}) > 1 or not lengths[0]:
