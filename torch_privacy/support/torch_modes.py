@@ -24,7 +24,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     if type(tree) in (tuple, list):  # faster than by the pytree
         for value in tree:
-            found += tensors_in(value)
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif value is not None:
+                found += tensors_in(value)
         return found
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
@@ -137,9 +140,8 @@ def uncompiled() -> AbstractContextManager:
     return _UNCOMPILED
 
 
-def is_transformed() -> bool:
-    """True inside of the transforms of ``torch.func``, such as ``vmap``, where tensors stand for others."""
-    return torch._C._are_functorch_transforms_active()
+# () -> True inside of the transforms of ``torch.func``, such as ``vmap``, where tensors stand for others.
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 # GPUs may round the factors of float32 products to 10 bits (TensorFloat-32), oneDNN on a CPU to fewer still.

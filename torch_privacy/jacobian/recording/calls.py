@@ -194,13 +194,15 @@ def uses_by_rule(run: RunCall, known: KnownTensors) -> tuple[Use, ...] | None:
     uses_by_rule = OPS.get(run.func)
     if uses_by_rule is None:
         return None
-    ids = [*map(id, run.weights)]
+    ids, found, uses = [*map(id, run.weights)], [], []
     try:
-        uses = [use for use in uses_by_rule(run.result, *run.args, **run.kwargs) if id(use.weight) in ids]
+        for use in uses_by_rule(run.result, *run.args, **run.kwargs):
+            if id(use.weight) in ids:
+                found.append(id(use.weight))
+                uses.append(use)
     except Refused as error:
         names = ", ".join(map(repr, known.all_names(run.weights)))
         raise Refused(f"{error} Used with parameter {names}.") from None
-    found = [id(use.weight) for use in uses]
     return tuple(uses) if found == ids or sorted(found) == sorted(ids) else None
 
 

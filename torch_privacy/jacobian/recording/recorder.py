@@ -282,7 +282,7 @@ class Recorder(OpMode):
             step.made_of = []
         self.program.add_used(step)
         out = self._run_op(step.func, args, kwargs, data, weights)
-        self._add_results(tensors_among((out,)), with_weights=True)
+        self._add_results([out] if isinstance(out, Tensor) else tensors_among((out,)), with_weights=True)
         return out
 
     def _run_on_data(self, step: OpStep, args: tuple, kwargs: dict) -> Any:
@@ -355,7 +355,7 @@ class Recorder(OpMode):
             return out
         op = getattr(func, "__name__", None) or str(func)
         self.code.note([(op, known.all_names(weights))])
-        if not any([t.is_complex() for t in (*outputs, *data, *weights)]):
+        if not any(map(Tensor.is_complex, (*outputs, *data, *weights))):
             wanted = [t for t in weights if t.requires_grad]
             run = RunCall(func, before, kwargs, wanted, data, result, results, in_place)
             is_sharded = self.shards is not None and self.shards.are_met(*outputs, *data, *weights)
