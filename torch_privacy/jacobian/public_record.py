@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, Self
@@ -19,10 +19,11 @@ from ..support.torch_modes import uncompiled
 from ..support.validate import whole
 from .layouts.known import Layouts
 from .rows.operator import Jacobian
+from .rows.streamed_sum import Clip
 from .tape import Tape
 
 
-class record(Tape):
+class record:
     """Records every use of the model's trainable parameters inside the ``with`` block.
 
     The layouts that batches have had are remembered while the model exists, so that from the third batch on each one
@@ -57,35 +58,65 @@ class record(Tape):
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
         tensors = ModelTensors(trainable, {**frozen, **dict(model.named_buffers())}, memory.attributes.unchanged())
-        super().__init__(tensors.trained, tensors.constants, memory.layouts, num_examples)
+        self._tape = Tape(tensors.trained, tensors.constants, memory.layouts, num_examples)
         self._model, self._contexts = model, ExitStack()
 
     def __enter__(self) -> Self:
-        if not self._entered:
+        if not self._tape.is_active:
             self._contexts.enter_context(uncompiled())
             if takes_hooks(self._model):
-                hook = self._model.register_forward_pre_hook(_InputHook(self), with_kwargs=True, prepend=True)
+                hook = self._model.register_forward_pre_hook(_InputHook(self._tape), with_kwargs=True, prepend=True)
                 self._contexts.callback(hook.remove)
-        return super().__enter__()
+        self._tape.__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if not self._entered:
+        self._tape.__exit__(*error)
+        if not self._tape.is_active:
             self._contexts.close()
             if error[0] is not None:
                 self._let_go()
 
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Returns the recorded parameters by name."""
+        return self._tape.parameters
+
+    @property
+    def measured(self) -> bool:
+        """Returns whether layouts had to be measured, by additional backwards."""
+        return self._tape.measured
+
     def jacobian(
         self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False
     ) -> Jacobian:
+        """Returns the Jacobian of the per-example losses in the recorded parameters.
+
+        Args:
+            losses: (n,) one loss per example, computed inside the ``with`` block; the graph is freed unless retained.
+            retain_graph: keep the graph for further backwards.
+            may_miss: names of parameters that the losses need not reach; their rows are then zero.
+            verify: compare with native backwards if layouts had to be measured, as on the first batches.
+
+        Returns:
+            A ``Jacobian`` with n rows, detached from the graph.
+
+        Raises:
+            Refused: losses of another shape; a parameter that is reached past the recorded ops, or never; an output in
+                which examples cannot be separated; an input changed in place since it was used; disagreement with
+                a native backward.
+        """
         keeper = None if self._weights is None or retain_graph else _Keeper(self._weights)  # lets go if this raises
-        jacobian = super().jacobian(losses, retain_graph=retain_graph, may_miss=may_miss, verify=verify)
+        jacobian = self._tape.jacobian(losses, retain_graph=retain_graph, may_miss=may_miss, verify=verify)
         jacobian.keep(keeper)
         return jacobian
 
-    def clipped_sum(self, losses: Tensor, groups: Any, clip: Any, **options: Any) -> dict[str, Tensor]:
+    def clipped_sum(
+        self, losses: Tensor, groups: Mapping[str, Sequence[str]], clip: Clip | None, **options: Any
+    ) -> dict[str, Tensor]:
+        """Returns Σᵢ cᵢ row_i with factors group by group; arguments as of ``Tape.clipped_sum``."""
         try:
-            return super().clipped_sum(losses, groups, clip, **options)
+            return self._tape.clipped_sum(losses, groups, clip, **options)
         finally:
             self._let_go()
 

@@ -54,22 +54,7 @@ class Tape(Recorder):
     def jacobian(
         self, losses: Tensor, *, retain_graph: bool = False, may_miss: Iterable[str] = (), verify: bool = False
     ) -> Jacobian:
-        """Returns the Jacobian of the per-example losses in the recorded parameters.
-
-        Args:
-            losses: (n,) one loss per example, computed under this tape; the graph is freed unless retained.
-            retain_graph: keep the graph for further backwards.
-            may_miss: names of parameters that the losses need not reach; their rows are then zero.
-            verify: compare with native backwards if layouts had to be measured, as on the first batches.
-
-        Returns:
-            A ``Jacobian`` with n rows, detached from the graph.
-
-        Raises:
-            Refused: losses of another shape; a parameter that is reached past the recorded ops, or never; an output in
-                which examples cannot be separated; an input changed in place since it was used; disagreement with
-                a native backward.
-        """
+        """Returns the Jacobian of the per-example losses in the recorded parameters; arguments as of ``record``."""
         kept: list[Jacobian] = []
 
         def keep(jacobian: Jacobian, group: str) -> dict[str, Tensor]:

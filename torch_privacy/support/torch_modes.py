@@ -48,6 +48,11 @@ class OpMode(TorchFunctionMode):
     def _entered(self) -> int:
         return self._depths.get(threading.get_ident(), 0)
 
+    @property
+    def is_active(self) -> bool:
+        """True if the mode was entered in this thread, and not left."""
+        return self._entered > 0
+
     def __enter__(self) -> Self:
         depth = self._depths[threading.get_ident()] = self._entered + 1
         if depth == 1:
