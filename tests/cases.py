@@ -297,7 +297,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         Calls(lambda m, x: torch.stack([m.f(example) for example in x]), f=nn.Linear(3, 4)),
         torch.randn(5, 6, 3),
     ),
-    "images without a batch, one by one": lambda: (
+    "by fallback: images without a batch, one by one": lambda: (
         Calls(lambda m, x: torch.stack([m.f(image) for image in x]), f=nn.Conv2d(3, 4, 3)),
         torch.randn(5, 3, 5, 5),
     ),

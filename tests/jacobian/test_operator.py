@@ -18,6 +18,7 @@ from parts import in_type
 from torch import Tensor, nn
 
 import torch_privacy as tp
+from torch_privacy.jacobian.recording import calls
 from torch_privacy.jacobian.rows.norms import squared_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -33,6 +34,21 @@ def assert_rows_are_near(ours: Tensor, rows: Tensor, error: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_jacobian_matches_one_backward_per_example(case):
     assert_exact(*CASES[case]())
+
+
+def test_cases_have_a_fast_rule_unless_their_name_says_fallback(monkeypatch):
+    """The fallback is exact, too: no other test shows that a rule is reached."""
+    met, uses_of = [], calls.uses_of
+    monkeypatch.setattr(calls, "uses_of", lambda again, *given: met.append(again.name) or uses_of(again, *given))
+    wrong = {}
+    for name, make in CASES.items():
+        met.clear()
+        model, x = make()
+        with tp.record(model):
+            losses_of(model, x)
+        if bool(met) != name.startswith("by fallback: "):
+            wrong[name] = [*met]
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -113,7 +129,11 @@ def test_frozen_parameters_leave_the_rows_of_the_others(case):
 
 # These refuse a bad example: entries that are not finite, or below rounding, cannot be assigned to an example.
 REFUSED_WHEN_BAD = {case for case in CASES if case.startswith("irregular: ")} | {
-    *("matrix with every example's own call", "images without a batch, one by one", "one parameter in two roles"),
+    *(
+        "matrix with every example's own call",
+        "by fallback: images without a batch, one by one",
+        "one parameter in two roles",
+    ),
     "normalised over equal entries",
 }
 WITH_NUMBERS = [case for case in CASES if CASES[case]()[1].is_floating_point() and len(CASES[case]()[1]) > 1]
