@@ -84,7 +84,7 @@ class ModelTree:
         for holder, kind, registry, keys, ids, _ in self._registries:
             if holder[kind] is not registry or len(registry) != len(keys):
                 return False
-            if keys and ([*registry] != keys or [*map(id, registry.values())] != ids):  # most are empty
+            if keys and ([*registry.keys()] != keys or [*map(id, registry.values())] != ids):  # most are empty
                 return False
         return True
 
