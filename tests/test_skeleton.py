@@ -57,6 +57,15 @@ def test_version_is_the_same_everywhere():
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_type_checkers_see_the_public_names():
+    """They are written twice: where each is imported from, and again for type checkers, which run nothing."""
+    import torch_privacy
+
+    nodes = ast.walk(ast.parse((ROOT / "torch_privacy/__init__.py").read_text()))
+    seen = {name.asname for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names if name.asname}
+    assert seen - {"__version__", "huggingface"} == set(torch_privacy.__all__)
+
+
 @pytest.mark.parametrize("path", sorted(p for d in (*PACKAGES, "tests") for p in (ROOT / d).rglob("*.py")), ids=str)
 def test_source_file_names_its_license(path):
     assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
