@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -95,12 +95,12 @@ class Recording(Protocol):
         self,
         losses: Tensor,
         groups: Mapping[str, Sequence[str]],
-        clip: Any,
+        clip: Callable[[RowsOfBatch, str], dict[str, Tensor]] | None,
         *,
         merging: Merging | None = None,
         may_miss: Iterable[str] = (),
         memory_budget: float = ...,
-        observe: Any = None,
+        observe: Callable[[RowsOfBatch, str], None] | None = None,
     ) -> dict[str, Tensor]:
         """Returns the clipped sum by name; see `Tape.clipped_sum`."""
         ...

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..jacobian.rows.operator import Jacobian
+from ..jacobian.rows.operator import Jacobian, RowsOfBatch
 
 # Entries of a fingerprint's direction before it repeats; a prime, so that no two rows of a weight get the same entries.
 PATTERN = 65_521
@@ -20,13 +19,13 @@ PATTERN = 65_521
 class RowAnswers:
     """Norms, fingerprints and clip factors of the rows, each (rows,) for every group of parameters."""
 
-    weigh: Callable[[Any, str], None] | None = None  # computes the clip factors if no sum is wanted
+    weigh: Callable[[RowsOfBatch, str], None] | None = None  # computes the clip factors if no sum is wanted
     norms: dict[str, Tensor] = field(default_factory=dict)
     fingerprints: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def take(self, jacobian: Any, group: str) -> None:
+    def take(self, jacobian: RowsOfBatch, group: str) -> None:
         """Receives the rows of one group of parameters, before they are summed."""
         self.norms[group] = jacobian.squared_norms().sqrt().double().cpu()
         if isinstance(jacobian, Jacobian):
